@@ -1,0 +1,79 @@
+"""Every environment variable that fly reads, in one table; `python -m fly env` prints it.
+
+Values are read when asked for, so a test or a user may change them at run time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fly.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, default, parser, and a line of documentation."""
+
+    name: str
+    default: str
+    parse: Callable[[str], Any]
+    doc: str
+
+    def get(self) -> Any:
+        """The parsed value.
+
+        Raises:
+            ConfigError: the value is not accepted.
+        """
+        text = os.environ.get(self.name, self.default)
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}={text!r}: {error}") from None
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("", "0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError("expected one of " + ", ".join(repr(c) for c in choices))
+        return text
+
+    return parse
+
+
+def _megabytes(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError("expected a positive whole number of megabytes")
+    return int(text) << 20
+
+
+def _directory(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+ARCH = Variable("FLY_ARCH", "gfx950", str, "AMD architecture that is emulated for CPU tensors")
+DUMP = Variable("FLY_DUMP", "", str, "dump the IR after a pass: a pass name, or 'all'")
+DUMP_DIR = Variable("FLY_DUMP_DIR", "fly_dump", _directory, "directory that dumps are written to")
+CACHE = Variable("FLY_CACHE", "1", _boolean, "0 turns the disk cache off")
+CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of the disk cache")
+CACHE_SIZE = Variable("FLY_CACHE_SIZE_MB", "512", _megabytes, "bound on the disk cache's size, megabytes")
+LLD = Variable("FLY_LLD", "", str, "path of ld.lld; by default ROCm's, then PATH, then the ziglang wheel's")
+KERNEL = Variable(
+    "FLY_KERNEL", "", _one_of("", "generic", "gfx950", "sm90"), "force a flash-attention kernel"
+)
+DISABLE_DUALWAVE_SWP = Variable(
+    "FLYDSL_DISABLE_DUALWAVE_SWP", "0", _boolean, "1 keeps the gfx950 dual-wave kernel from being chosen"
+)
+DUMP_IR = Variable("FLYDSL_DUMP_IR", "0", _boolean, "1 is the same as FLY_DUMP=all")
+
+VARIABLES: tuple[Variable, ...] = tuple(v for v in globals().values() if isinstance(v, Variable))

@@ -1,0 +1,116 @@
+"""Every mistake a kernel author or caller can make, one class each.
+
+Messages name the author's file and line (added here, from the first stack frame outside the compiler), the
+offending value, and what is accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+_COMPILER_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def author_frame() -> FrameType | None:
+    """The innermost stack frame that is not part of the compiler: the line the author wrote."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_COMPILER_DIR) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def author_location() -> str:
+    """`file:line` of the author's frame, or an empty string when every frame belongs to the compiler."""
+    frame = author_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class FlyError(Exception):
+    """Base of every error that fly raises on purpose."""
+
+
+class AuthorError(FlyError):
+    """A mistake in a kernel's source; the message starts with the author's file and line.
+
+    `at` overrides the location for mistakes that are found later than they were made.
+    """
+
+    def __init__(self, message: str, at: str | None = None):
+        location = author_location() if at is None else at
+        super().__init__(f"{location}: {message}" if location else message)
+
+
+class DTypeError(AuthorError, TypeError):
+    """A value of the wrong element type, or a conversion that must be explicit."""
+
+
+class ShapeError(AuthorError, ValueError):
+    """Vector lengths, tile shapes or ranks that do not fit."""
+
+
+class LayoutError(AuthorError, ValueError):
+    """A layout operation whose operands do not meet its definition's conditions."""
+
+
+class StaticValueError(AuthorError, TypeError):
+    """A run-time value used where Python needs a compile-time one (`if`, `int()`, `len()`, indexing)."""
+
+
+class ControlFlowError(AuthorError):
+    """A run-time loop or branch that was not closed as it must be."""
+
+
+class CarryError(ControlFlowError):
+    """A loop carry or branch result whose structure or types change."""
+
+
+class KernelDefinitionError(AuthorError, TypeError):
+    """A function that cannot be a kernel: its signature or annotations."""
+
+
+class TraceError(AuthorError, RuntimeError):
+    """A traced operation used outside a kernel, or in the wrong kernel."""
+
+
+class AtomError(AuthorError, ValueError):
+    """A matrix or copy instruction that the target does not offer, or operands that do not match it."""
+
+
+class SharedMemoryError(FlyError):
+    """A kernel's shared memory does not fit its target; the message shows the table of allocations."""
+
+
+class TargetError(FlyError, ValueError):
+    """An unknown target, or a feature that the target does not have."""
+
+
+class CompileError(FlyError):
+    """MLIR, LLVM, the linker or the driver rejected what was generated."""
+
+
+class LaunchError(FlyError, ValueError):
+    """A launch whose grid, block or shared memory the device cannot take."""
+
+
+class ArgumentError(FlyError, ValueError):
+    """A kernel or library argument with a bad value; names the argument, the value and what is accepted."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """A kernel or library argument of a type that is not accepted."""
+
+
+class DeviceError(FlyError, RuntimeError):
+    """A device or its driver is missing or reported a failure."""
+
+
+class ArtefactError(FlyError, ValueError):
+    """A file that is not an artefact, or one written by an incompatible version."""
+
+
+class ConfigError(FlyError, ValueError):
+    """An environment variable with a value that is not accepted."""
