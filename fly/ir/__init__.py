@@ -1,0 +1,1 @@
+"""The IR builder: dtypes, values, memory and control flow on upstream MLIR."""

@@ -1,0 +1,102 @@
+"""The process-wide MLIR context, and the trace that is being built on this thread."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mlir import ir
+
+from fly.errors import TraceError, author_frame
+
+# MLIR objects of one context may not be built from two threads at once; every trace and every pass holds this.
+LOCK = threading.RLock()
+
+_active = threading.local()
+
+
+@functools.cache
+def context() -> ir.Context:
+    """The one MLIR context, with the `fly` dialect loaded."""
+    from fly.ir import dialect
+
+    ctx = ir.Context()
+    ctx.enable_multithreading(False)
+    dialect.load(ctx)
+    return ctx
+
+
+@functools.cache
+def _location(file: str, line: int) -> ir.Location:
+    return ir.Location.file(file, line, 0, context())
+
+
+@functools.cache
+def unknown_location() -> ir.Location:
+    """The location of operations that no author's line caused."""
+    return ir.Location.unknown(context())
+
+
+def caller_location() -> ir.Location:
+    """The MLIR location of the author's line that is being traced."""
+    frame = author_frame()
+    return unknown_location() if frame is None else _location(frame.f_code.co_filename, frame.f_lineno)
+
+
+class Trace:
+    """One kernel being traced: its module, its target, and the run-time regions that are open.
+
+    `target` is whatever the caller of the tracer passed; `fly.lang` reads instructions and limits from it.
+    """
+
+    def __init__(self, target: Any, block: tuple[int, int, int]):
+        self.target = target
+        self.block = block
+        self.module = ir.Module.create(loc=unknown_location())
+        self.open_regions: list[str] = []
+        self.memo: dict[Any, Any] = {}
+
+
+def current() -> Trace:
+    """The trace being built on this thread.
+
+    Raises:
+        TraceError: no kernel is being traced.
+    """
+    trace = getattr(_active, "trace", None)
+    if trace is None:
+        raise TraceError("fly operations can only be used inside a function decorated with @fly.kernel")
+    return trace
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[Trace]:
+    """Make `trace` the current one; MLIR's context is entered for the duration."""
+    with LOCK, context():
+        previous = getattr(_active, "trace", None)
+        _active.trace = trace
+        try:
+            yield trace
+        finally:
+            _active.trace = previous
+
+
+def emit(
+    name: str,
+    operands: list[ir.Value],
+    results: list[ir.Type],
+    attributes: dict[str, ir.Attribute] | None = None,
+    regions: int = 0,
+) -> ir.Operation:
+    """Append one operation at the insertion point, located at the author's line."""
+    return ir.Operation.create(
+        name,
+        results=results,
+        operands=operands,
+        attributes=attributes,
+        regions=regions,
+        loc=caller_location(),
+    )

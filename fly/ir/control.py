@@ -1,0 +1,160 @@
+"""Run-time control flow: `range`, `when`, `cond`. Python's own `if` and `for` are compile time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mlir import ir
+
+from fly.errors import CarryError, ControlFlowError, DTypeError, author_location
+from fly.ir import pytree
+from fly.ir.context import caller_location, current, emit
+from fly.ir.dtypes import i1
+from fly.ir.value import Value, as_value, unify
+
+_NOTHING = object()
+
+
+@contextmanager
+def _region(block: ir.Block, what: str) -> Iterator[None]:
+    """Emit into `block`; the trace knows that `what` is open until the body ends."""
+    trace = current()
+    trace.open_regions.append(what)
+    with ir.InsertionPoint(block):
+        yield
+    trace.open_regions.pop()
+
+
+class range:
+    """A run-time loop: `for j, (acc, m) in (loop := fly.range(n, carry=(acc, m))):`.
+
+    Takes `stop`, `start, stop` or `start, stop, step`, integers or traced integers (i32 or i64), step > 0.
+    Without `carry` the loop yields `j`. With it, it yields `(j, carry)`, the body must end by calling
+    `loop.next(...)` with the carry's next value, and `loop.results` holds the last one after the loop.
+
+    Raises:
+        ControlFlowError: no `next`, two `next`s, `break`, or `results` read inside the loop.
+        CarryError: the carry changes its structure or types.
+        DTypeError: a bound is no integer.
+    """
+
+    def __init__(self, *bounds: Any, carry: Any = _NOTHING):
+        if not 1 <= len(bounds) <= 3:
+            raise ControlFlowError(f"fly.range takes 1 to 3 bounds, not {len(bounds)}")
+        start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+        if isinstance(step, int) and step <= 0:
+            raise ControlFlowError(f"fly.range needs a positive step, not {step}")
+        for bound in (start, stop, step):
+            if not isinstance(bound, int) and not (
+                isinstance(bound, Value) and bound.dtype.is_int and bound.length is None
+            ):
+                raise DTypeError(f"fly.range bound {bound!r} is no scalar integer")
+        self._bounds = (start, stop, step)
+        self._carry = carry
+        self._next: Any = _NOTHING
+        self._results: Any = _NOTHING
+        self._at = author_location()
+
+    def __iter__(self) -> Iterator[Any]:
+        start, stop, step = (as_value(b) for b in self._bounds)
+        start, stop = unify(start, stop)
+        start, step = unify(start, step)
+        stop, step = unify(stop, step)
+        initial = pytree.leaves(() if self._carry is _NOTHING else self._carry)
+        if self._carry is not _NOTHING and not initial:
+            raise CarryError(
+                f"carry {self._carry!r} holds no traced value; start from one, for example fly.f32(0.0)"
+            )
+        operands = [start.ir, stop.ir, step.ir, *(leaf.ir for leaf in initial)]
+        op = emit("scf.for", operands, [leaf.ir.type for leaf in initial], regions=1)
+        types = [start.ir.type, *(leaf.ir.type for leaf in initial)]
+        block = op.regions[0].blocks.append(*types, arg_locs=[caller_location()] * len(types))
+        index = Value(block.arguments[0], start.dtype)
+        with _region(block, f"the fly.range loop at {self._at} (was it left by break or return?)"):
+            if self._carry is _NOTHING:
+                yield index
+                final = []
+            else:
+                yield index, pytree.unflatten(self._carry, list(block.arguments)[1:])
+                if self._next is _NOTHING:
+                    raise ControlFlowError(
+                        "this fly.range loop has a carry but its body did not call loop.next(...)", at=self._at
+                    )
+                final = pytree.leaves(self._next)
+            emit("scf.yield", [leaf.ir for leaf in final], [])
+        if self._carry is not _NOTHING:
+            self._results = pytree.unflatten(self._carry, list(op.results))
+
+    def next(self, *carry: Any) -> None:
+        """Give the carry's value for the next iteration: the same structure, as one argument or unpacked."""
+        if self._carry is _NOTHING:
+            raise ControlFlowError("loop.next(...) in a fly.range loop without a carry; pass carry=... to range")
+        if self._next is not _NOTHING:
+            raise ControlFlowError("loop.next(...) was called twice in one loop body")
+        unpacked = isinstance(self._carry, tuple) and not (len(carry) == 1 and isinstance(carry[0], tuple))
+        if not unpacked and len(carry) != 1:
+            raise CarryError(f"loop.next takes 1 value for this carry, not {len(carry)}")
+        value = carry if unpacked else carry[0]
+        self._next = pytree.match(self._carry, value, "carry")
+
+    @property
+    def results(self) -> Any:
+        """The carry after the last iteration (its initial value when there was none)."""
+        if self._carry is _NOTHING:
+            raise ControlFlowError("loop.results of a fly.range loop without a carry")
+        if self._results is _NOTHING:
+            raise ControlFlowError("loop.results is only known after the loop", at=None)
+        return self._results
+
+
+def _condition(value: Any, where: str) -> Value:
+    if not isinstance(value, Value) or value.dtype is not i1 or value.length is not None:
+        raise DTypeError(
+            f"{where} needs a scalar run-time i1 condition, not {value!r}; a static condition is a Python if"
+        )
+    return value
+
+
+@contextmanager
+def when(condition: Any) -> Iterator[None]:
+    """Run the body's stores and effects only in threads where `condition` (i1) holds."""
+    condition = _condition(condition, "fly.when")
+    op = emit("scf.if", [condition.ir], [], regions=2)
+    block = op.regions[0].blocks.append()
+    with _region(block, f"the fly.when at {author_location()}"):
+        yield
+        emit("scf.yield", [], [])
+
+
+def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """The result of `then()` where `condition` (i1) holds, else of `otherwise()`; only one runs.
+
+    Both return trees of traced values with the same structure and types.
+
+    Raises:
+        CarryError: the two results differ in structure or type.
+    """
+    condition = _condition(condition, "fly.cond")
+    at = author_location()
+    blocks, results = [], []
+    # Results are only known after tracing: both branches are built in a detached holder, then moved.
+    for branch, name in ((then, "then"), (otherwise, "else")):
+        holder = ir.Operation.create("scf.execute_region", regions=1, loc=caller_location())
+        block = holder.regions[0].blocks.append()
+        with _region(block, f"the {name} branch of fly.cond at {at}"):
+            result = branch()
+            if results:
+                result = pytree.match(results[0], result, "the else branch's result", at=at)
+            results.append(result)
+            emit("scf.yield", [leaf.ir for leaf in pytree.leaves(result)], [])
+        blocks.append((holder, block))
+    types = [leaf.ir.type for leaf in pytree.leaves(results[0])]
+    op = emit("scf.if", [condition.ir], types, regions=2)
+    for region, (holder, block) in zip(op.regions, blocks, strict=True):
+        block.append_to(region)
+        holder.erase()
+    return pytree.unflatten(results[0], list(op.results))
+
+

@@ -1,0 +1,146 @@
+"""The `fly` dialect: what portable kernels say and a backend lowers.
+
+Declared through IRDL, so the verifier knows every operation's operands, results and attributes.
+
+| operation | meaning |
+|---|---|
+| `fly.id` | block, thread or lane index or count along a dimension, i32 |
+| `fly.alloc_shared` | a named buffer in shared memory; placed by `plan-shared-memory` |
+| `fly.barrier` | every thread of the block arrives; shared memory is ordered across it |
+| `fly.shuffle` | the value of another lane of the wave, by index or by xor |
+| `fly.mma` | one matrix instruction on a wave's operand and accumulator registers |
+| `fly.load_matrix` | a wave-wide (transposing) load of an operand from shared memory |
+| `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
+| `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
+| `fly.copy_async` | start global to shared, zero-filled out of bounds; gives a token |
+| `fly.join` | a token that stands for several |
+| `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
+| `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |
+| `fly.commit` | closes a group of copies (made by `insert-waits`) |
+| `fly.narrow` | f32 to a 16-bit float, ties in any direction |
+| `fly.rcp` | fast approximate reciprocal, f32 |
+| `fly.sched` | scheduling hint: a barrier to the scheduler, or a wave priority |
+"""
+
+from __future__ import annotations
+
+import functools
+
+from mlir import ir
+from mlir.dialects import irdl
+
+_IRDL = """
+irdl.dialect @fly {
+  irdl.type @token
+  irdl.operation @id {
+    %i32 = irdl.is i32
+    %name = irdl.base "#builtin.string"
+    irdl.attributes { "name" = %name }
+    irdl.results(result: %i32)
+  }
+  irdl.operation @alloc_shared {
+    %ptr = irdl.base "!llvm.ptr"
+    %int = irdl.base "#builtin.integer"
+    %name = irdl.base "#builtin.string"
+    irdl.attributes { "name" = %name, "bytes" = %int, "align" = %int }
+    irdl.results(result: %ptr)
+  }
+  irdl.operation @barrier { }
+  irdl.operation @shuffle {
+    %any = irdl.any
+    %i32 = irdl.is i32
+    %mode = irdl.base "#builtin.string"
+    irdl.attributes { "mode" = %mode }
+    irdl.operands(value: %any, lane: %i32)
+    irdl.results(result: %any)
+  }
+  irdl.operation @mma {
+    %a = irdl.base "!builtin.vector"
+    %b = irdl.base "!builtin.vector"
+    %c = irdl.base "!builtin.vector"
+    %atom = irdl.base "#builtin.string"
+    irdl.attributes { "atom" = %atom }
+    irdl.operands(a: %a, b: %b, c: %c)
+    irdl.results(result: %c)
+  }
+  irdl.operation @load_matrix {
+    %ptr = irdl.base "!llvm.ptr"
+    %vec = irdl.base "!builtin.vector"
+    %atom = irdl.base "#builtin.string"
+    irdl.attributes { "atom" = %atom }
+    irdl.operands(address: %ptr)
+    irdl.results(result: %vec)
+  }
+  irdl.operation @load_bounded {
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "align" = %int }
+    irdl.operands(base: %ptr, offset: %i32, bound: %i32)
+    irdl.results(result: %any)
+  }
+  irdl.operation @store_bounded {
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "align" = %int }
+    irdl.operands(value: %any, base: %ptr, offset: %i32, bound: %i32)
+  }
+  irdl.operation @copy_async {
+    %dst = irdl.base "!llvm.ptr"
+    %src = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %int = irdl.base "#builtin.integer"
+    %token = irdl.base @fly::@token
+    irdl.attributes { "bytes" = %int }
+    irdl.operands(destination: %dst, base: %src, offset: %i32, bound: %i32)
+    irdl.results(token: %token)
+  }
+  irdl.operation @join {
+    %token = irdl.base @fly::@token
+    irdl.operands(tokens: variadic %token)
+    irdl.results(token: %token)
+  }
+  irdl.operation @wait {
+    %token = irdl.base @fly::@token
+    irdl.operands(token: %token)
+  }
+  irdl.operation @wait_count {
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "newer" = %int }
+  }
+  irdl.operation @commit { }
+  irdl.operation @narrow {
+    %from = irdl.base "!builtin.vector"
+    %to = irdl.base "!builtin.vector"
+    irdl.operands(value: %from)
+    irdl.results(result: %to)
+  }
+  irdl.operation @rcp {
+    %any = irdl.any
+    irdl.operands(value: %any)
+    irdl.results(result: %any)
+  }
+  irdl.operation @sched {
+    %kind = irdl.base "#builtin.string"
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "kind" = %kind, "value" = %int }
+  }
+}
+"""
+
+
+def load(ctx: ir.Context) -> None:
+    """Register the dialect with an MLIR context."""
+    with ctx, ir.Location.unknown():
+        irdl.load_dialects(ir.Module.parse(_IRDL))
+
+
+@functools.cache
+def token_type() -> ir.Type:
+    """`!fly.token`: what an asynchronous copy gives and a wait takes."""
+    from fly.ir.context import context
+
+    return ir.Type.parse('!fly.token', context())

@@ -1,0 +1,100 @@
+"""Mathematical functions and integer helpers on traced values; elementwise on vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fly.errors import DTypeError
+from fly.ir.context import emit
+from fly.ir.dtypes import f32
+from fly.ir.value import Value, as_value, binary, select, unify
+
+
+def _unary(name: str, function: str, value: Any, f32_only: bool = False) -> Value:
+    value = as_value(value, function)
+    if not value.dtype.is_float or (f32_only and value.dtype is not f32):
+        raise DTypeError(f"{function} takes {'f32' if f32_only else 'floats'}, not {value!r}")
+    return Value(emit(name, [value.ir], [value.type]).results[0], value.dtype, value.length)
+
+
+def exp2(x: Any) -> Value:
+    """2**x, f32: the hardware's approximate instruction; results below 2**-126 may flush to zero."""
+    return _unary("math.exp2", "exp2", x, f32_only=True)
+
+
+def log2(x: Any) -> Value:
+    """Base-2 logarithm, f32: the hardware's approximate instruction; log2(0) is -inf."""
+    return _unary("math.log2", "log2", x, f32_only=True)
+
+
+def rcp(x: Any) -> Value:
+    """1/x, f32, to about 1 ulp: the hardware's approximate instruction."""
+    return _unary("fly.rcp", "rcp", x, f32_only=True)
+
+
+def sqrt(x: Any) -> Value:
+    """Square root of a float."""
+    return _unary("math.sqrt", "sqrt", x)
+
+
+def fma(a: Any, b: Any, c: Any) -> Value:
+    """a * b + c of floats with one rounding."""
+    a, b = unify(a, b)
+    a, c = unify(a, c)
+    b, c = unify(b, c)
+    if not a.dtype.is_float:
+        raise DTypeError(f"fma takes floats, not {a!r}")
+    return Value(emit("math.fma", [a.ir, b.ir, c.ir], [a.type]).results[0], a.dtype, a.length)
+
+
+def _extremum(floats: str, integers: str, a: Any, b: Any) -> Value:
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        a = as_value(a)
+    a, b = unify(a, b)
+    return binary(floats if a.dtype.is_float else integers, a, b)
+
+
+def maximum(a: Any, b: Any) -> Value:
+    """The larger value; of a number and NaN, the number. Integers compare as signed."""
+    return _extremum("arith.maxnumf", "arith.maxsi", a, b)
+
+
+def minimum(a: Any, b: Any) -> Value:
+    """The smaller value; of a number and NaN, the number. Integers compare as signed."""
+    return _extremum("arith.minnumf", "arith.minsi", a, b)
+
+
+def absolute(x: Any) -> Value:
+    """|x|."""
+    x = as_value(x)
+    return _unary("math.absf", "absolute", x) if x.dtype.is_float else select(x < 0, -x, x)
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """ceil(a / b) for a non-negative `a` (static or traced) and a static positive `b`."""
+    if not isinstance(b, int) or b <= 0:
+        raise DTypeError(f"ceil_div needs a static positive divisor, not {b!r}")
+    return (a + (b - 1)) // b
+
+
+def _reduce(combine: Any, value: Value) -> Value:
+    """Pairwise over halves, so that vector instructions do most of the work."""
+    while value.length > 1:
+        half = value.length // 2
+        rest = value[2 * half :] if value.length % 2 else None
+        value = combine(value[:half], value[half : 2 * half])
+        if rest is not None:
+            from fly.ir.value import concat
+
+            value = concat([value, rest])
+    return value[0]
+
+
+def reduce_max(value: Value) -> Value:
+    """The largest element of a vector."""
+    return _reduce(maximum, value)
+
+
+def reduce_sum(value: Value) -> Value:
+    """The sum of a vector's elements, added pairwise."""
+    return _reduce(lambda a, b: a + b, value)
