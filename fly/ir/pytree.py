@@ -1,7 +1,7 @@
 """Flattening of what loops and branches carry: values, tokens, and containers of them.
 
-Containers are tuples, lists, dicts and dataclass instances. Everything else (numbers, strings, layouts) is
-static: it must come back equal.
+Containers are tuples, lists, dicts and dataclass instances. Everything else (numbers, strings, and dataclasses
+with a true class attribute `is_static`) is static: it must come back equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, dict):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not getattr(tree, "is_static", False):
         return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
     return None
 

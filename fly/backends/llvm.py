@@ -1,0 +1,112 @@
+"""LLVM code generation through llvmlite: LLVM IR text in, assembly and object code out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fly.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An LLVM target machine: triple, processor, features, and LLVM command-line options."""
+
+    triple: str
+    cpu: str
+    features: str = ""
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What code generation gave: optimised LLVM IR, assembly text, and object bytes (empty if not asked for)."""
+
+    llvm_ir: str
+    assembly: str
+    object: bytes
+
+
+@functools.cache
+def _binding():
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm
+
+
+def emit(text: str, machine: Machine, *, want_object: bool) -> Emitted:
+    """Optimise LLVM IR at O3 with the current pass manager and generate code.
+
+    LLVM's command-line options are global to a process, so a kernel that sets some is compiled in a process of
+    its own and no other compile sees them.
+
+    Raises:
+        CompileError: LLVM rejected the IR, or an option.
+    """
+    if machine.options:
+        return _emit_apart(text, machine, want_object)
+    return _emit_here(text, machine, want_object)
+
+
+def _emit_here(text: str, machine: Machine, want_object: bool) -> Emitted:
+    llvm = _binding()
+    try:
+        module = llvm.parse_assembly(text)
+        target = llvm.Target.from_triple(machine.triple).create_target_machine(
+            cpu=machine.cpu, features=machine.features, opt=3, reloc="pic"
+        )
+        module.triple = machine.triple
+        module.data_layout = str(target.target_data)
+        module.verify()
+        builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
+        builder.getModulePassManager().run(module, builder)
+        return Emitted(
+            str(module), target.emit_assembly(module), target.emit_object(module) if want_object else b""
+        )
+    except RuntimeError as error:
+        raise CompileError(f"LLVM rejected the kernel for {machine.cpu}: {error}") from None
+
+
+def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
+    request = json.dumps(
+        {
+            "text": text,
+            "triple": machine.triple,
+            "cpu": machine.cpu,
+            "features": machine.features,
+            "options": machine.options,
+            "object": want_object,
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fly.backends.llvm"], input=request, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise CompileError(
+            f"LLVM with options {' '.join(machine.options)} failed for {machine.cpu}: {done.stderr.strip()[-2000:]}"
+        )
+    answer = json.loads(done.stdout)
+    return Emitted(answer["llvm_ir"], answer["assembly"], bytes.fromhex(answer["object"]))
+
+
+def _serve(request: dict) -> dict:
+    _set_options(request["options"])
+    machine = Machine(request["triple"], request["cpu"], request["features"])
+    emitted = _emit_here(request["text"], machine, request["object"])
+    return {"llvm_ir": emitted.llvm_ir, "assembly": emitted.assembly, "object": emitted.object.hex()}
+
+
+def _set_options(options: Sequence[str]) -> None:
+    llvm = _binding()
+    for option in options:
+        llvm.set_option("fly", option)
+
+
+if __name__ == "__main__":
+    json.dump(_serve(json.load(sys.stdin)), sys.stdout)

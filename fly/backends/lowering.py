@@ -1,0 +1,159 @@
+"""What both backends' lowerings share: the walk over `fly` operations and LLVM-dialect building blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlir import ir
+
+from fly.backends.target import Target
+from fly.errors import CompileError
+from fly.passes.walk import build, kernel_function, operations
+
+
+class Builder:
+    """Builds operations before the one that is being lowered."""
+
+    def __init__(self, op: ir.Operation, target: Target):
+        self.op = op
+        self.target = target
+
+    def __call__(
+        self,
+        name: str,
+        operands: list[ir.Value],
+        results: list[ir.Type],
+        attributes: dict[str, ir.Attribute] | None = None,
+        regions: int = 0,
+    ) -> ir.Operation:
+        return build(self.op, name, operands, results, attributes, regions)
+
+    def value(
+        self,
+        name: str,
+        operands: list[ir.Value],
+        result: ir.Type,
+        attributes: dict[str, ir.Attribute] | None = None,
+    ) -> ir.Value:
+        """An operation's single result."""
+        return self(name, operands, [result], attributes).results[0]
+
+    def intrinsic(self, name: str, operands: list[ir.Value], result: ir.Type | None) -> ir.Value | None:
+        """Call an LLVM intrinsic by its full name."""
+        attributes = {
+            "intrin": ir.StringAttr.get(name),
+            "op_bundle_sizes": ir.DenseI32ArrayAttr.get([]),
+            "operandSegmentSizes": ir.DenseI32ArrayAttr.get([len(operands), 0]),
+        }
+        op = self("llvm.call_intrinsic", operands, [] if result is None else [result], attributes)
+        return None if result is None else op.results[0]
+
+    def constant(self, value: int, bits: int = 32) -> ir.Value:
+        type_ = ir.IntegerType.get_signless(bits)
+        return self.value("llvm.mlir.constant", [], type_, {"value": ir.IntegerAttr.get(type_, value)})
+
+    def zero(self, type_: ir.Type) -> ir.Value:
+        """All bits zero."""
+        return self.value("llvm.mlir.zero", [], type_)
+
+    def bitcast(self, value: ir.Value, type_: ir.Type) -> ir.Value:
+        return value if value.type == type_ else self.value("llvm.bitcast", [value], type_)
+
+    def slices(self, vector: ir.Value, parts: int) -> list[ir.Value]:
+        """A vector cut into equal vectors."""
+        if parts == 1:
+            return [vector]
+        type_ = ir.VectorType(vector.type)
+        length = type_.shape[0] // parts
+        result = ir.VectorType.get([length], type_.element_type)
+        return [
+            self.value(
+                "llvm.shufflevector",
+                [vector, vector],
+                result,
+                {"mask": ir.DenseI32ArrayAttr.get(list(range(i * length, (i + 1) * length)))},
+            )
+            for i in range(parts)
+        ]
+
+    def elements(self, vector: ir.Value) -> list[ir.Value]:
+        """A vector's elements."""
+        type_ = ir.VectorType(vector.type)
+        return [
+            self.value("llvm.extractelement", [vector, self.constant(i)], type_.element_type)
+            for i in range(type_.shape[0])
+        ]
+
+    def vector(self, elements: list[ir.Value], type_: ir.Type) -> ir.Value:
+        """A vector of elements."""
+        result = self.value("llvm.mlir.poison", [], type_)
+        for i, element in enumerate(elements):
+            result = self.value("llvm.insertelement", [result, element, self.constant(i)], type_)
+        return result
+
+    def registers(self, vector: ir.Value, register: str) -> list[ir.Value]:
+        """A vector's bits as a list of registers of the LLVM type `register`."""
+        type_ = ir.Type.parse(register)
+        count = bits(vector.type) // bits(type_)
+        if count == 1:
+            return [self.bitcast(vector, type_)]
+        if isinstance(type_, ir.VectorType):
+            return [self.bitcast(part, type_) for part in self.slices(vector, count)]
+        return self.elements(self.bitcast(vector, ir.VectorType.get([count], type_)))
+
+
+def bits(type_: ir.Type) -> int:
+    """Size of an integer, float or vector type."""
+    if isinstance(type_, ir.VectorType):
+        return type_.shape[0] * bits(type_.element_type)
+    return type_.width
+
+
+Rule = Callable[[ir.Operation, Builder], "ir.Value | None"]
+
+
+@dataclass(frozen=True)
+class Lower:
+    """Replace every operation named in `rules` by what its rule builds.
+
+    A rule returns the value that stands for the operation's result, or None if it has none. Postcondition: no
+    operation of the `fly` dialect is left.
+    """
+
+    name: str
+    target: Target
+    rules: Mapping[str, Rule]
+
+    def run(self, module: ir.Module) -> None:
+        for op in operations(kernel_function(module).regions[0].blocks[0]):
+            rule = self.rules.get(op.name)
+            if rule is None:
+                if op.name.startswith("fly."):
+                    raise CompileError(f"{self.name}: no rule for {op.name}")
+                continue
+            result = rule(op, Builder(op, self.target))
+            if result is not None:
+                op.results[0].replace_all_uses_with(result)
+            op.erase()
+
+
+def per_element(intrinsic: str) -> Rule:
+    """Apply a scalar intrinsic to each element of a float or vector."""
+
+    def rule(op: ir.Operation, b: Builder) -> ir.Value:
+        value = op.operands[0]
+        if not isinstance(value.type, ir.VectorType):
+            return b.intrinsic(intrinsic, [value], value.type)
+        element = ir.VectorType(value.type).element_type
+        return b.vector([b.intrinsic(intrinsic, [x], element) for x in b.elements(value)], value.type)
+
+    return rule
+
+
+def to_llvm() -> str:
+    """The upstream pipeline from scf, arith, math, vector and func to the llvm dialect."""
+    return (
+        "arith-expand,convert-scf-to-cf,convert-vector-to-llvm,convert-math-to-llvm,convert-arith-to-llvm,"
+        "convert-cf-to-llvm,convert-func-to-llvm,canonicalize,cse,reconcile-unrealized-casts"
+    )

@@ -1,0 +1,54 @@
+"""CDNA3 (gfx942) and CDNA4 (gfx950) matrix instructions and shared-memory loads.
+
+Register layouts: AMD matrix instruction calculator; CDNA3 and CDNA4 ISA manuals, chapter "Matrix Arithmetic
+Instructions".
+"""
+
+from __future__ import annotations
+
+from fly.lang.atoms import MatrixLoad, MmaAtom, plain_load
+from fly.layout import Layout
+
+# C/D of the 32x32 shapes: column = lane % 32, row = 8 * (r / 4) + 4 * (lane / 32) + r % 4
+_C32 = Layout(((32, 2), (4, 4)), ((32, 4), (1, 8)))
+# C/D of the 16x16 shapes: column = lane % 16, row = 4 * (lane / 16) + r
+_C16 = Layout(((16, 4), 4), ((16, 4), 1))
+# A and B: outer index = lane % 32 (or 16); each lane holds 8 consecutive k
+_AB32 = Layout(((32, 2), 8), ((1, 256), 32))
+_AB16 = Layout(((16, 4), 8), ((1, 128), 16))
+
+
+def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int) -> MmaAtom:
+    operands, c, k = (_AB32, _C32, 16) if shape == 32 else (_AB16, _C16, 32)
+    name = f"mfma_{shape}x{shape}x{k // issues}_{dtype}"
+    return MmaAtom(
+        name, shape, shape, k, dtype, "f32", operands, operands, c, "llvm.amdgcn.mfma.f32." + intrinsic, issues, register
+    )
+
+
+# gfx942's instructions take 4 values of k a lane. Two of them make one atom with gfx950's operand layout: the sum
+# over k does not care which k a register holds as long as A and B agree, and 8 values are one 16-byte load.
+GFX942_MMA = (
+    _mfma(32, "bf16", "32x32x8bf16.1k", "vector<4xi16>", 2),
+    _mfma(32, "f16", "32x32x8f16", "vector<4xf16>", 2),
+    _mfma(16, "bf16", "16x16x16bf16.1k", "vector<4xi16>", 2),
+    _mfma(16, "f16", "16x16x16f16", "vector<4xf16>", 2),
+)
+GFX950_MMA = (
+    _mfma(32, "bf16", "32x32x16.bf16", "vector<8xbf16>", 1),
+    _mfma(32, "f16", "32x32x16.f16", "vector<8xf16>", 1),
+    _mfma(16, "bf16", "16x16x32.bf16", "vector<8xbf16>", 1),
+    _mfma(16, "f16", "16x16x32.f16", "vector<8xf16>", 1),
+)
+
+# Within 16 lanes, lane l gets element l % 4 of the runs of lanes (l / 4) % 4 + 4 n, n = 0..3.
+_TR16 = MatrixLoad(
+    "ds_read_b64_tr_b16",
+    run=4,
+    values=4,
+    table=Layout(((4, 4, 4), 4), ((1, 4, 64), 16)),
+    granule=16,
+    intrinsic="llvm.amdgcn.ds.read.tr16.b64",
+)
+GFX942_LOADS = (plain_load(64, 8), plain_load(64, 4))
+GFX950_LOADS = (plain_load(64, 8), _TR16, plain_load(64, 4))

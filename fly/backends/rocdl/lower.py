@@ -1,0 +1,213 @@
+"""`lower-to-rocdl`: the `fly` dialect as AMDGPU intrinsics.
+
+Instruction behaviour: CDNA3 and CDNA4 ISA manuals; intrinsics: LLVM's AMDGPU usage guide.
+"""
+
+from __future__ import annotations
+
+from mlir import ir
+
+from fly.backends.lowering import Builder, Lower, bits, per_element
+from fly.backends.target import Target
+from fly.passes.walk import integer, string
+
+# Buffer descriptor word 3: data format 32 bits, numeric format float; no swizzle, range checked by bytes.
+_DESCRIPTOR_FLAGS = 0x00027000
+
+_IDS = {"thread_id": "llvm.amdgcn.workitem.id.", "block_id": "llvm.amdgcn.workgroup.id."}
+
+
+def _id(op: ir.Operation, b: Builder) -> ir.Value:
+    kind, axis = string(op, "name").split(".")
+    i32 = op.results[0].type
+    if kind in _IDS:
+        return b.intrinsic(_IDS[kind] + axis, [], i32)
+    # grid_dim: the dispatch packet holds the grid in threads (HSA specification, offsets 12, 16, 20)
+    packet = b.intrinsic("llvm.amdgcn.dispatch.ptr", [], ir.Type.parse("!llvm.ptr<4>"))
+    offset = b.constant(12 + 4 * "xyz".index(axis))
+    address = b.value(
+        "llvm.getelementptr",
+        [packet, offset],
+        packet.type,
+        {
+            "rawConstantIndices": ir.DenseI32ArrayAttr.get([-(2**31)]),
+            "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
+        },
+    )
+    i64 = ir.IntegerType.get_signless(64)
+    threads = b.value(
+        "llvm.load", [address], i32, {"alignment": ir.IntegerAttr.get(i64, 4), "ordering": ir.IntegerAttr.get(i64, 0)}
+    )
+    block = ir.DenseI32ArrayAttr(_function(op).attributes["fly.block"])["xyz".index(axis)]
+    return b.value("llvm.udiv", [threads, b.constant(block)], i32)
+
+
+def _function(op: ir.Operation) -> ir.Operation:
+    while op.name != "func.func":
+        op = op.parent.operation
+    return op
+
+
+def _barrier(op: ir.Operation, b: Builder) -> None:
+    # only shared memory is ordered: global loads stay in flight across the barrier
+    local = ir.Attribute.parse('#llvm.mmra_tag<"amdgpu-synchronize-as":"local">')
+    for ordering in (5, 4):  # release before, acquire after
+        fence = {
+            "ordering": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), ordering),
+            "syncscope": ir.StringAttr.get("workgroup"),
+            "llvm.mmra": local,
+        }
+        b("llvm.fence", [], [], fence)
+        if ordering == 5:
+            b.intrinsic("llvm.amdgcn.s.barrier", [], None)
+
+
+def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
+    value, lane = op.operands
+    i32 = ir.IntegerType.get_signless(32)
+    word = b.bitcast(value, i32)
+    static = _constant(lane)
+    if string(op, "mode") == "idx":
+        if static == 0:
+            return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
+        address = b.value("llvm.shl", [lane, b.constant(2)], i32)
+        return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
+    if static < 32:  # swizzle within 32 lanes: and 0x1f, or 0, xor mask
+        pattern = b.constant(static << 10 | 0x1F)
+        return b.bitcast(b.intrinsic("llvm.amdgcn.ds.swizzle", [word, pattern], i32), value.type)
+    low = b.intrinsic("llvm.amdgcn.mbcnt.lo", [b.constant(-1), b.constant(0)], i32)
+    own = b.intrinsic("llvm.amdgcn.mbcnt.hi", [b.constant(-1), low], i32)
+    address = b.value("llvm.shl", [b.value("llvm.xor", [own, lane], i32), b.constant(2)], i32)
+    return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
+
+
+def _constant(value: ir.Value) -> int | None:
+    owner = value.owner
+    if not hasattr(owner, "operation") or owner.operation.name != "arith.constant":
+        return None
+    return ir.IntegerAttr(owner.operation.attributes["value"]).value
+
+
+def _mma(op: ir.Operation, b: Builder) -> ir.Value:
+    atom = b.target.atom(string(op, "atom"))
+    a, b_, accumulator = op.operands
+    controls = [b.constant(0)] * 3  # cbsz, abid, blgp: no broadcast
+    for part_a, part_b in zip(b.slices(a, atom.issues), b.slices(b_, atom.issues), strict=True):
+        (register_a,) = b.registers(part_a, atom.register)
+        (register_b,) = b.registers(part_b, atom.register)
+        accumulator = b.intrinsic(atom.intrinsic, [register_a, register_b, accumulator, *controls], accumulator.type)
+    return accumulator
+
+
+def _load_matrix(op: ir.Operation, b: Builder) -> ir.Value:
+    load = b.target.matrix_load(string(op, "atom"))
+    result = ir.VectorType(op.results[0].type)
+    suffix = f".v{result.shape[0]}{result.element_type}"
+    return b.intrinsic(load.intrinsic + suffix, [op.operands[0]], result)
+
+
+def _descriptor(b: Builder, base: ir.Value, bound: ir.Value) -> ir.Value:
+    i16, i64 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(64)
+    records = b.value("llvm.zext", [bound], i64)
+    stride = b.value("llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, 0)})
+    return b.intrinsic(
+        "llvm.amdgcn.make.buffer.rsrc.p8.p1",
+        [base, stride, records, b.constant(_DESCRIPTOR_FLAGS)],
+        ir.Type.parse("!llvm.ptr<8>"),
+    )
+
+
+def _buffer_pieces(type_: ir.Type, align: int) -> tuple[ir.Type, str, int]:
+    """The register type of one buffer access, its intrinsic suffix, and how many of them a value needs."""
+    size = bits(type_) // 8
+    piece = min(size, 16 if align >= 4 else align)
+    if piece >= 4:
+        words = piece // 4
+        i32 = ir.IntegerType.get_signless(32)
+        return (i32, "i32", size // piece) if words == 1 else (
+            ir.VectorType.get([words], i32),
+            f"v{words}i32",
+            size // piece,
+        )
+    return ir.IntegerType.get_signless(piece * 8), f"i{piece * 8}", size // piece
+
+
+def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
+    base, offset, bound = op.operands
+    result = op.results[0].type
+    piece, suffix, count = _buffer_pieces(result, integer(op, "align"))
+    descriptor = _descriptor(b, base, bound)
+    zero = b.constant(0)
+    parts = []
+    for i in range(count):
+        at = offset if i == 0 else b.value("llvm.add", [offset, b.constant(i * bits(piece) // 8)], zero.type)
+        parts.append(
+            b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.load.{suffix}", [descriptor, at, zero, zero], piece)
+        )
+    if count == 1:
+        return b.bitcast(parts[0], result)
+    return b.bitcast(b.vector(parts, ir.VectorType.get([count], piece)), result)
+
+
+def _store_bounded(op: ir.Operation, b: Builder) -> None:
+    value, base, offset, bound = op.operands
+    piece, suffix, count = _buffer_pieces(value.type, integer(op, "align"))
+    descriptor = _descriptor(b, base, bound)
+    zero = b.constant(0)
+    parts = [b.bitcast(value, piece)]
+    if count > 1:
+        parts = b.elements(b.bitcast(value, ir.VectorType.get([count], piece)))
+    for i, part in enumerate(parts):
+        at = offset if i == 0 else b.value("llvm.add", [offset, b.constant(i * bits(piece) // 8)], zero.type)
+        b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.store.{suffix}", [part, descriptor, at, zero, zero], None)
+
+
+def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
+    value, result = op.operands[0], ir.VectorType(op.results[0].type)
+    if b.target.arch != "gfx942" or str(result.element_type) != "bf16":
+        return b.value("llvm.fptrunc", [value], result)
+    # no conversion instruction: add half a unit to the upper 16 bits, then pack the upper halves of pairs
+    i32 = ir.IntegerType.get_signless(32)
+    words = ir.VectorType.get(result.shape, i32)
+    half = b.value(
+        "llvm.mlir.constant",
+        [],
+        words,
+        {"value": ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(i32, 0x8000))},
+    )
+    rounded = b.elements(b.value("llvm.add", [b.bitcast(value, words), half], words))
+    packed = [
+        b.intrinsic("llvm.amdgcn.perm", [high, low, b.constant(0x07060302)], i32)
+        for low, high in zip(rounded[::2], rounded[1::2], strict=True)
+    ]
+    return b.bitcast(b.vector(packed, ir.VectorType.get([len(packed)], i32)), result)
+
+
+def _sched(op: ir.Operation, b: Builder) -> None:
+    if string(op, "kind") == "barrier":
+        b.intrinsic("llvm.amdgcn.sched.barrier", [b.constant(integer(op, "value"))], None)
+    else:
+        i16 = ir.IntegerType.get_signless(16)
+        level = b.value("llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, integer(op, "value"))})
+        b.intrinsic("llvm.amdgcn.s.setprio", [level], None)
+
+
+_RULES = {
+    "fly.id": _id,
+    "fly.barrier": _barrier,
+    "fly.shuffle": _shuffle,
+    "fly.mma": _mma,
+    "fly.load_matrix": _load_matrix,
+    "fly.load_bounded": _load_bounded,
+    "fly.store_bounded": _store_bounded,
+    "fly.narrow": _narrow,
+    "fly.sched": _sched,
+    "fly.rcp": per_element("llvm.amdgcn.rcp.f32"),
+    "math.exp2": per_element("llvm.amdgcn.exp2.f32"),
+    "math.log2": per_element("llvm.amdgcn.log.f32"),
+}
+
+
+def lower(target: Target) -> Lower:
+    """The lowering pass for a target."""
+    return Lower("lower-to-rocdl", target, _RULES)

@@ -1,0 +1,111 @@
+"""The targets: what each architecture offers, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fly.errors import AtomError, TargetError
+from fly.lang.atoms import MatrixLoad, MmaAtom
+
+
+@dataclass(frozen=True)
+class Target:
+    """One GPU architecture.
+
+    `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
+    global-to-shared copies that portable kernels may use, `matrix_loads` the shared-memory loads in order of
+    preference, `registers` the 32-bit vector registers a thread can have.
+    """
+
+    arch: str
+    backend: str  # "rocdl" | "nvvm"
+    wave_size: int
+    shared_bytes: int
+    registers: int
+    compute_units: int
+    mma_atoms: tuple[MmaAtom, ...] = field(repr=False)
+    matrix_loads: tuple[MatrixLoad, ...] = field(repr=False)
+    async_copy_bytes: tuple[int, ...] = ()
+    max_threads: int = 1024
+
+    def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
+        """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
+
+        Raises:
+            AtomError: there is none.
+        """
+        for atom in self.mma_atoms:
+            if atom.dtype == dtype and shape in (None, (atom.m, atom.n, atom.k)):
+                return atom
+        offered = ", ".join(f"{a.m}x{a.n}x{a.k} {a.dtype}" for a in self.mma_atoms)
+        wanted = dtype if shape is None else f"{'x'.join(map(str, shape))} {dtype}"
+        raise AtomError(f"{self.arch} has no matrix instruction for {wanted}; it has {offered}")
+
+    def atom(self, name: str) -> MmaAtom:
+        """A matrix instruction by name."""
+        return next(atom for atom in self.mma_atoms if atom.name == name)
+
+    def matrix_load(self, name: str) -> MatrixLoad:
+        """A shared-memory load by name."""
+        return next(load for load in self.matrix_loads if load.name == name)
+
+
+def _registry() -> dict[str, Callable[[], Target]]:
+    from fly.backends.nvvm import atoms as nvvm
+    from fly.backends.rocdl import atoms as rocdl
+
+    def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple) -> Target:
+        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads)
+
+    def nvidia(arch: str, shared_kib: int, units: int) -> Target:
+        return Target(
+            arch, "nvvm", 32, shared_kib << 10, 255, units, nvvm.MMA, nvvm.LOADS, async_copy_bytes=(4, 8, 16)
+        )
+
+    targets = (
+        amd("gfx942", 64, 304, rocdl.GFX942_MMA, rocdl.GFX942_LOADS),
+        amd("gfx950", 160, 256, rocdl.GFX950_MMA, rocdl.GFX950_LOADS),
+        # compute units of the largest part; shared memory per block from the CUDA programming guide
+        nvidia("sm_80", 163, 108),
+        nvidia("sm_86", 99, 84),
+        nvidia("sm_89", 99, 142),
+        nvidia("sm_90a", 227, 132),
+    )
+    return {t.arch: t for t in targets}
+
+
+_TARGETS: dict[str, Target] = {}
+
+
+def target(arch: str) -> Target:
+    """Look a target up by architecture name.
+
+    Raises:
+        TargetError: unknown architecture.
+    """
+    if not _TARGETS:
+        _TARGETS.update(_registry())
+    if arch not in _TARGETS:
+        raise TargetError(f"unknown target {arch!r}; expected one of {', '.join(_TARGETS)}")
+    return _TARGETS[arch]
+
+
+def targets() -> tuple[Target, ...]:
+    """All targets."""
+    target("gfx950")
+    return tuple(_TARGETS.values())
+
+
+_CAPABILITIES = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
+
+
+def arch_for_capability(major: int, minor: int) -> str:
+    """The architecture to compile for on an NVIDIA device of a compute capability.
+
+    Raises:
+        TargetError: older than 8.0. Newer devices run sm_80 code through the driver's compiler.
+    """
+    if (major, minor) < (8, 0):
+        raise TargetError(f"compute capability {major}.{minor} is not supported; 8.0 or newer is")
+    return _CAPABILITIES.get((major, minor), "sm_80")

@@ -1,0 +1,249 @@
+"""Bringing tiles of a matrix from global to shared memory with all threads of the block.
+
+Two kinds of copy share one interface, so that a kernel is written once: `issue` starts a tile on its way and
+returns what is in flight (a token, or the data in registers); `land` completes it in shared memory. `TileRing`
+keeps tiles of several copies ahead of their use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fly.errors import ShapeError
+from fly.ir import memory
+from fly.ir.context import current, emit
+from fly.ir.dialect import token_type
+from fly.ir.dtypes import i32
+from fly.ir.memory import i64_attribute
+from fly.ir.value import Value, shuffle
+from fly.lang.ids import thread_id
+from fly.lang.shared import SharedTile, SwizzledTile
+from fly.lang.sync import Token, barrier, join, wait
+from fly.lang.tensor import RowView, Window
+
+
+def _threads() -> int:
+    x, y, z = current().block
+    return x * y * z
+
+
+class _Copy:
+    """What the kinds of copy share: which part of a tile each thread moves."""
+
+    def __init__(self, source: RowView, rows: int, vector: int):
+        self.source = source
+        self.rows = rows
+        self.vector = vector
+        lanes_per_row = source.columns // vector
+        if lanes_per_row == 0 or source.columns % vector:
+            raise ShapeError(f"rows of {source.columns} elements do not divide into vectors of {vector}")
+        threads = _threads()
+        if threads % lanes_per_row:
+            raise ShapeError(f"{threads} threads do not divide into rows of {lanes_per_row} vectors")
+        self.rows_per_pass = min(rows, threads // lanes_per_row)
+        if rows % self.rows_per_pass:
+            raise ShapeError(f"{rows} rows do not divide into passes of {self.rows_per_pass} rows")
+        if self.rows_per_pass * lanes_per_row < threads:
+            raise ShapeError(f"a tile of {rows} x {source.columns} is too small for {threads} threads")
+        self.passes = rows // self.rows_per_pass
+        self.row = thread_id.x // lanes_per_row
+        self.column = (thread_id.x % lanes_per_row) * vector
+
+    def _window(self, tile: Any) -> Window:
+        return self.source.window(tile * self.rows, self.rows)
+
+
+class RowCopy(_Copy):
+    """Tiles of `layout.rows` rows, kept as rows.
+
+    `asynchronous` copies go past the registers (the target must have copies of that width).
+    """
+
+    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, asynchronous: bool):
+        super().__init__(source, layout.rows, vector)
+        self.layout = layout
+        self.asynchronous = asynchronous
+        if asynchronous and vector * 2 not in current().target.async_copy_bytes:
+            raise ShapeError(f"{current().target.arch} has no asynchronous copy of {vector * 2} bytes")
+        bytes_ = source.dtype.bytes
+        pitch = source.window(0, layout.rows).pitch
+        self._global = [
+            (self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)
+        ]
+        self._shared = [self._shared_offset(p) for p in range(self.passes)]
+
+    def _shared_offset(self, p: int) -> tuple[Value, int]:
+        first = p * self.rows_per_pass
+        if self.rows_per_pass % self.layout.row_period == 0:
+            return self._base(), self.layout.displace(first, 0)[1]
+        return self.layout.base(self.row + first, self.column), 0
+
+    def _base(self) -> Value:
+        if not hasattr(self, "_cached_base"):
+            self._cached_base = self.layout.base(self.row, self.column)
+        return self._cached_base
+
+    def issue(self, tile: Any, destination: SharedTile) -> Any:
+        """Start tile number `tile`; asynchronous copies write `destination` from now on."""
+        window = self._window(tile)
+        bytes_ = self.vector * self.source.dtype.bytes
+        align = min(self.source.alignment, bytes_)
+        if not self.asynchronous:
+            return tuple(
+                memory.load_bounded(
+                    window.base, offset, window.bound, self.source.dtype, self.vector, align=align
+                )
+                for offset in self._global
+            )
+        tokens = []
+        for offset, (base, add) in zip(self._global, self._shared, strict=True):
+            target = destination.pointer.offset(base).offset(add)
+            operands = [target.ir, window.base.ir, offset.ir, window.bound.ir]
+            op = emit("fly.copy_async", operands, [token_type()], {"bytes": i64_attribute(bytes_)})
+            tokens.append(Token(op.results[0]))
+        return join(tokens)
+
+    def land(self, in_flight: Any, destination: SharedTile) -> None:
+        """Complete a tile in shared memory; other threads need a barrier to see it."""
+        if isinstance(in_flight, Token):
+            wait(in_flight)
+            return
+        align = min(16, self.vector * self.source.dtype.bytes)
+        for value, (base, add) in zip(in_flight, self._shared, strict=True):
+            memory.store(value, destination.pointer.offset(base).offset(add), align=align)
+
+
+class TransposedCopy(_Copy):
+    """Tiles stored column by column: source row r becomes column `slot_of(r)` of the shared tile.
+
+    Every thread takes 4 adjacent rows of `vector` columns and turns them in registers, so that it can store 4
+    elements at a time. Within each group of `group` rows, 4-row pieces go to `slot_of_piece`.
+    """
+
+    PIECE = 4
+
+    def __init__(
+        self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]
+    ):
+        if layout.rows != source.columns:
+            raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
+        self.tile_rows = layout.columns
+        super().__init__(source, layout.columns // self.PIECE, vector)
+        self.layout = layout
+        bytes_ = source.dtype.bytes
+        pitch = source.window(0, layout.columns).pitch
+        self._global = [
+            [
+                ((self.row + p * self.rows_per_pass) * self.PIECE + r) * pitch + self.column * bytes_
+                for r in range(self.PIECE)
+            ]
+            for p in range(self.passes)
+        ]
+        self._shared = [
+            [
+                layout.base(self.column + c, self._slot(self.row + p * self.rows_per_pass, slot_of_piece))
+                for c in range(vector)
+            ]
+            for p in range(self.passes)
+        ]
+
+    def _slot(self, piece: Value, slot_of_piece: tuple[int, ...]) -> Value:
+        """Column of the tile where a 4-row piece starts."""
+        count = len(slot_of_piece)
+        inside = piece & (count - 1)
+        # pieces are few: the permutation is linear in the bits of the piece index
+        slot: Any = piece - inside
+        for bit in range((count - 1).bit_length()):
+            slot = slot + ((inside >> bit) & 1) * slot_of_piece[1 << bit]
+        return slot * self.PIECE
+
+    def _window(self, tile: Any) -> Window:
+        return self.source.window(tile * self.tile_rows, self.tile_rows)
+
+    def issue(self, tile: Any, destination: SharedTile) -> Any:
+        """Start loading tile number `tile` into registers."""
+        del destination  # the data waits in registers
+        window = self._window(tile)
+        align = min(self.source.alignment, self.vector * self.source.dtype.bytes)
+        return tuple(
+            tuple(
+                memory.load_bounded(
+                    window.base, offset, window.bound, self.source.dtype, self.vector, align=align
+                )
+                for offset in offsets
+            )
+            for offsets in self._global
+        )
+
+    def land(self, in_flight: Any, destination: SharedTile) -> None:
+        """Turn what was loaded and store it; other threads need a barrier to see it."""
+        for rows, bases in zip(in_flight, self._shared, strict=True):
+            for column, base in enumerate(bases):
+                pairs = [
+                    shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)
+                ]
+                piece = shuffle(pairs[0], pairs[1], [0, 1, 2, 3])
+                memory.store(piece, destination.pointer.offset(base), align=8)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A loop carry: what is on its way (oldest first) and the ring slot that holds the current tile."""
+
+    pending: tuple[Any, ...]
+    slot: Value
+
+
+class TileRing:
+    """Tiles of several copies, fetched ahead of their use into rings of `stages` slots.
+
+    Asynchronous copies need two slots or more and keep `stages - 1` tiles in flight; one barrier per tile.
+    Copies through registers use one slot and keep the next tile in registers; two barriers per tile.
+    """
+
+    def __init__(self, copies: list[tuple[RowCopy | TransposedCopy, SharedTile]], stages: int):
+        self.copies = copies
+        self.stages = stages
+        self.asynchronous = all(getattr(copy, "asynchronous", False) for copy, _ in copies)
+        if self.asynchronous != (stages > 1):
+            raise ShapeError(
+                f"{stages} stages do not suit {'asynchronous copies' if self.asynchronous else 'copies in registers'}"
+            )
+
+    def _issue(self, tile: Any, slot: Any) -> Any:
+        parts = tuple(copy.issue(tile, self._tile(ring, slot)) for copy, ring in self.copies)
+        return join(list(parts)) if self.asynchronous else parts
+
+    def _tile(self, ring: SharedTile, slot: Any) -> SharedTile:
+        return ring if isinstance(slot, int) and slot == 0 else ring.slot(i32(slot) if isinstance(slot, int) else slot)
+
+    def start(self, first: Any) -> InFlight:
+        """Set the first tiles on their way; `first` is the number of the first one."""
+        count = max(1, self.stages - 1)
+        return InFlight(tuple(self._issue(first + i, i) for i in range(count)), i32(0))
+
+    def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
+        """Complete tile number `tile`, start a later one, and give the shared tiles to read now."""
+        if self.asynchronous:
+            wait(flight.pending[0])
+            barrier()  # the tile is whole, and nobody reads the slot that is filled next any more
+            ahead = _wrap(flight.slot + (self.stages - 1), self.stages)
+            newest = self._issue(tile + (self.stages - 1), ahead)
+            tiles = [self._tile(ring, flight.slot) for _, ring in self.copies]
+            following = _wrap(flight.slot + 1, self.stages)
+            return tiles, InFlight((*flight.pending[1:], newest), following)
+        barrier()
+        for (copy, ring), part in zip(self.copies, flight.pending[0], strict=True):
+            copy.land(part, ring)
+        barrier()
+        newest = self._issue(tile + 1, 0)
+        return [ring for _, ring in self.copies], InFlight((newest,), flight.slot)
+
+
+def _wrap(slot: Value, stages: int) -> Value:
+    from fly.ir.value import select
+
+    if stages & (stages - 1) == 0:
+        return slot & (stages - 1)
+    return select(slot >= stages, slot - stages, slot)

@@ -1,0 +1,230 @@
+"""Accumulator tiles in registers, seen as a matrix whose rows (and columns) a lane can name.
+
+A matrix instruction scatters its result over lanes. `AccumulatorLayout` answers, for either orientation of the
+instruction, which row and column each register of a lane holds; `Fragment` is a grid of such tiles with the row
+operations that a softmax needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlir import ir
+
+from fly.errors import AtomError, ShapeError
+from fly.ir.context import context, emit
+from fly.ir.dtypes import dtype, f32, i32
+from fly.ir.math import fma, maximum, reduce_max, reduce_sum
+from fly.ir.value import Value, broadcast, constant, from_elements, select
+from fly.lang.atoms import MmaAtom
+from fly.lang.ids import lane_id
+from fly.lang.lanes import evaluate, linear_layout
+from fly.lang.sync import reduce_lanes
+from fly.layout import Layout
+
+
+@dataclass(frozen=True)
+class AccumulatorLayout:
+    """Which (row, column) each register of each lane holds in one accumulator tile.
+
+    `rows_on` says which side of the instruction the matrix's rows are: "m" (as usual) or "n" (the instruction
+    computes the transpose).
+    """
+
+    atom: MmaAtom
+    rows_on: str
+    is_static: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.rows_on not in ("m", "n"):
+            raise AtomError(f"rows_on is {self.rows_on!r}; expected 'm' or 'n'")
+
+    @property
+    def rows(self) -> int:
+        return self.atom.m if self.rows_on == "m" else self.atom.n
+
+    @property
+    def columns(self) -> int:
+        return self.atom.n if self.rows_on == "m" else self.atom.m
+
+    @property
+    def values(self) -> int:
+        return self.atom.values("c")
+
+    def coordinate(self, lane: int, value: int) -> tuple[int, int]:
+        """(row, column) of a lane's register."""
+        n, m = divmod(self.atom.c((lane, value)), self.atom.m)
+        return (m, n) if self.rows_on == "m" else (n, m)
+
+    @functools.cached_property
+    def row_lane(self) -> Layout:
+        """lane -> row of its first register."""
+        return linear_layout([self.coordinate(lane, 0)[0] for lane in range(self.atom.lanes)])
+
+    @functools.cached_property
+    def column_lane(self) -> Layout:
+        """lane -> column of its first register."""
+        return linear_layout([self.coordinate(lane, 0)[1] for lane in range(self.atom.lanes)])
+
+    @functools.cached_property
+    def value_rows(self) -> tuple[int, ...]:
+        """Row of each register relative to the lane's first; the same in every lane."""
+        return tuple(self.coordinate(0, v)[0] for v in range(self.values))
+
+    @functools.cached_property
+    def value_columns(self) -> tuple[int, ...]:
+        """Column of each register relative to the lane's first; the same in every lane."""
+        return tuple(self.coordinate(0, v)[1] for v in range(self.values))
+
+    @functools.cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The distinct rows a lane holds, relative to its first."""
+        return tuple(sorted(set(self.value_rows)))
+
+    @functools.cached_property
+    def slot_values(self) -> tuple[tuple[int, ...], ...]:
+        """For each slot, the registers of that row."""
+        return tuple(tuple(v for v, row in enumerate(self.value_rows) if row == slot) for slot in self.slots)
+
+    @functools.cached_property
+    def row_mates(self) -> tuple[int, ...]:
+        """Lane-index bits under which lanes hold the same rows: the xor masks of a row reduction."""
+        bits = [1 << b for b in range((self.atom.lanes - 1).bit_length())]
+        return tuple(bit for bit in bits if self.coordinate(bit, 0)[0] == self.coordinate(0, 0)[0])
+
+
+@dataclass(frozen=True)
+class RowVector:
+    """One f32 value per row that a lane holds: `values[row_tile][slot]`."""
+
+    layout: AccumulatorLayout
+    values: tuple[tuple[Value, ...], ...]
+
+    @staticmethod
+    def full(layout: AccumulatorLayout, row_tiles: int, number: float) -> RowVector:
+        """The same constant in every row."""
+        return RowVector(layout, tuple(tuple(f32(number) for _ in layout.slots) for _ in range(row_tiles)))
+
+    def map(self, function: Callable[..., Value], *others: RowVector) -> RowVector:
+        """`function` of the corresponding values, row by row."""
+        return RowVector(
+            self.layout,
+            tuple(
+                tuple(function(*slot) for slot in zip(*tile, strict=True))
+                for tile in zip(self.values, *(o.values for o in others), strict=True)
+            ),
+        )
+
+    def reduce_lanes(self, combine: Callable[[Value, Value], Value]) -> RowVector:
+        """Combine over the lanes that share a row."""
+        return self.map(lambda x: reduce_lanes(x, combine, self.layout.row_mates))
+
+    def rows(self) -> RowVector:
+        """The i32 row index of each entry within the fragment (row tiles are stacked)."""
+        first = evaluate(self.layout.row_lane, lane_id())
+        return RowVector(
+            self.layout,
+            tuple(
+                tuple(first + (tile * self.layout.rows + slot) for slot in self.layout.slots)
+                for tile in range(len(self.values))
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A (row_tiles x column_tiles) grid of f32 accumulator tiles: `tiles[row_tile][column_tile]`."""
+
+    layout: AccumulatorLayout
+    tiles: tuple[tuple[Value, ...], ...]
+
+    @staticmethod
+    def zeros(layout: AccumulatorLayout, row_tiles: int, column_tiles: int) -> Fragment:
+        if row_tiles <= 0 or column_tiles <= 0:
+            raise ShapeError(f"a fragment needs at least one tile, not {row_tiles} x {column_tiles}")
+        zero = constant(0.0, dtype(layout.atom.accumulator), layout.values)
+        return Fragment(layout, tuple(tuple(zero for _ in range(column_tiles)) for _ in range(row_tiles)))
+
+    def map(self, function: Callable[[Value, int, int], Value]) -> Fragment:
+        """`function(tile, row_tile, column_tile)` on every tile's vector."""
+        return Fragment(
+            self.layout,
+            tuple(
+                tuple(function(tile, r, c) for c, tile in enumerate(row)) for r, row in enumerate(self.tiles)
+            ),
+        )
+
+    def spread(self, rows: RowVector, row_tile: int) -> Value:
+        """A row vector's values laid out like one of this fragment's tiles."""
+        slots = rows.values[row_tile]
+        if len(slots) == 1:
+            return broadcast(slots[0], self.layout.values)
+        index = {slot: i for i, slot in enumerate(self.layout.slots)}
+        return from_elements([slots[index[row]] for row in self.layout.value_rows])
+
+    def scale_rows(self, rows: RowVector) -> Fragment:
+        """Every row times its factor."""
+        factors = [self.spread(rows, r) for r in range(len(self.tiles))]
+        return self.map(lambda tile, r, c: tile * factors[r])
+
+    def fma_rows(self, scale: Value, rows: RowVector) -> Fragment:
+        """element * scale + its row's value."""
+        addends = [self.spread(rows, r) for r in range(len(self.tiles))]
+        wide = broadcast(scale, self.layout.values)
+        return self.map(lambda tile, r, c: fma(tile, wide, addends[r]))
+
+    def _reduce_rows(self, combine: Callable, fold: Callable) -> RowVector:
+        result = []
+        for row in self.tiles:
+            tiles = list(row)
+            while len(tiles) > 1:  # tiles against each other first: whole vectors at a time
+                pairs = [combine(a, b) for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
+                tiles = pairs + tiles[len(pairs) * 2 :]
+            result.append(
+                tuple(fold(from_registers(tiles[0], registers)) for registers in self.layout.slot_values)
+            )
+        return RowVector(self.layout, tuple(result))
+
+    def row_max(self) -> RowVector:
+        """Each row's maximum over the columns that the lane itself holds."""
+        return self._reduce_rows(maximum, reduce_max)
+
+    def row_sum(self) -> RowVector:
+        """Each row's sum over the columns that the lane itself holds."""
+        return self._reduce_rows(lambda a, b: a + b, reduce_sum)
+
+    def keep_columns_below(self, limits: RowVector, fill: float) -> Fragment:
+        """Elements whose column index is below their row's i32 limit; `fill` elsewhere."""
+        layout = self.layout
+        lane_column = evaluate(layout.column_lane, lane_id())
+        remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        def mask(tile: Value, r: int, c: int) -> Value:
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+            return select(columns < remaining[r], tile, fill)
+
+        return self.map(mask)
+
+
+def from_registers(tile: Value, registers: tuple[int, ...]) -> Value:
+    """The chosen registers of a tile as a vector."""
+    from fly.ir.value import shuffle
+
+    return tile if registers == tuple(range(len(tile))) else shuffle(tile, tile, registers)
+
+
+def _static_vector(numbers: list[int]) -> Value:
+    """A constant i32 vector."""
+    attribute = _dense(tuple(numbers))
+    op = emit("arith.constant", [], [i32.vector(len(numbers))], {"value": attribute})
+    return Value(op.results[0], i32, len(numbers))
+
+
+@functools.cache
+def _dense(numbers: tuple[int, ...]) -> ir.Attribute:
+    with context(), ir.Location.unknown():
+        elements = [ir.IntegerAttr.get(i32.mlir, n) for n in numbers]
+        return ir.DenseElementsAttr.get(elements, i32.vector(len(numbers)))

@@ -1,0 +1,79 @@
+"""Who am I: indices of the block, the wave and the lane, all i32."""
+
+from __future__ import annotations
+
+from fly.errors import TraceError
+from fly.ir.context import current, emit
+from fly.ir.dtypes import i32
+from fly.ir.memory import string_attribute
+from fly.ir.value import Value
+
+
+def _id(name: str) -> Value:
+    return Value(emit("fly.id", [], [i32.mlir], {"name": string_attribute(name)}).results[0], i32)
+
+
+class Dim3:
+    """Three run-time i32 values, one per dimension: `.x`, `.y`, `.z`."""
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+
+    def __repr__(self) -> str:
+        return f"fly.{self._prefix}"
+
+    @property
+    def x(self) -> Value:
+        return _id(self._prefix + ".x")
+
+    @property
+    def y(self) -> Value:
+        return _id(self._prefix + ".y")
+
+    @property
+    def z(self) -> Value:
+        return _id(self._prefix + ".z")
+
+
+block_id = Dim3("block_id")
+thread_id = Dim3("thread_id")
+grid_dim = Dim3("grid_dim")
+
+
+def block_dim() -> tuple[int, int, int]:
+    """Threads in the block along x, y and z; static, known from the launch."""
+    return current().block
+
+
+def wave_size() -> int:
+    """Lanes of a wave on the target: 64 on CDNA, 32 on NVIDIA; static."""
+    return current().target.wave_size
+
+
+def lane_id() -> Value:
+    """The thread's index in its wave. Needs a one-dimensional block."""
+    return _linear_thread() % wave_size()
+
+
+def wave_id() -> Value:
+    """The wave's index in its block, the same value in every lane. Needs a one-dimensional block."""
+    return first_lane(_linear_thread() // wave_size())
+
+
+def first_lane(value: Value) -> Value:
+    """The value in the wave's first lane; tells the compiler that an i32 is the same in every lane."""
+    from fly.lang.sync import shuffle
+
+    return shuffle(value, 0)
+
+
+def _linear_thread() -> Value:
+    _, y, z = current().block
+    if y != 1 or z != 1:
+        raise TraceError(f"lane and wave ids need a one-dimensional block, not {current().block}")
+    return thread_id.x
+
+
+def target():
+    """The target that the kernel is being traced for."""
+    return current().target

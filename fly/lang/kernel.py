@@ -1,0 +1,231 @@
+"""`@fly.kernel`: from a Python function to a traced module."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlir import ir
+
+from fly.errors import ArgumentError, ControlFlowError, KernelDefinitionError, ShapeError
+from fly.ir import memory
+from fly.ir.context import Trace, current, emit, tracing
+from fly.ir.dtypes import DType, dtype, i32, i64
+from fly.ir.memory import i64_attribute
+from fly.ir.value import Value
+from fly.lang.signature import Parameter, ScalarSpec, Signature, TensorSpec
+from fly.lang.tensor import Tensor
+
+_SCALARS = ("i32", "i64", "f32", "f64")
+
+# Set by the package: what `kernel[grid, block](...)` calls. `fly.lang` itself knows no device.
+launcher: Callable[..., Any] | None = None
+
+
+def kernel(function: Callable) -> Kernel:
+    """Make a GPU kernel of a Python function.
+
+    Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.Tensor | None`, or a scalar type
+    (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). Keyword-only parameters are static: any hashable Python value;
+    each combination is compiled once. Launch it with `kernel[grid, block](*arguments, **statics)`.
+
+    Raises:
+        KernelDefinitionError: a parameter without a usable annotation, *args, **kwargs, or a return value.
+    """
+    return Kernel(function)
+
+
+class Kernel:
+    """A kernel's source and signature; see `kernel`."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.name = function.__name__
+        self.signature = _signature(function)
+        functools.update_wrapper(self, function)
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ArgumentError(f"kernel {self.name} needs a grid and a block: {self.name}[grid, block](...)")
+
+    def __getitem__(self, configuration: Any) -> Callable[..., None]:
+        """`kernel[grid, block]`: a callable that launches; grid and block are integers or tuples of up to three."""
+        if not isinstance(configuration, tuple) or len(configuration) != 2:
+            raise ArgumentError(f"kernel {self.name} takes [grid, block], not [{configuration!r}]")
+        grid, block = configuration
+        return functools.partial(_launch, self, grid, block)
+
+    def bind_statics(self, statics: Mapping[str, Any]) -> dict[str, Any]:
+        """Static parameters with defaults filled in.
+
+        Raises:
+            ArgumentError: an unknown, missing or unhashable static parameter.
+        """
+        known = self.signature.statics
+        for name, value in statics.items():
+            if name not in known:
+                raise ArgumentError(
+                    f"kernel {self.name} has no static parameter {name!r}; it has {', '.join(known) or 'none'}"
+                )
+            try:
+                hash(value)
+            except TypeError:
+                raise ArgumentError(
+                    f"static parameter {name!r} of kernel {self.name} is {value!r}; expected a hashable value"
+                ) from None
+        bound = {**known, **statics}
+        for name, value in bound.items():
+            if value is inspect.Parameter.empty:
+                raise ArgumentError(f"kernel {self.name} misses its static parameter {name!r}")
+        return bound
+
+    def trace(
+        self,
+        specs: tuple[TensorSpec | ScalarSpec | None, ...],
+        statics: Mapping[str, Any],
+        target: Any,
+        block: tuple[int, int, int],
+    ) -> ir.Module:
+        """The MLIR module of one configuration: a `func.func` whose arguments are the flattened parameters."""
+        statics = self.bind_statics(statics)
+        with tracing(Trace(target, block)) as trace:
+            fields = self.signature.flatten(specs)
+            argument_types = [_field_type(kind) for _, kind in fields]
+            code = self.function.__code__
+            location = ir.Location.file(code.co_filename, code.co_firstlineno, 0)
+            with location, ir.InsertionPoint(trace.module.body):
+                function = ir.Operation.create(
+                    "func.func",
+                    attributes={
+                        "sym_name": ir.StringAttr.get(self.name),
+                        "function_type": ir.TypeAttr.get(ir.FunctionType.get(argument_types, [])),
+                        "fly.block": ir.DenseI32ArrayAttr.get(list(block)),
+                    },
+                    regions=1,
+                )
+            body = function.regions[0].blocks.append(
+                *argument_types, arg_locs=[location] * len(argument_types)
+            )
+            trace.memo["function"] = function
+            arguments = _arguments(self.signature, specs, iter(body.arguments))
+            with ir.InsertionPoint(body):
+                result = self.function(*arguments, **statics)
+                if trace.open_regions:
+                    raise ControlFlowError(f"{trace.open_regions[-1]} was not closed", at="")
+                if result is not None:
+                    raise KernelDefinitionError(
+                        f"kernel {self.name} returned {result!r}; kernels return nothing, they store"
+                    )
+                emit("func.return", [], [])
+            return trace.module
+
+
+def _launch(kernel: Kernel, grid: Any, block: Any, *args: Any, stream: Any = None, **statics: Any) -> None:
+    if launcher is None:
+        raise ArgumentError(f"kernel {kernel.name} cannot be launched: import it through the package `fly`")
+    launcher(kernel, grid, block, args, statics, stream)
+
+
+def occupancy(
+    *, waves_per_eu: int | None = None, max_registers: int | None = None, min_blocks: int | None = None
+) -> None:
+    """Tell the code generator how many waves should fit.
+
+    `waves_per_eu`: waves on an AMD SIMD (1 to 8); `max_registers`: NVIDIA registers a thread (16 to 255);
+    `min_blocks`: NVIDIA blocks on a multiprocessor. Ones that the target does not have are ignored, as the
+    kernel's meaning does not depend on them.
+
+    Raises:
+        ShapeError: out of range.
+    """
+    limits = {"waves_per_eu": (1, 8), "max_registers": (16, 255), "min_blocks": (1, 32)}
+    given = {"waves_per_eu": waves_per_eu, "max_registers": max_registers, "min_blocks": min_blocks}
+    function = current().memo["function"]
+    for name, value in given.items():
+        if value is None:
+            continue
+        low, high = limits[name]
+        if not isinstance(value, int) or not low <= value <= high:
+            raise ShapeError(f"occupancy: {name} is {value!r}; expected {low} to {high}")
+        function.attributes[f"fly.{name}"] = i64_attribute(value)
+
+
+def compiler_options(*options: str) -> None:
+    """LLVM command-line options for this kernel alone, such as "--enable-post-misched=false"."""
+    for option in options:
+        if not isinstance(option, str) or not option.startswith("-"):
+            raise ShapeError(f"compiler option {option!r} is no string that starts with '-'")
+    function = current().memo["function"]
+    function.attributes["fly.options"] = ir.ArrayAttr.get([ir.StringAttr.get(o) for o in options])
+
+
+def _field_type(kind: str) -> ir.Type:
+    return memory.pointer_type("global") if kind == "ptr" else dtype(kind).mlir
+
+
+def _arguments(signature: Signature, specs: tuple, values: typing.Iterator[ir.Value]) -> list[Any]:
+    arguments: list[Any] = []
+    for spec in specs:
+        if spec is None:
+            arguments.append(None)
+        elif isinstance(spec, ScalarSpec):
+            arguments.append(Value(next(values), dtype(spec.dtype)))
+        else:
+            pointer = memory.Pointer(next(values), "global")
+            shape = tuple(Value(next(values), i32) for _ in range(spec.rank))
+            dynamic = spec.rank - 1 if spec.unit_stride else spec.rank
+            stride = tuple(Value(next(values), i64) for _ in range(dynamic))
+            if spec.unit_stride:
+                stride = (*stride, 1)
+            arguments.append(Tensor(pointer, dtype(spec.dtype), shape, stride, spec.alignment))
+    return arguments
+
+
+def _signature(function: Callable) -> Signature:
+    if not inspect.isfunction(function):
+        raise KernelDefinitionError(f"@fly.kernel takes a function, not {function!r}")
+    code = function.__code__
+    at = f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError as error:
+        raise KernelDefinitionError(f"kernel {function.__name__}: {error} in an annotation", at=at) from None
+    parameters: list[Parameter] = []
+    statics: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise KernelDefinitionError(
+                f"kernel {function.__name__} takes *{name}; every parameter needs a name", at=at
+            )
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            statics[name] = parameter.default
+            continue
+        if parameter.default is not parameter.empty:
+            raise KernelDefinitionError(
+                f"parameter {name!r} of kernel {function.__name__} has a default; make it keyword-only (static)",
+                at=at,
+            )
+        annotation = hints.get(name, function.__annotations__.get(name))
+        parameters.append(_parameter(function.__name__, name, annotation, at))
+    return Signature(tuple(parameters), statics)
+
+
+def _parameter(kernel_name: str, name: str, annotation: Any, at: str) -> Parameter:
+    if annotation is Tensor:
+        return Parameter(name, "tensor", False, None)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        if set(typing.get_args(annotation)) == {Tensor, type(None)}:
+            return Parameter(name, "tensor", True, None)
+    if isinstance(annotation, DType) and annotation.name in _SCALARS:
+        return Parameter(name, "scalar", False, annotation.name)
+    raise KernelDefinitionError(
+        f"parameter {name!r} of kernel {kernel_name} has annotation {annotation!r}; expected fly.Tensor, "
+        "fly.Tensor | None, or one of " + ", ".join(f"fly.{s}" for s in _SCALARS) + " (static parameters come after *)",
+        at=at,
+    )

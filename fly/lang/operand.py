@@ -1,0 +1,196 @@
+"""Loading matrix operands from shared tiles: which load, at which address of which lane.
+
+`plan_operand` is solved over all lanes at trace time: given where each register's element must come from, it finds
+an instruction of the target that can fetch it and the address each lane has to give.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fly.errors import AtomError, LayoutError
+from fly.ir import memory
+from fly.ir.context import emit
+from fly.ir.dtypes import dtype
+from fly.ir.memory import string_attribute
+from fly.ir.value import Value, concat
+from fly.lang.atoms import MatrixLoad, MmaAtom
+from fly.lang.ids import lane_id
+from fly.lang.lanes import evaluate, linear_layout
+from fly.lang.shared import SharedTile, SwizzledTile
+from fly.layout import Layout
+
+Coordinate = Callable[[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class LoadStep:
+    """One load instruction: the (row, column) address of each lane, as layouts plus a static part."""
+
+    row: Layout
+    column: Layout
+    row_offset: int
+    column_offset: int
+
+
+@dataclass(frozen=True)
+class OperandPlan:
+    """How one operand of `tiles` adjacent atoms is fetched: `load` once per step, values in order."""
+
+    load: MatrixLoad
+    steps: tuple[LoadStep, ...]
+    tiles: int
+    values: int
+
+
+def _solve(load: MatrixLoad, want: Coordinate, first: int) -> LoadStep | None:
+    """Addresses such that value v of `load` is element want(lane, first + v), if there are any."""
+    address: dict[int, tuple[int, int]] = {}
+    for lane in range(load.lanes):
+        for value in range(load.values):
+            source, column = divmod(load.table((lane, value)), load.run)
+            row, col = want(lane, first + value)
+            if address.setdefault(source, (row, col - column)) != (row, col - column):
+                return None
+    row0, column0 = address[0]
+    try:
+        rows = linear_layout([address[lane][0] - row0 for lane in range(load.lanes)])
+        columns = linear_layout([address[lane][1] - column0 for lane in range(load.lanes)])
+    except (LayoutError, KeyError):
+        return None
+    if any(address[lane][1] % load.run for lane in range(load.lanes)):
+        return None
+    return LoadStep(rows, columns, row0, column0)
+
+
+def plan_operand(loads: Sequence[MatrixLoad], want: Coordinate, values: int, tiles: int) -> OperandPlan | None:
+    """The first of `loads` that fetches an operand, or None.
+
+    `want(lane, value)` is the (row, column) in the shared tile of a lane's value, over the values of `tiles`
+    adjacent atoms one after the other (`values` each).
+    """
+    for load in loads:
+        if values * tiles % load.values:
+            continue
+        steps = [_solve(load, want, first) for first in range(0, values * tiles, load.values)]
+        if all(step is not None for step in steps):
+            return OperandPlan(load, tuple(steps), tiles, values)
+    return None
+
+
+def operand_coordinates(
+    atom: MmaAtom, operand: str, transposed: bool, slot_of: Callable[[int], int] = lambda k: k
+) -> Coordinate:
+    """want(lane, value) for adjacent tiles of operand "a" or "b" along its outer (m or n) dimension.
+
+    The tile holds (outer, k) coordinates, or (k, outer) if `transposed`; `slot_of(k)` is the place in memory of
+    the atom's k-th element.
+    """
+    layout, extent = (atom.a, atom.m) if operand == "a" else (atom.b, atom.n)
+    per_tile = atom.values(operand)
+
+    def want(lane: int, value: int) -> tuple[int, int]:
+        tile, value = divmod(value, per_tile)
+        k, outer = divmod(layout((lane, value)), extent)
+        outer, k = outer + tile * extent, slot_of(k)
+        return (k, outer) if transposed else (outer, k)
+
+    return want
+
+
+class OperandLoader:
+    """Loads operands from tiles of one layout; the per-lane address is computed once, when this is made."""
+
+    def __init__(self, plan: OperandPlan, layout: SwizzledTile):
+        self.plan = plan
+        self.layout = layout
+        self._lane_bases: list[Value] = []
+        self._displaced: dict[tuple[int, int], Value] = {}
+        lane = lane_id()
+        self._lane_column_bits = [
+            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size))) for step in plan.steps
+        ]
+        for step in plan.steps:
+            base = layout.base(evaluate(step.row, lane), evaluate(step.column, lane))
+            self._lane_bases.append(base)
+
+    def prepare(self, row: int, column: int) -> None:
+        """Compute what a later `load` at this static offset needs, here rather than there (outside a loop)."""
+        for index, step in enumerate(self.plan.steps):
+            self._base(index, self._displacement(index, row, column)[0])
+
+    def _displacement(self, index: int, row: int, column: int) -> tuple[int, int]:
+        step = self.plan.steps[index]
+        row, column = row + step.row_offset, column + step.column_offset
+        if column & self._lane_column_bits[index]:
+            raise LayoutError(f"static column {column} overlaps the columns that the lanes' addresses span")
+        period = self.layout.row_period
+        reach = step.row.cosize
+        if row % period and row % period + reach <= period and row % period % reach == 0:
+            # the static bits of the row lie inside the swizzle's period: they flip bits of the column field
+            inside = row % period
+            phase = (inside & (self.layout.field - 1)) ^ ((inside >> 3) if self.layout.fold else 0)
+            xor, add = self.layout.displace(row - inside, column)
+            return xor ^ ((phase & (self.layout.field - 1)) * self.layout.granule * 2), add + (
+                inside * self.layout.columns * 2
+            )
+        return self.layout.displace(row, column)
+
+    def _base(self, index: int, xor: int) -> Value:
+        if xor == 0:
+            return self._lane_bases[index]
+        key = (index, xor)
+        if key not in self._displaced:
+            self._displaced[key] = self._lane_bases[index] ^ xor
+        return self._displaced[key]
+
+    def load(self, tile: SharedTile, row: int, column: int) -> list[Value]:
+        """The operands of `plan.tiles` adjacent atoms whose first element is at static (row, column)."""
+        load, pieces = self.plan.load, []
+        for index, step in enumerate(self.plan.steps):
+            xor, add = self._displacement(index, row, column)
+            address = tile.pointer.offset(self._base(index, xor)).offset(add)
+            element = tile.dtype
+            if load.intrinsic:
+                result = element.vector(load.values)
+                op = emit("fly.load_matrix", [address.ir], [result], {"atom": string_attribute(load.name)})
+                pieces.append(Value(op.results[0], element, load.values))
+            else:
+                pieces.append(memory.load(address, element, load.values, align=load.run * 2))
+        values = self.plan.values
+        joined = pieces[0] if len(pieces) == 1 else None
+        result = []
+        for first in range(0, values * self.plan.tiles, values):
+            if values % load.values == 0:
+                start = first // load.values
+                result.append(concat(pieces[start : start + values // load.values]))
+            else:
+                whole = joined if joined is not None else pieces[first // load.values]
+                offset = first % load.values
+                result.append(whole[offset : offset + values])
+        return result
+
+
+def require_plan(plan: OperandPlan | None, atom: MmaAtom, operand: str) -> OperandPlan:
+    """`plan`, or an error that names the operand no load of the target can fetch."""
+    if plan is None:
+        raise AtomError(f"no load of the target can fetch operand {operand} of {atom.name} from shared memory")
+    return plan
+
+
+def mma(atom: MmaAtom, a: Value, b: Value, c: Value) -> Value:
+    """C + A * B of one atom on the wave's registers.
+
+    Raises:
+        AtomError: an operand's dtype or number of values is not the atom's.
+    """
+    for operand, value, element in (("a", a, atom.dtype), ("b", b, atom.dtype), ("c", c, atom.accumulator)):
+        if value.dtype is not dtype(element) or value.length != atom.values(operand):
+            raise AtomError(
+                f"operand {operand} of {atom.name} is {value!r}; expected <{atom.values(operand)} x {element}>"
+            )
+    op = emit("fly.mma", [a.ir, b.ir, c.ir], [c.type], {"atom": string_attribute(atom.name)})
+    return Value(op.results[0], c.dtype, c.length)

@@ -1,0 +1,136 @@
+"""Shared memory: named buffers, and swizzled 16-bit tiles that operands are loaded from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fly.errors import LayoutError, ShapeError
+from fly.ir import memory
+from fly.ir.dtypes import DType, dtype, i32
+from fly.ir.memory import Pointer
+from fly.ir.value import Value
+from fly.layout import Layout, Swizzle
+
+
+class SharedMemory:
+    """A buffer of `count` elements of `dtype` in the block's shared memory.
+
+    Buffers whose uses do not overlap may be given the same place; see `plan-shared-memory`.
+    """
+
+    def __init__(self, name: str, dtype_: DType | str, count: int, *, align: int = 16):
+        self.dtype = dtype(dtype_)
+        self.count = count
+        self.pointer = memory.alloc_shared(name, count * self.dtype.bytes, align)
+
+    def at(self, index: Any) -> Pointer:
+        """The address of element `index` (static or traced i32)."""
+        if isinstance(index, int) and not 0 <= index < self.count:
+            raise ShapeError(f"index {index} is out of range for a shared buffer of {self.count} elements")
+        return self.pointer.offset(index * self.dtype.bytes)
+
+    def load(self, index: Any, length: int | None = None, *, align: int | None = None) -> Value:
+        """Load one element, or `length` of them from `index` on."""
+        return memory.load(self.at(index), self.dtype, length, align=align)
+
+    def store(self, value: Value, index: Any, *, align: int | None = None) -> None:
+        """Store a scalar or vector of the buffer's dtype at `index`."""
+        if value.dtype is not self.dtype:
+            raise ShapeError(f"cannot store {value!r} into a shared buffer of {self.dtype}; convert with .to(...)")
+        memory.store(value, self.at(index), align=align)
+
+
+@dataclass(frozen=True)
+class SwizzledTile:
+    """The layout of a (rows x columns) tile of 16-bit elements, row after row, swizzled against bank conflicts.
+
+    Runs of `granule` elements are kept together; eight of them make the field that a row's low bits (and, with
+    `fold`, the three bits above them) are xored into. Rows of fewer than 8 runs use what they have.
+    """
+
+    rows: int
+    columns: int
+    granule: int = 8
+    fold: bool = False
+
+    def __post_init__(self):
+        for name in ("rows", "columns", "granule"):
+            number = getattr(self, name)
+            if number <= 0 or number & (number - 1):
+                raise LayoutError(f"{name} of a swizzled tile is {number}; expected a power of two")
+        if self.granule > self.columns:
+            raise LayoutError(f"granule {self.granule} is wider than the tile's {self.columns} columns")
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.columns * 2
+
+    @property
+    def field(self) -> int:
+        """Runs in the xor field."""
+        return min(8, self.columns // self.granule)
+
+    @property
+    def swizzles(self) -> tuple[Swizzle, ...]:
+        """The CuTe swizzles whose composition with the row-major layout this is."""
+        bits = self.field.bit_length() - 1
+        base = self.granule.bit_length() - 1
+        shift = self.columns.bit_length() - 1 - base
+        first = (Swizzle(bits, base, shift),)
+        return (*first, Swizzle(bits, base, shift + 3)) if self.fold else first
+
+    @property
+    def row_period(self) -> int:
+        """Rows after which the swizzle repeats."""
+        return 64 if self.fold else 8
+
+    def __call__(self, row: int, column: int) -> int:
+        """Element offset of a static coordinate."""
+        offset = Layout((self.rows, self.columns), (self.columns, 1))((row, column))
+        phase = 0
+        for swizzle in self.swizzles:
+            phase ^= swizzle(offset) ^ offset
+        return offset ^ phase
+
+    def base(self, row: Value, column: Value) -> Value:
+        """Byte offset of a run-time coordinate; static parts are added by `displace`."""
+        phase = row & (self.field - 1)
+        if self.fold:
+            phase = (phase ^ (row >> 3)) & (self.field - 1)
+        return (row * (self.columns * 2) + column * 2) ^ (phase * (self.granule * 2))
+
+    def displace(self, row: int, column: int) -> tuple[int, int]:
+        """(xor, add): bytes that take `base(r, c)` to the address of (r + row, c + column).
+
+        `row` is a multiple of `row_period`; the bits of `column` are disjoint from those that c takes.
+
+        Raises:
+            LayoutError: the static part does not fit those conditions.
+        """
+        if row % self.row_period or column % self.granule:
+            raise LayoutError(
+                f"static offset ({row}, {column}) of a swizzled tile must be a multiple of "
+                f"({self.row_period}, {self.granule})"
+            )
+        inside = column % (self.field * self.granule)
+        return inside * 2, (row * self.columns + column - inside) * 2
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """A swizzled tile at an address in shared memory."""
+
+    pointer: Pointer
+    layout: SwizzledTile
+    dtype: DType
+
+    @staticmethod
+    def ring(name: str, layout: SwizzledTile, dtype_: DType, stages: int) -> tuple[SharedTile, ...]:
+        """`stages` tiles of one layout in one buffer, tile after tile."""
+        buffer = memory.alloc_shared(name, layout.bytes * stages, align=1024)
+        return tuple(SharedTile(buffer.offset(i * layout.bytes), layout, dtype_) for i in range(stages))
+
+    def slot(self, index: Value) -> SharedTile:
+        """The tile `index` (traced i32) places further on in its ring."""
+        return SharedTile(self.pointer.offset(index * i32(self.layout.bytes)), self.layout, self.dtype)

@@ -1,0 +1,115 @@
+"""Barriers, lane exchange, reductions over lanes, and waiting for asynchronous copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlir import ir
+
+from fly.errors import DTypeError, ShapeError
+from fly.ir.context import current, emit
+from fly.ir.dialect import token_type
+from fly.ir.dtypes import i32
+from fly.ir.math import maximum
+from fly.ir.memory import i64_attribute, string_attribute
+from fly.ir.value import Traced, Value
+
+
+class Token(Traced):
+    """An asynchronous copy in flight; loops can carry it, `wait` ends it."""
+
+    __slots__ = ()
+
+    def __init__(self, value: ir.Value):
+        self.ir = value
+
+    def with_ir(self, value: ir.Value) -> Token:
+        return Token(value)
+
+    def __repr__(self) -> str:
+        return "<copy token>"
+
+
+def join(tokens: Sequence[Token]) -> Token:
+    """One token for several copies: a group that is waited for together."""
+    for token in tokens:
+        if not isinstance(token, Token):
+            raise DTypeError(f"join takes copy tokens, not {token!r}")
+    return Token(emit("fly.join", [t.ir for t in tokens], [token_type()]).results[0])
+
+
+def wait(token: Token) -> None:
+    """Until the copies of `token` that this thread issued have landed in shared memory.
+
+    The compiler turns it into the wait with the largest count of newer copies that is still correct. Other
+    threads' copies need a `barrier` after it.
+    """
+    if not isinstance(token, Token):
+        raise DTypeError(f"wait takes a copy token, not {token!r}")
+    emit("fly.wait", [token.ir], [])
+
+
+def barrier() -> None:
+    """Every thread of the block arrives before any goes on; shared-memory accesses are ordered across it."""
+    emit("fly.barrier", [], [])
+
+
+def sched_barrier() -> None:
+    """A line that the instruction scheduler does not move anything across (no run-time cost)."""
+    emit("fly.sched", [], [], {"kind": string_attribute("barrier"), "value": i64_attribute(0)})
+
+
+def set_priority(level: int) -> None:
+    """The wave's issue priority, 0 (default) to 3; ignored on NVIDIA."""
+    if not isinstance(level, int) or not 0 <= level <= 3:
+        raise ShapeError(f"priority {level!r} is out of range; expected 0 to 3")
+    emit("fly.sched", [], [], {"kind": string_attribute("priority"), "value": i64_attribute(level)})
+
+
+def _exchange(value: Value, lane: Value, mode: str) -> Value:
+    if not isinstance(value, Value) or value.length is not None or value.dtype.bits != 32:
+        raise DTypeError(f"lanes exchange 32-bit scalars, not {value!r}; bitcast or pack it first")
+    op = emit("fly.shuffle", [value.ir, lane.ir], [value.type], {"mode": string_attribute(mode)})
+    return Value(op.results[0], value.dtype)
+
+
+def shuffle(value: Value, lane: Any) -> Value:
+    """The value that lane number `lane` (static or traced i32, below the wave size) of the wave holds."""
+    return _exchange(value, i32(lane) if isinstance(lane, int) else lane, "idx")
+
+
+def shuffle_xor(value: Value, mask: int) -> Value:
+    """The value of the lane whose index differs in the bits of the static `mask`.
+
+    Raises:
+        ShapeError: the mask is not in 1 .. wave size - 1.
+    """
+    size = current().target.wave_size
+    if not isinstance(mask, int) or not 0 < mask < size:
+        raise ShapeError(f"shuffle_xor mask {mask!r} is out of range; expected 1 to {size - 1}")
+    return _exchange(value, i32(mask), "xor")
+
+
+def reduce_lanes(
+    value: Value, combine: Callable[[Value, Value], Value], masks: Sequence[int] | None = None
+) -> Value:
+    """Combine a value over lanes by xor exchanges; every lane gets the result.
+
+    `masks` are the lane bits to reduce over; by default all of the wave.
+    """
+    if masks is None:
+        masks = [1 << bit for bit in range((current().target.wave_size - 1).bit_length())]
+    for mask in masks:
+        value = combine(value, shuffle_xor(value, mask))
+    return value
+
+
+def lane_sum(value: Value) -> Value:
+    """The sum over the wave's lanes, in every lane."""
+    return reduce_lanes(value, lambda a, b: a + b)
+
+
+def lane_max(value: Value) -> Value:
+    """The maximum over the wave's lanes, in every lane."""
+    return reduce_lanes(value, maximum)

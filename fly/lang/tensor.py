@@ -1,0 +1,236 @@
+"""Tensors in global memory: a pointer, a shape and strides that are run-time values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fly.errors import DTypeError, ShapeError
+from fly.ir import memory
+from fly.ir.control import cond, when
+from fly.ir.dtypes import DType, i32, i64
+from fly.ir.math import maximum, minimum
+from fly.ir.memory import Pointer
+from fly.ir.value import Value, constant, from_elements
+from fly.layout import Layout
+
+
+def wide(value: Any) -> Any:
+    """An integer as i64, so that products of sizes and strides do not wrap."""
+    return value.to(i64) if isinstance(value, Value) else value
+
+
+class Tensor:
+    """A strided array in global memory: what a kernel's positional parameters are.
+
+    `shape` holds i32 and `stride` (in elements) i64 values, or Python integers where known at compile time;
+    `alignment` is the number of bytes that divide the address and every stride but a unit one.
+    """
+
+    def __init__(
+        self, pointer: Pointer, dtype: DType, shape: tuple[Any, ...], stride: tuple[Any, ...], alignment: int
+    ):
+        self.pointer = pointer
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+        self.alignment = alignment
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<tensor of rank {self.rank}, {self.dtype}>"
+
+    def _offset(self, coordinates: tuple[Any, ...]) -> Any:
+        """Byte offset of a coordinate; 64 bit unless everything is static."""
+        total: Any = 0
+        for index, stride in zip(coordinates, self.stride, strict=True):
+            term = wide(index) * stride
+            total = term if isinstance(total, int) and total == 0 else total + term
+        return total * self.dtype.bytes
+
+    def at(self, *coordinates: Any) -> Pointer:
+        """The address of an element; one integer (static or traced) per dimension, in 64-bit arithmetic."""
+        if len(coordinates) != self.rank:
+            raise ShapeError(f"{self!r} takes {self.rank} coordinates, not {len(coordinates)}")
+        for coordinate in coordinates:
+            if not isinstance(coordinate, int) and not (
+                isinstance(coordinate, Value) and coordinate.dtype.is_int and coordinate.length is None
+            ):
+                raise DTypeError(f"tensor coordinate {coordinate!r} is no scalar integer")
+        return self.pointer.offset(self._offset(coordinates))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Fix some coordinates: `q[batch, :, head, :]` keeps the dimensions marked `:`."""
+        key = key if isinstance(key, tuple) else (key,)
+        if len(key) != self.rank:
+            raise ShapeError(f"{self!r} takes {self.rank} indices, not {len(key)}")
+        kept = [i for i, k in enumerate(key) if isinstance(k, slice)]
+        if any(key[i] != slice(None) for i in kept):
+            raise ShapeError("only the full slice ':' is supported on tensors; use .rows() and tiles for ranges")
+        origin = self.at(*(0 if isinstance(k, slice) else k for k in key))
+        return Tensor(
+            origin,
+            self.dtype,
+            tuple(self.shape[i] for i in kept),
+            tuple(self.stride[i] for i in kept),
+            self.alignment,
+        )
+
+    def load(self, *coordinates: Any, length: int | None = None) -> Value:
+        """The element at a coordinate, or `length` contiguous ones from it on (last stride 1)."""
+        if length is not None:
+            self._require_unit_stride()
+        return memory.load(self.at(*coordinates), self.dtype, length)
+
+    def store(self, value: Value, *coordinates: Any) -> None:
+        """Store a scalar, or a vector along the last dimension (last stride 1); the dtype must be the tensor's."""
+        if not isinstance(value, Value) or value.dtype is not self.dtype:
+            raise DTypeError(f"cannot store {value!r} into {self!r}; convert with .to(fly.{self.dtype})")
+        if value.length is not None:
+            self._require_unit_stride()
+        memory.store(value, self.at(*coordinates), align=self.dtype.bytes)
+
+    def _require_unit_stride(self) -> None:
+        if not isinstance(self.stride[-1], int) or self.stride[-1] != 1:
+            raise ShapeError(f"{self!r} has a run-time last stride; vectors need a unit one")
+
+    def tile(self, size: int, index: Any) -> Tile:
+        """Elements [index * size, (index + 1) * size) of a vector; what lies beyond the end reads as zero."""
+        if self.rank != 1:
+            raise ShapeError(f"tile() takes a vector, not {self!r}; fix other coordinates first")
+        if not isinstance(size, int) or size <= 0:
+            raise ShapeError(f"tile size {size!r} is no static positive integer")
+        self._require_unit_stride()
+        first = wide(index) * size
+        remaining = maximum(minimum(wide(self.shape[0]) - first, size), 0).to(i32)
+        return Tile(self.at(first), self.dtype, size, remaining, min(self.alignment, size * self.dtype.bytes))
+
+    def rows(self, columns: int) -> RowView:
+        """A matrix with `columns` (static) contiguous elements in each row."""
+        if self.rank != 2:
+            raise ShapeError(f"rows() takes a matrix, not {self!r}; fix other coordinates first")
+        self._require_unit_stride()
+        return RowView(self.pointer, self.dtype, self.shape[0], self.stride[0], columns, self.alignment)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A piece of a vector, `remaining` of whose `size` elements exist."""
+
+    pointer: Pointer
+    dtype: DType
+    size: int
+    remaining: Value
+    alignment: int
+
+    def share(self, layout: Layout, thread: Value) -> Share:
+        """The part of a thread under a (thread, value) -> element layout whose values are contiguous.
+
+        Raises:
+            ShapeError: the layout does not cover the tile, or its values are not contiguous.
+        """
+        if layout.rank != 2 or layout.size != self.size:
+            raise ShapeError(f"layout {layout} does not cover a tile of {self.size} elements")
+        values = Layout(layout.shape[1]).size
+        if [layout((0, v)) for v in range(values)] != list(range(values)):
+            raise ShapeError(f"values of layout {layout} are not contiguous")
+        return Share(self, layout((thread, 0)), values)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A thread's contiguous `length` elements of a tile, from `first` on."""
+
+    tile: Tile
+    first: Value
+    length: int
+
+    def _address(self, element: int = 0) -> Pointer:
+        return self.tile.pointer.offset((self.first + element) * self.tile.dtype.bytes)
+
+    @property
+    def _align(self) -> int:
+        bytes_ = self.length * self.tile.dtype.bytes
+        return min(self.tile.alignment, bytes_ & -bytes_)
+
+    def load(self) -> Value:
+        """A vector; elements past the end of the tensor are zero."""
+        dtype = self.tile.dtype
+
+        def one(element: int) -> Value:
+            return cond(
+                self.first + element < self.tile.remaining,
+                lambda: memory.load(self._address(element), dtype),
+                lambda: constant(0, dtype),
+            )
+
+        return cond(
+            self.first + self.length <= self.tile.remaining,
+            lambda: memory.load(self._address(), dtype, self.length, align=self._align),
+            lambda: from_elements([one(e) for e in range(self.length)]),
+        )
+
+    def store(self, value: Value) -> None:
+        """Store a vector of the tile's dtype; elements past the end of the tensor are dropped."""
+        if value.dtype is not self.tile.dtype or value.length != self.length:
+            raise ShapeError(f"cannot store {value!r} into a share of {self.length} x {self.tile.dtype}")
+        whole = self.first + self.length <= self.tile.remaining
+        with when(whole):
+            memory.store(value, self._address(), align=self._align)
+        with when(~whole):
+            for element in range(self.length):
+                with when(self.first + element < self.tile.remaining):
+                    memory.store(value[element], self._address(element))
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A matrix of `count` rows of `columns` (static) contiguous elements, `stride` elements apart."""
+
+    pointer: Pointer
+    dtype: DType
+    count: Any
+    stride: Any
+    columns: int
+    alignment: int
+
+    def row(self, index: Any) -> Pointer:
+        """The address of a row, in 64-bit arithmetic."""
+        return self.pointer.offset(wide(index) * self.stride * self.dtype.bytes)
+
+    def window(self, first: Any, rows: int) -> Window:
+        """Rows [first, first + rows); those that do not exist read as zero and drop stores."""
+        valid = maximum(minimum(self.count - first, rows), 0)
+        bytes_ = self.dtype.bytes
+        pitch = self.stride.to(i32) * bytes_ if isinstance(self.stride, Value) else self.stride * bytes_
+        bound = (valid - 1) * pitch + self.columns * bytes_
+        return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, self)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some rows of a matrix as a bounded buffer: byte offsets of 32 bits from `base`, `bound` bytes long.
+
+    Rows within a window are less than 2**31 bytes apart.
+    """
+
+    base: Pointer
+    pitch: Any
+    bound: Value
+    view: RowView
+
+    def load(self, row: Any, column: Any, length: int) -> Value:
+        """`length` contiguous elements of a row (relative to the window); zeros past the last row."""
+        bytes_ = self.view.dtype.bytes
+        offset = row * self.pitch + column * bytes_
+        align = min(self.view.alignment, length * bytes_)
+        return memory.load_bounded(self.base, offset, self.bound, self.view.dtype, length, align=align)
+
+    def store(self, value: Value, row: Any, column: Any) -> None:
+        """Store a vector at a row and column; rows past the last are dropped."""
+        bytes_ = self.view.dtype.bytes
+        align = min(self.view.alignment, (value.length or 1) * bytes_)
+        memory.store_bounded(value, self.base, row * self.pitch + column * bytes_, self.bound, align=align)

@@ -1,0 +1,1 @@
+"""Named passes over traced modules, one file each."""

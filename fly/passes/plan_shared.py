@@ -1,0 +1,160 @@
+"""`plan-shared-memory`: gives every shared buffer its place in the block's shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlir import ir
+
+from fly.errors import SharedMemoryError
+from fly.passes.walk import build, integer, kernel_function, operations, string
+
+SYMBOL = "fly_shared"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A shared buffer: its size and the top-level operations between which it is used."""
+
+    name: str
+    bytes: int
+    align: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class PlanSharedMemory:
+    """Replace `fly.alloc_shared` by offsets into one global.
+
+    Precondition: allocations are in the kernel's top-level block. Postcondition: no `fly.alloc_shared` is left;
+    the function has `fly.shared_bytes`; buffers overlap only if a `fly.barrier` at top level separates all uses
+    of one from all uses of the other. `dynamic` makes the global an external one of unknown size (CUDA's
+    dynamic shared memory) instead of one of the planned size.
+    """
+
+    limit: int
+    arch: str
+    dynamic: bool
+    name: str = "plan-shared-memory"
+
+    def run(self, module: ir.Module) -> None:
+        function = kernel_function(module)
+        allocations = [
+            op for op in operations(function.regions[0].blocks[0]) if op.name == "fly.alloc_shared"
+        ]
+        i64 = ir.IntegerType.get_signless(64)
+        function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, 0)
+        if not allocations:
+            return
+        buffers, barriers = _lifetimes(function, allocations)
+        offsets = place(buffers, barriers)
+        total = max(offset + buffer.bytes for offset, buffer in zip(offsets, buffers, strict=True))
+        if total > self.limit:
+            raise SharedMemoryError(self._table(function, buffers, offsets, total))
+        function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, total)
+        align = max(buffer.align for buffer in buffers)
+        self._global(module, 0 if self.dynamic else total, align)
+        for op, offset in zip(allocations, offsets, strict=True):
+            base = build(
+                op, "llvm.mlir.addressof", [], [op.results[0].type], {"global_name": ir.FlatSymbolRefAttr.get(SYMBOL)}
+            )
+            place_ = build(
+                op,
+                "llvm.getelementptr",
+                [base.results[0]],
+                [op.results[0].type],
+                {
+                    "rawConstantIndices": ir.DenseI32ArrayAttr.get([offset]),
+                    "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
+                },
+            )
+            op.results[0].replace_all_uses_with(place_.results[0])
+            op.erase()
+
+    def _global(self, module: ir.Module, size: int, align: int) -> None:
+        linkage = "external" if self.dynamic else "internal"
+        value = "" if self.dynamic else "{ %u = llvm.mlir.undef : " + f"!llvm.array<{size} x i8>" + " llvm.return %u : " + (
+            f"!llvm.array<{size} x i8>" + " }"
+        )
+        text = (
+            f"llvm.mlir.global {linkage} @{SYMBOL}() {{addr_space = 3 : i32, alignment = {align} : i64}} : "
+            f"!llvm.array<{size} x i8> {value}"
+        )
+        parsed = ir.Module.parse(text)
+        parsed.body.operations[0].operation.move_before(module.body.operations[0].operation)
+
+    def _table(self, function: ir.Operation, buffers: list[Buffer], offsets: list[int], total: int) -> str:
+        rows = "\n".join(
+            f"  {offset:>8} .. {offset + buffer.bytes:<8} {buffer.bytes:>8} bytes  {buffer.name}"
+            for offset, buffer in sorted(zip(offsets, buffers, strict=True), key=lambda pair: pair[0])
+        )
+        return (
+            f"kernel {string(function, 'sym_name')} needs {total} bytes of shared memory; "
+            f"{self.arch} offers {self.limit}. Allocations:\n{rows}"
+        )
+
+
+def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple[list[Buffer], list[int]]:
+    """Buffers with the range of top-level operations that use them, and where top-level barriers are."""
+    block = function.regions[0].blocks[0]
+    # a value's operations are compared by the position of their ancestor in the kernel's own block
+    position: dict[int, int] = {}
+    barriers = []
+    for index, op in enumerate(block.operations):
+        operation = op.operation
+        if operation.name == "fly.barrier":
+            barriers.append(index)
+        position[hash(operation)] = index
+        for region in operation.regions:
+            for inner_block in region.blocks:
+                for inner in operations(inner_block):
+                    position[hash(inner)] = index
+    buffers = []
+    for op in allocations:
+        uses: list[int] = []
+        pending = [op.results[0]]
+        seen: set[int] = set()
+        while pending:
+            value = pending.pop()
+            for use in value.uses:
+                user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
+                if hash(user) in seen:
+                    continue
+                seen.add(hash(user))
+                uses.append(position[hash(user)])
+                # derived addresses (and tokens of copies into the buffer) keep it alive
+                pending.extend(user.results)
+                if user.name == "scf.yield":
+                    pending.extend(user.parent.operation.results)
+                if user.name == "scf.for":
+                    pending.extend(user.regions[0].blocks[0].arguments)
+        here = position[hash(op)]
+        buffers.append(
+            Buffer(
+                string(op, "name"), integer(op, "bytes"), integer(op, "align"), min(uses, default=here), max(uses, default=here)
+            )
+        )
+    return buffers, barriers
+
+
+def place(buffers: list[Buffer], barriers: list[int]) -> list[int]:
+    """Offsets, first fit in order of decreasing size; see the pass for which buffers may overlap."""
+
+    def apart(a: Buffer, b: Buffer) -> bool:
+        earlier, later = (a, b) if a.last < b.first else (b, a)
+        return earlier.last < later.first and any(earlier.last < x < later.first for x in barriers)
+
+    offsets: dict[int, int] = {}
+    for index in sorted(range(len(buffers)), key=lambda i: (-buffers[i].bytes, i)):
+        buffer = buffers[index]
+        conflicts = sorted(
+            (offsets[i], offsets[i] + buffers[i].bytes) for i in offsets if not apart(buffer, buffers[i])
+        )
+        offset = 0
+        for start, end in conflicts:
+            if offset + buffer.bytes <= start:
+                break
+            offset = max(offset, -(-end // buffer.align) * buffer.align)
+        offsets[index] = offset
+    return [offsets[i] for i in range(len(buffers))]

@@ -1,0 +1,55 @@
+"""Small helpers that passes share: finding operations, and building others before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlir import ir
+
+
+def operations(block: ir.Block) -> Iterator[ir.Operation]:
+    """All operations under a block, outer before inner, in program order; the current one may be erased."""
+    for op in list(block.operations):
+        operation = op.operation
+        yield operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                yield from operations(inner)
+
+
+def kernel_function(module: ir.Module) -> ir.Operation:
+    """The function that the module is about."""
+    for op in module.body.operations:
+        if op.operation.name in ("func.func", "llvm.func") and "fly.block" in op.operation.attributes:
+            return op.operation
+    raise ValueError("the module has no kernel function")
+
+
+def integer(op: ir.Operation, name: str) -> int:
+    """The value of an integer attribute."""
+    return ir.IntegerAttr(op.attributes[name]).value
+
+
+def string(op: ir.Operation, name: str) -> str:
+    """The value of a string attribute."""
+    return ir.StringAttr(op.attributes[name]).value
+
+
+def build(
+    before: ir.Operation,
+    name: str,
+    operands: list[ir.Value],
+    results: list[ir.Type],
+    attributes: dict[str, ir.Attribute] | None = None,
+    regions: int = 0,
+) -> ir.Operation:
+    """One operation before another, at its location."""
+    return ir.Operation.create(
+        name,
+        results=results,
+        operands=operands,
+        attributes=attributes,
+        regions=regions,
+        loc=before.location,
+        ip=ir.InsertionPoint(before),
+    )
