@@ -1,0 +1,159 @@
+"""A kernel's run-time parameters, what an argument is to the compiler, and how both become flat arguments.
+
+No MLIR here: an exported kernel is launched with this module alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fly.errors import ArgumentError, ArgumentTypeError, KernelDefinitionError
+
+TENSOR_DTYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "i1", "f8e4m3", "f8e5m2")
+SCALAR_DTYPES = ("i32", "i64", "f32", "f64")
+FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64")
+MAX_ALIGNMENT = 16
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+"""The default of a static parameter that has none."""
+
+
+def _one_of(what: str, value: object, accepted: Sequence[object], error: type[Exception]) -> None:
+    if value not in accepted:
+        raise error(f"{what} is {value!r}; accepted: " + ", ".join(map(repr, accepted)))
+
+
+@dataclass(frozen=True)
+class Field:
+    """One flat kernel argument: its name, and its kind ("ptr", "i32", "i64", "f32" or "f64").
+
+    Raises:
+        ArgumentError: the kind is none of these.
+    """
+
+    name: str
+    kind: str
+
+    def __post_init__(self) -> None:
+        _one_of(f"field {self.name!r}: kind", self.kind, FIELD_KINDS, ArgumentError)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a compiled kernel may assume about one tensor argument.
+
+    `alignment` is the largest power of two, at most 16, that divides the address and, in bytes, every stride
+    other than a last one of 1. `unit_stride`: the last stride is 1 element (true of rank 0 too).
+
+    Raises:
+        ArgumentTypeError: a dtype that kernels do not take.
+        ArgumentError: a negative rank, or an alignment that is not 1, 2, 4, 8 or 16.
+    """
+
+    dtype: str
+    rank: int
+    alignment: int
+    unit_stride: bool
+
+    def __post_init__(self) -> None:
+        _one_of("tensor dtype", self.dtype, TENSOR_DTYPES, ArgumentTypeError)
+        _one_of("tensor alignment", self.alignment, (1, 2, 4, 8, MAX_ALIGNMENT), ArgumentError)
+        if self.rank < 0:
+            raise ArgumentError(f"tensor rank is {self.rank}; accepted: 0 or more")
+
+    def fields(self, name: str) -> tuple[Field, ...]:
+        """The flat arguments of a tensor called `name`: address, i32 sizes, i64 strides in elements.
+
+        The last stride is left out when it is known to be 1.
+        """
+        strides = self.rank - 1 if self.unit_stride and self.rank else self.rank
+        return (
+            Field(name, "ptr"),
+            *(Field(f"{name}.shape{i}", "i32") for i in range(self.rank)),
+            *(Field(f"{name}.stride{i}", "i64") for i in range(strides)),
+        )
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """A run-time scalar: "i32", "i64", "f32" or "f64".
+
+    Raises:
+        ArgumentTypeError: any other dtype.
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _one_of("scalar dtype", self.dtype, SCALAR_DTYPES, ArgumentTypeError)
+
+    def fields(self, name: str) -> tuple[Field, ...]:
+        """The one flat argument of a scalar called `name`."""
+        return (Field(name, self.dtype),)
+
+
+Spec = TensorSpec | ScalarSpec | None
+"""What one argument is; None for an optional argument that was not given."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One run-time parameter: `kind` is "tensor" or "scalar", `dtype` is a scalar's, `optional` allows None.
+
+    Raises:
+        KernelDefinitionError: another kind, a scalar without an accepted dtype, or a tensor with one.
+    """
+
+    name: str
+    kind: str
+    optional: bool = False
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of(f"parameter {self.name!r}: kind", self.kind, ("tensor", "scalar"), KernelDefinitionError)
+        accepted = SCALAR_DTYPES if self.kind == "scalar" else (None,)
+        _one_of(f"{self.kind} parameter {self.name!r}: dtype", self.dtype, accepted, KernelDefinitionError)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel's run-time parameters in order, and its static parameters with their defaults.
+
+    A static parameter without a default has the default `REQUIRED`.
+    """
+
+    parameters: tuple[Parameter, ...]
+    statics: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def flatten(self, specs: Sequence[Spec]) -> tuple[Field, ...]:
+        """The flat kernel arguments for arguments described by `specs`, one spec a parameter, in order.
+
+        An argument that is None has spec None and no flat arguments.
+
+        Raises:
+            ArgumentError: as many specs as parameters are needed, and None only where it is allowed.
+            ArgumentTypeError: a spec of the wrong kind or scalar dtype.
+        """
+        if len(specs) != len(self.parameters):
+            raise ArgumentError(f"{len(specs)} specs for {len(self.parameters)} parameters")
+        flat: list[Field] = []
+        for parameter, spec in zip(self.parameters, specs):
+            if spec is not None:
+                flat += self._checked(parameter, spec).fields(parameter.name)
+            elif not parameter.optional:
+                raise ArgumentError(f"argument {parameter.name!r} is None; accepted: a {parameter.kind}")
+        return tuple(flat)
+
+    @staticmethod
+    def _checked(parameter: Parameter, spec: TensorSpec | ScalarSpec) -> TensorSpec | ScalarSpec:
+        fits = (
+            isinstance(spec, TensorSpec)
+            if parameter.kind == "tensor"
+            else isinstance(spec, ScalarSpec) and spec.dtype == parameter.dtype
+        )
+        if not fits:
+            wanted = parameter.kind if parameter.dtype is None else f"{parameter.kind} {parameter.dtype}"
+            raise ArgumentTypeError(f"argument {parameter.name!r} is {spec}; accepted: a {wanted}")
+        return spec
