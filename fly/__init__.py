@@ -1,3 +1,50 @@
-"""fly: a kernel compiler in Python for AMD and NVIDIA GPUs."""
+"""fly: a kernel compiler in Python for AMD and NVIDIA GPUs.
+
+Names are loaded on first use: `import fly` alone loads neither MLIR, torch nor a driver.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    name: module
+    for module, names in {
+        "fly.layout": "Layout Swizzle ComposedLayout",
+        "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
+        "fly.ir.value": "Value select concat broadcast from_elements compare",
+        "fly.ir.math": "exp2 log2 rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
+        "fly.ir.memory": "Pointer load store load_bounded store_bounded",
+        "fly.ir.control": "range when cond",
+        "fly.lang.kernel": "kernel Kernel occupancy compiler_options",
+        "fly.lang.tensor": "Tensor Tile RowView Window",
+        "fly.lang.shared": "SharedMemory SharedTile SwizzledTile",
+        "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
+        "fly.lang.atoms": "MmaAtom MatrixLoad",
+        "fly.lang.operand": "OperandLoader plan_operand operand_coordinates require_plan mma",
+        "fly.lang.chain": "Chain chain",
+        "fly.lang.copy": "RowCopy TransposedCopy TileRing",
+        "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor lane_sum lane_max reduce_lanes"
+        " sched_barrier set_priority",
+        "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id wave_id wave_size first_lane target",
+        "fly.backends.artefact": "Artefact",
+    }.items()
+    for name in names.split()
+}
+
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'fly' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

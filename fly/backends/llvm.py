@@ -66,9 +66,10 @@ def _emit_here(text: str, machine: Machine, want_object: bool) -> Emitted:
         module.verify()
         builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
         builder.getModulePassManager().run(module, builder)
-        return Emitted(
-            str(module), target.emit_assembly(module), target.emit_object(module) if want_object else b""
-        )
+        llvm_ir = str(module)
+        # code generation rewrites the module: each form needs its own copy
+        object_code = target.emit_object(module.clone()) if want_object else b""
+        return Emitted(llvm_ir, target.emit_assembly(module), object_code)
     except RuntimeError as error:
         raise CompileError(f"LLVM rejected the kernel for {machine.cpu}: {error}") from None
 

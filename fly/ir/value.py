@@ -365,7 +365,14 @@ def binary(name: str, a: Any, b: Any, attributes: dict[str, ir.Attribute] | None
     return Value(emit(name, [a.ir, b.ir], [a.type], attributes).results[0], a.dtype, a.length)
 
 
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1}
+
+
 def _arith(operation: str, a: Any, b: Any) -> Value:
+    if type(b) is int and b == _NEUTRAL[operation] and isinstance(a, Value) and a.dtype.is_int:
+        return a
+    if operation != "sub" and type(a) is int and a == _NEUTRAL[operation] and b.dtype.is_int:
+        return b
     a, b = unify(a, b)
     return binary(f"arith.{operation}{'f' if a.dtype.is_float else 'i'}", a, b)
 

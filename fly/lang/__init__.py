@@ -1,1 +1,1 @@
-"""What kernel authors import; this package loads MLIR only when a kernel is traced."""
+"""The language of kernels: what authors import as `fly.*`."""

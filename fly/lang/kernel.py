@@ -17,7 +17,7 @@ from fly.ir.context import Trace, current, emit, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value
-from fly.lang.signature import Parameter, ScalarSpec, Signature, TensorSpec
+from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, TensorSpec
 from fly.lang.tensor import Tensor
 
 _SCALARS = ("i32", "i64", "f32", "f64")
@@ -81,7 +81,7 @@ class Kernel:
                 ) from None
         bound = {**known, **statics}
         for name, value in bound.items():
-            if value is inspect.Parameter.empty:
+            if value is REQUIRED:
                 raise ArgumentError(f"kernel {self.name} misses its static parameter {name!r}")
         return bound
 
@@ -96,7 +96,7 @@ class Kernel:
         statics = self.bind_statics(statics)
         with tracing(Trace(target, block)) as trace:
             fields = self.signature.flatten(specs)
-            argument_types = [_field_type(kind) for _, kind in fields]
+            argument_types = [_field_type(field.kind) for field in fields]
             code = self.function.__code__
             location = ir.Location.file(code.co_filename, code.co_firstlineno, 0)
             with location, ir.InsertionPoint(trace.module.body):
@@ -204,7 +204,7 @@ def _signature(function: Callable) -> Signature:
                 f"kernel {function.__name__} takes *{name}; every parameter needs a name", at=at
             )
         if parameter.kind is parameter.KEYWORD_ONLY:
-            statics[name] = parameter.default
+            statics[name] = REQUIRED if parameter.default is parameter.empty else parameter.default
             continue
         if parameter.default is not parameter.empty:
             raise KernelDefinitionError(

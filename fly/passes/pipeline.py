@@ -60,6 +60,6 @@ def run(
                 raise CompileError(f"pass {pass_.name} failed on {label}: {error}") from None
             seconds[pass_.name] = time.perf_counter() - start
             show(index, pass_.name)
-    if wanted not in ("", "all", "llvm", "isa") and wanted not in known:
+    if wanted not in ("", "all", "llvm", "llvm-optimised", "isa") and wanted not in known:
         raise CompileError(f"FLY_DUMP={wanted!r} names no stage; expected 'all' or one of {', '.join(known)}")
     return seconds

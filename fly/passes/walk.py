@@ -11,8 +11,9 @@ def operations(block: ir.Block) -> Iterator[ir.Operation]:
     """All operations under a block, outer before inner, in program order; the current one may be erased."""
     for op in list(block.operations):
         operation = op.operation
+        regions = list(operation.regions)
         yield operation
-        for region in operation.regions:
+        for region in regions:
             for inner in region.blocks:
                 yield from operations(inner)
 
