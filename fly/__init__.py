@@ -23,8 +23,9 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.tensor": "Tensor Tile RowView Window",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile",
         "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
+        "fly.lang.lanes": "evaluate lane_map linear_layout",
         "fly.lang.atoms": "MmaAtom MatrixLoad",
-        "fly.lang.operand": "OperandLoader plan_operand operand_coordinates require_plan mma",
+        "fly.lang.operand": "OperandLoader OperandPlan plan_operand operand_coordinates require_plan mma",
         "fly.lang.chain": "Chain chain",
         "fly.lang.copy": "RowCopy TransposedCopy TileRing",
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor lane_sum lane_max reduce_lanes"

@@ -46,3 +46,8 @@ def evaluate(layout: Layout, lane: Value) -> Value:
             result = term if result is None else result + term
         period *= shape
     return i32(0) if result is None else result
+
+
+def lane_map(table: Sequence[int], lane: Value) -> Value:
+    """`table[lane]` for a run-time lane; the table must be linear in the lane's bits."""
+    return evaluate(linear_layout(table), lane)

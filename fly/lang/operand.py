@@ -66,18 +66,19 @@ def _solve(load: MatrixLoad, want: Coordinate, first: int) -> LoadStep | None:
     return LoadStep(rows, columns, row0, column0)
 
 
-def plan_operand(loads: Sequence[MatrixLoad], want: Coordinate, values: int, tiles: int) -> OperandPlan | None:
-    """The first of `loads` that fetches an operand, or None.
+def plan_operand(loads: Sequence[MatrixLoad], want: Coordinate, values: int) -> OperandPlan | None:
+    """How the first of `loads` that can do it fetches an operand, or None.
 
-    `want(lane, value)` is the (row, column) in the shared tile of a lane's value, over the values of `tiles`
-    adjacent atoms one after the other (`values` each).
+    `want(lane, value)` is the (row, column) in the shared tile of a lane's value, over the `values` of one atom
+    and then those of the next one along the operand's outer dimension; a load may serve up to two atoms.
     """
     for load in loads:
-        if values * tiles % load.values:
-            continue
-        steps = [_solve(load, want, first) for first in range(0, values * tiles, load.values)]
-        if all(step is not None for step in steps):
-            return OperandPlan(load, tuple(steps), tiles, values)
+        for tiles in (1, 2):
+            if values * tiles % load.values:
+                continue
+            steps = [_solve(load, want, first) for first in range(0, values * tiles, load.values)]
+            if all(step is not None for step in steps):
+                return OperandPlan(load, tuple(steps), tiles, values)
     return None
 
 

@@ -207,7 +207,7 @@ class RowView:
         bytes_ = self.dtype.bytes
         pitch = self.stride.to(i32) * bytes_ if isinstance(self.stride, Value) else self.stride * bytes_
         bound = (valid - 1) * pitch + self.columns * bytes_
-        return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, self)
+        return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, valid, self)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,15 @@ class Window:
     base: Pointer
     pitch: Any
     bound: Value
+    rows_left: Value
     view: RowView
+
+    def load_inside(self, row: Any, column: Any, length: int) -> Value:
+        """`length` contiguous elements of a row that exists."""
+        bytes_ = self.view.dtype.bytes
+        align = min(self.view.alignment, length * bytes_)
+        offset = row * self.pitch + column * bytes_
+        return memory.load(self.base.offset(offset), self.view.dtype, length, align=align)
 
     def load(self, row: Any, column: Any, length: int) -> Value:
         """`length` contiguous elements of a row (relative to the window); zeros past the last row."""

@@ -1,0 +1,265 @@
+"""Flash attention forward for every target: one algorithm over the target's matrix instructions and loads.
+
+Dao et al., "FlashAttention-2" (2023). One block computes `block_m` query rows of one head; keys and values come
+in tiles of `block_n`:
+
+    S = Q K^T            accumulators: a lane owns whole rows or row parts (`fly.chain`)
+    P = exp2(scale * S - scale * max), in f32; rounded to 16 bit, its registers are operands as they are
+    O = O * factor + P V
+
+| what | where |
+|---|---|
+| Q | registers, loaded once |
+| K, V | shared memory, swizzled, filled ahead by `fly.TileRing` |
+| V's operand | transposing load where the target has one that fits, else stored transposed |
+| S, P, O, max, sum | registers, f32 |
+
+Grid: (query blocks, query heads, batch). Causal blocks run longest first. Tiles that every row sees whole take
+the unmasked loop; the masked loop does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+from fly.errors import ShapeError
+from kernels.mask import KeyRange
+from kernels.online_softmax import OnlineSoftmax
+
+
+@dataclass(frozen=True)
+class GenericOptions:
+    """The static parameters of one build.
+
+    `vector` is the number of elements that one copy moves (16 bytes at most), `stages` the slots of the K and V
+    rings; with one stage, tiles go through registers.
+    """
+
+    head_dim: int
+    causal: bool
+    block_m: int
+    block_n: int
+    waves: int
+    stages: int
+    vector: int = 8
+    waves_per_eu: int | None = None
+    min_blocks: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim not in (64, 128):
+            raise ShapeError(f"head_dim is {self.head_dim}; expected 64 or 128")
+        if self.vector not in (1, 2, 4, 8):
+            raise ShapeError(f"vector is {self.vector}; expected 1, 2, 4 or 8 elements")
+        if self.block_m % self.waves:
+            raise ShapeError(f"block_m {self.block_m} does not divide into {self.waves} waves")
+
+
+@fly.kernel
+def flash_attn_generic(
+    q: fly.Tensor,
+    k: fly.Tensor,
+    v: fly.Tensor,
+    out: fly.Tensor,
+    lse: fly.Tensor | None,
+    scale_log2: fly.f32,
+    *,
+    options: GenericOptions,
+):
+    """out = softmax(softmax_scale * q k^T) v, per batch and head.
+
+    q, out: (B, Sq, H, D); k, v: (B, Skv, Hkv, D) with H a multiple of Hkv; lse: (B, H, Sq) f32 or None;
+    scale_log2: softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
+    """
+    fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    link = fly.chain(fly.target().mma(q.dtype.name))
+    layout, depth = link.layout, link.atom.k
+    wave_rows = options.block_m // options.waves
+    row_tiles, key_tiles = wave_rows // layout.rows, options.block_n // layout.columns
+    dim_tiles, dim_steps, key_steps = (
+        options.head_dim // layout.columns,
+        options.head_dim // depth,
+        options.block_n // depth,
+    )
+
+    head, batch = fly.block_id.y, fly.block_id.z
+    kv_head = head // _group_size(q, k)
+    block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
+    first_row = block * options.block_m
+    wave_row = first_row + fly.wave_id() * wave_rows
+    keys = KeyRange(q.shape[1], k.shape[1], options.causal)
+
+    q_rows = q[batch, :, head, :].rows(options.head_dim)
+    k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
+    v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
+    queries = _load_queries(link, q_rows.window(wave_row, wave_rows), row_tiles, dim_steps)
+    ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
+
+    rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
+    full_tiles, all_tiles = keys.tiles(first_row, options.block_m, options.block_n)
+
+    def step(j: Any, state: tuple, masked: bool) -> tuple:
+        output, softmax, flight = state
+        (k_tile, v_tile), flight = ring.advance(j, flight)
+        scores = fly.Fragment.zeros(layout, row_tiles, key_tiles)
+        for t in range(dim_steps):
+            scores = _product(link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores)
+        if masked:
+            scores = keys.apply(scores, rows, j * options.block_n)
+        softmax, probabilities, factor = softmax.update(scores, scale_log2, masked=masked)
+        output = output.scale_rows(factor)
+        weights = probabilities.map(lambda tile, r, c: tile.to(q.dtype, rounding="nearest_any"))
+        operands = [link.operands(tiles) for tiles in weights.tiles]
+        for t in range(key_steps):
+            output = _product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
+        return output, softmax, flight
+
+    state = (
+        fly.Fragment.zeros(layout, row_tiles, dim_tiles),
+        OnlineSoftmax.start(layout, row_tiles),
+        ring.start(fly.i32(0)),
+    )
+    for j, state in (loop := fly.range(full_tiles, carry=state)):
+        loop.next(step(j, state, masked=False))
+    for j, state in (loop := fly.range(full_tiles, all_tiles, carry=loop.results)):
+        loop.next(step(j, state, masked=True))
+    output, softmax, _ = loop.results
+
+    inverse, row_lse = softmax.finish(scale_log2)
+    _store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
+    if lse is not None:
+        _store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
+
+
+def _group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
+    """Query heads per key head; the same in every thread, so the division is cheap scalar work once."""
+    return q.shape[2] // k.shape[2]
+
+
+def _load_queries(link: fly.Chain, window: fly.Window, row_tiles: int, steps: int) -> list[list[fly.Value]]:
+    """Row operands [row tile][step] straight from global memory; rows past the end repeat the last one."""
+    atom, operand = link.atom, link.row_operand
+    want = fly.operand_coordinates(atom, operand, transposed=False)
+    values = atom.values(operand)
+    runs = [v for v in range(values) if v == 0 or want(0, v) != (want(0, v - 1)[0], want(0, v - 1)[1] + 1)]
+    length = values // len(runs)
+    lane = fly.lane_id()
+    row0 = fly.lane_map([want(i, 0)[0] for i in range(atom.lanes)], lane)
+    column0 = fly.lane_map([want(i, 0)[1] for i in range(atom.lanes)], lane)
+    extent = link.layout.rows
+    last = fly.maximum(window.rows_left - 1, 0)
+    result = []
+    for r in range(row_tiles):
+        steps_of_tile = []
+        for t in range(steps):
+            pieces = []
+            for run in runs:
+                row = fly.minimum(row0 + (r * extent + want(0, run)[0]), last)
+                pieces.append(window.load_inside(row, column0 + (t * atom.k + want(0, run)[1]), length))
+            steps_of_tile.append(fly.concat(pieces))
+        result.append(steps_of_tile)
+    return result
+
+
+def _operands(link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, options: GenericOptions):
+    """The ring of K and V tiles, their operand loaders, and where V's operand (dim tile, key step) is."""
+    target, atom, operand = fly.target(), link.atom, link.column_operand
+    values, columns, depth = atom.values(operand), link.layout.columns, atom.k
+    asynchronous = options.stages > 1
+
+    def plan(**kwargs: Any) -> fly.OperandPlan | None:
+        want = fly.operand_coordinates(atom, operand, **kwargs)
+        return fly.plan_operand(target.matrix_loads, want, values)
+
+    k_plan = fly.require_plan(plan(transposed=False), atom, operand)
+    k_layout = fly.SwizzledTile(options.block_n, options.head_dim, k_plan.load.granule)
+    k_copy = fly.RowCopy(k_rows, k_layout, vector=options.vector, asynchronous=asynchronous)
+
+    v_plan = plan(transposed=True, slot_of=lambda k: link.columns[k])
+    if v_plan is not None:
+        v_layout = fly.SwizzledTile(options.block_n, options.head_dim, v_plan.load.granule)
+        v_copy: Any = fly.RowCopy(v_rows, v_layout, vector=options.vector, asynchronous=asynchronous)
+
+        def v_place(n: int, t: int) -> tuple[int, int]:
+            return t * depth, n * columns
+
+    else:
+        # no load turns V: it is stored turned, keys in the order in which P's registers hold them
+        v_plan = fly.require_plan(plan(transposed=False), atom, operand)
+        v_layout = fly.SwizzledTile(options.head_dim, options.block_n, v_plan.load.granule, fold=True)
+        pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
+        v_copy = fly.TransposedCopy(
+            v_rows, v_layout, vector=min(options.vector, _turned_vector(options)), slot_of_piece=pieces
+        )
+
+        def v_place(n: int, t: int) -> tuple[int, int]:
+            return n * columns, t * depth
+
+    k_ring = fly.SharedTile.ring("k", k_layout, k_rows.dtype, options.stages)[0]
+    v_ring = fly.SharedTile.ring("v", v_layout, v_rows.dtype, options.stages)[0]
+    ring = fly.TileRing([(k_copy, k_ring), (v_copy, v_ring)], options.stages)
+    k_loader, v_loader = fly.OperandLoader(k_plan, k_layout), fly.OperandLoader(v_plan, v_layout)
+    for t in range(options.head_dim // depth):
+        k_loader.prepare(0, t * depth)
+    for n in range(0, options.head_dim // columns, v_plan.tiles):
+        for t in range(options.block_n // depth):
+            v_loader.prepare(*v_place(n, t))
+    return ring, k_loader, v_loader, v_place
+
+
+def _turned_vector(options: GenericOptions) -> int:
+    """Columns of V per thread so that all threads have a piece of 4 rows to turn."""
+    threads = options.waves * fly.wave_size()
+    return max(1, options.block_n * options.head_dim // (4 * threads))
+
+
+def _product(
+    link: fly.Chain,
+    rows: list[list[fly.Value]],
+    t: int,
+    loader: fly.OperandLoader,
+    tile: fly.SharedTile,
+    place: Any,
+    accumulator: fly.Fragment,
+) -> fly.Fragment:
+    """accumulator += rows[:, t] times the column operands of step t; each is loaded once for all row tiles."""
+    tiles = [list(row) for row in accumulator.tiles]
+    for n in range(0, len(tiles[0]), loader.plan.tiles):
+        for i, columns in enumerate(loader.load(tile, *place(n))):
+            for r, row in enumerate(tiles):
+                row[n + i] = link.mma(rows[r][t], columns, row[n + i])
+    return fly.Fragment(accumulator.layout, tuple(tuple(row) for row in tiles))
+
+
+def _store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count: int) -> None:
+    """Round to the output's dtype and store runs of contiguous columns; rows past the end are dropped."""
+    layout = output.layout
+    window = view.window(first_row, count)
+    lane = fly.lane_id()
+    row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
+    rows, columns = layout.value_rows, layout.value_columns
+    runs = [
+        v
+        for v in range(layout.values)
+        if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)
+    ]
+    length = layout.values // len(runs)
+    for r, row in enumerate(output.tiles):
+        for c, tile in enumerate(row):
+            narrow = tile.to(view.dtype)
+            for run in runs:
+                window.store(
+                    narrow[run : run + length],
+                    row0 + (r * layout.rows + rows[run]),
+                    column0 + (c * layout.columns + columns[run]),
+                )
+
+
+def _store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
+    """One lane of those that share a row stores its log-sum-exp."""
+    owner = fly.evaluate(values.layout.column_lane, fly.lane_id()) == 0
+    for value_tile, row_tile in zip(values.values, rows.values, strict=True):
+        for value, row in zip(value_tile, row_tile, strict=True):
+            with fly.when(owner & (row < count)):
+                lse.store(value, row)

@@ -1,0 +1,34 @@
+"""Which keys a query row sees, and which key tiles need a mask at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Causal (bottom-right aligned) or full attention of `queries` rows over `keys` keys, both i32 values."""
+
+    queries: Any
+    keys: Any
+    causal: bool
+
+    def limit(self, row: Any) -> Any:
+        """One past the last key that query `row` sees; may be zero or negative when it sees none."""
+        if not self.causal:
+            return self.keys
+        return fly.minimum(row + (self.keys - self.queries + 1), self.keys)
+
+    def tiles(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
+        """(full, all): number of leading key tiles that every row of a block sees whole, and that any row sees."""
+        last_row = fly.minimum(first_row + (rows - 1), self.queries - 1)
+        seen_by_all = fly.maximum(self.limit(first_row), 0)
+        seen_by_any = fly.maximum(self.limit(last_row), 0)
+        return seen_by_all // tile, fly.ceil_div(seen_by_any, tile)
+
+    def apply(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any) -> fly.Fragment:
+        """Scores with -inf where the row (a query index) does not see the key; columns start at `first_key`."""
+        return scores.keep_columns_below(rows.map(lambda row: self.limit(row) - first_key), float("-inf"))
