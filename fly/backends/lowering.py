@@ -154,6 +154,6 @@ def per_element(intrinsic: str) -> Rule:
 def to_llvm() -> str:
     """The upstream pipeline from scf, arith, math, vector and func to the llvm dialect."""
     return (
-        "arith-expand,convert-scf-to-cf,convert-vector-to-llvm,convert-math-to-llvm,convert-arith-to-llvm,"
+        "convert-scf-to-cf,convert-vector-to-llvm,convert-math-to-llvm,convert-arith-to-llvm,"
         "convert-cf-to-llvm,convert-func-to-llvm,canonicalize,cse,reconcile-unrealized-casts"
     )

@@ -406,7 +406,11 @@ def _floor_divide(a: Value, b: Any) -> Value:
         return a >> (b.bit_length() - 1)
     if isinstance(b, int) and b == 0:
         raise DTypeError("division by zero")
-    return binary("arith.floordivsi", a, b)
+    a, b = unify(a, b)
+    quotient = binary("arith.divsi", a, b)
+    remainder = a - quotient * b
+    # the hardware truncates: a remainder whose sign is not the divisor's means one too many
+    return select((remainder != 0) & ((remainder < 0) ^ (b < 0)), quotient - 1, quotient)
 
 
 def _floor_modulo(a: Value, b: Any) -> Value:

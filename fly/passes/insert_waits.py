@@ -97,7 +97,7 @@ class _Analysis:
 
     def _age(self, state: _State, new: ir.Value | None) -> None:
         for token, age in state.ages.items():
-            if token != new and age < DONE:
+            if (new is None or token != new) and age < DONE:
                 state.ages[token] = age + 1
         state.started += 1
 
