@@ -87,13 +87,14 @@ def flash_attn_generic(
     kv_head = head // _group_size(q, k)
     block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
     first_row = block * options.block_m
-    wave_row = first_row + fly.wave_id() * wave_rows
+    wave_offset = fly.wave_id() * wave_rows
+    wave_row = first_row + wave_offset
     keys = KeyRange(q.shape[1], k.shape[1], options.causal)
 
     q_rows = q[batch, :, head, :].rows(options.head_dim)
     k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
     v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = _load_queries(link, q_rows.window(wave_row, wave_rows), row_tiles, dim_steps)
+    queries = _load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
     ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
 
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
@@ -137,18 +138,23 @@ def _group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
     return q.shape[2] // k.shape[2]
 
 
-def _load_queries(link: fly.Chain, window: fly.Window, row_tiles: int, steps: int) -> list[list[fly.Value]]:
-    """Row operands [row tile][step] straight from global memory; rows past the end repeat the last one."""
+def _load_queries(
+    link: fly.Chain, window: fly.Window, first: Any, row_tiles: int, steps: int
+) -> list[list[fly.Value]]:
+    """Row operands [row tile][step] straight from global memory, from row `first` of the block's window on.
+
+    Rows past the tensor's end repeat its last one: the block has at least one row, but a wave may have none.
+    """
     atom, operand = link.atom, link.row_operand
     want = fly.operand_coordinates(atom, operand, transposed=False)
     values = atom.values(operand)
     runs = [v for v in range(values) if v == 0 or want(0, v) != (want(0, v - 1)[0], want(0, v - 1)[1] + 1)]
     length = values // len(runs)
     lane = fly.lane_id()
-    row0 = fly.lane_map([want(i, 0)[0] for i in range(atom.lanes)], lane)
+    row0 = first + fly.lane_map([want(i, 0)[0] for i in range(atom.lanes)], lane)
     column0 = fly.lane_map([want(i, 0)[1] for i in range(atom.lanes)], lane)
     extent = link.layout.rows
-    last = fly.maximum(window.rows_left - 1, 0)
+    last = window.rows_left - 1
     result = []
     for r in range(row_tiles):
         steps_of_tile = []
