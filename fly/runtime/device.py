@@ -1,0 +1,103 @@
+"""What the launcher needs of a device, and the one device object per GPU (or emulated architecture)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fly import config
+from fly.backends.artefact import Artefact
+from fly.errors import DeviceError
+
+DeviceKey = tuple[str, int]
+"""("cuda", ordinal) for a GPU of either vendor, as torch names them; ("cpu", 0) for host memory."""
+
+CPU: DeviceKey = ("cpu", 0)
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that a kernel may touch through one tensor argument: `nbytes` bytes from `address`."""
+
+    name: str
+    address: int
+    nbytes: int
+
+
+class LoadedKernel(Protocol):
+    """A kernel that is loaded on one device."""
+
+    def launch(
+        self, grid: Dim3, block: Dim3, packed: bytearray, stream: int, allocations: Sequence[Allocation]
+    ) -> None:
+        """Start the kernel; returns without waiting where the device allows that.
+
+        `grid` counts blocks, `packed` holds the flat arguments at natural alignment and may be reused by the
+        caller afterwards, `stream` is the driver's handle (0: the default stream).
+
+        Raises:
+            LaunchError: a grid, block or shared memory size that the device does not take.
+            DeviceError: the driver reported a failure.
+        """
+        ...
+
+
+class Device(Protocol):
+    """A GPU, or an emulated one."""
+
+    target: str
+    """The architecture to compile for, such as "gfx950" or "sm_90a"."""
+
+    needs_allocations: bool
+    """Whether launches must be told which memory each tensor spans."""
+
+    def load(self, artefact: Artefact) -> LoadedKernel:
+        """Load a kernel compiled for this device's target; it stays loaded for the life of the process.
+
+        Raises:
+            CompileError: the driver rejected the code; the message holds its log.
+            DeviceError: the driver reported another failure.
+        """
+        ...
+
+
+_devices: dict[tuple[object, ...], Device] = {}
+_lock = threading.Lock()
+
+
+def device_for(key: DeviceKey) -> Device:
+    """The device that tensors with this device key live on; host memory belongs to the emulated `FLY_ARCH`.
+
+    Raises:
+        DeviceError: the device, its driver, or the emulator is missing.
+    """
+    kind, ordinal = key
+    name = (kind, config.ARCH.get()) if kind == "cpu" else (kind, ordinal)
+    device = _devices.get(name)
+    if device is None:
+        with _lock:
+            device = _devices.get(name)
+            if device is None:
+                device = _devices[name] = _open(kind, ordinal)
+    return device
+
+
+def _open(kind: str, ordinal: int) -> Device:
+    if kind == "cpu":
+        if importlib.util.find_spec("fly.runtime.emulated") is None:
+            raise DeviceError(
+                "CPU tensors need fly's emulator, which is not installed; pass tensors on a GPU"
+            )
+        return importlib.import_module("fly.runtime.emulated").EmulatedDevice(config.ARCH.get())
+    if kind != "cuda":
+        raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.hip:
+        return importlib.import_module("fly.runtime.hip").HipDevice(ordinal)
+    return importlib.import_module("fly.runtime.cuda").CudaDevice(ordinal)

@@ -1,0 +1,101 @@
+"""Exported kernels: an artefact file that launches without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fly.backends.artefact import Artefact
+from fly.errors import ArgumentTypeError, ArtefactError, FlyError
+from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorSpec
+from fly.runtime.device import Dim3
+from fly.runtime.launch import Launcher, launch
+
+_KEY = "arguments"
+
+
+def export_metadata(signature: Signature, specs: Sequence[Spec]) -> dict[str, str]:
+    """The metadata that an artefact needs to be launched alone: its parameters and what it assumes of each.
+
+    Raises:
+        ArgumentError: the specs do not fit the signature.
+    """
+    signature.flatten(specs)
+    rows = [[asdict(p), None if s is None else asdict(s)] for p, s in zip(signature.parameters, specs)]
+    return {_KEY: json.dumps(rows)}
+
+
+def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:
+    if _KEY not in artefact.metadata:
+        raise ArtefactError(
+            f"{artefact.kernel}: the artefact does not describe its arguments: not an exported one"
+        )
+    spec_of = {"tensor": TensorSpec, "scalar": ScalarSpec}
+    try:
+        rows = [(Parameter(**p), s) for p, s in json.loads(artefact.metadata[_KEY])]
+        specs = tuple(None if s is None else spec_of[p.kind](**s) for p, s in rows)
+        signature = Signature(tuple(p for p, _ in rows))
+        fields = signature.flatten(specs)
+    except (KeyError, TypeError, ValueError, FlyError) as error:
+        raise ArtefactError(f"{artefact.kernel}: malformed argument description: {error}") from error
+    if fields != artefact.fields:
+        raise ArtefactError(f"{artefact.kernel}: the argument description does not match the flat arguments")
+    return signature, specs
+
+
+class Launchable:
+    """An exported kernel: `launchable[grid, block](*arguments, stream=None)`, as the kernel itself.
+
+    Its static values are those that it was compiled with. `block` must be `launchable.artefact.block`.
+
+    Raises:
+        ArtefactError: the artefact does not describe its arguments.
+    """
+
+    def __init__(self, artefact: Artefact):
+        self.artefact = artefact
+        self.name = artefact.kernel
+        self.signature, self.specs = _read_metadata(artefact)
+        self.launcher: Launcher | None = None
+
+    def __getitem__(self, grid_and_block: tuple[Any, Any]) -> Callable[..., None]:
+        grid, block = grid_and_block
+
+        def run(*args: Any, stream: Any = None, **named: Any) -> None:
+            launch(self, grid, block, args, named, stream, _provide)
+
+        return run
+
+
+def _provide(
+    launchable: Launchable, specs: tuple[Spec, ...], statics: dict[str, Any], target: str, block: Dim3
+) -> Artefact:
+    """The `Compile` of an exported kernel: its artefact, if the arguments meet what it assumes."""
+    for parameter, given, assumed in zip(launchable.signature.parameters, specs, launchable.specs):
+        if not _meets(given, assumed):
+            raise ArgumentTypeError(
+                f"{launchable.name}: argument {parameter.name!r} is {given}; compiled for {assumed}"
+            )
+    return launchable.artefact
+
+
+def _meets(given: Spec, assumed: Spec) -> bool:
+    if not isinstance(given, TensorSpec) or not isinstance(assumed, TensorSpec):
+        return given == assumed
+    return (
+        (given.dtype, given.rank) == (assumed.dtype, assumed.rank)
+        and given.alignment >= assumed.alignment
+        and given.unit_stride >= assumed.unit_stride
+    )
+
+
+def load(path: str | os.PathLike[str]) -> Launchable:
+    """Read an exported kernel; loads no compiler, and no driver before the first launch.
+
+    Raises:
+        ArtefactError: the file cannot be read, or is no intact exported artefact of this version.
+    """
+    return Launchable(Artefact.load(path))

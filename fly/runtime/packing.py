@@ -1,0 +1,62 @@
+"""Grid and block sizes, and flat arguments as the bytes that a kernel reads."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Sequence
+
+from fly.backends.artefact import Field
+from fly.errors import LaunchError
+from fly.runtime.device import Dim3
+
+MAX_BLOCK_THREADS = 1024
+_CODES = {"ptr": "Q", "i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+
+
+def offsets(fields: Sequence[Field]) -> list[int]:
+    """The byte offset of every flat argument, in order at natural alignment; then the total size."""
+    places, end = [], 0
+    for field in fields:
+        size = struct.calcsize("<" + _CODES[field.kind])
+        places.append(end + -end % size)
+        end = places[-1] + size
+    return [*places, end]
+
+
+def packer(fields: Sequence[Field]) -> struct.Struct:
+    """Packs flat arguments, little endian, every pad byte explicit; no padding after the last."""
+    codes, end = ["<"], 0
+    for field, offset in zip(fields, offsets(fields)):
+        code = _CODES[field.kind]
+        codes.append("x" * (offset - end) + code)
+        end = offset + struct.calcsize("<" + code)
+    return struct.Struct("".join(codes))
+
+
+def dim3(value: int | Sequence[int], what: str) -> Dim3:
+    """One to three positive ints; missing ones are 1. `what` ("grid", "block") names them in errors.
+
+    Raises:
+        LaunchError: not ints, not positive, or not one to three of them.
+    """
+    if value.__class__ is tuple and len(value) == 3:
+        x, y, z = value
+        if x.__class__ is y.__class__ is z.__class__ is int and x > 0 and y > 0 and z > 0:
+            return value
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,)
+    whole = all(hasattr(size, "__index__") and not isinstance(size, bool) for size in sizes)
+    if not (whole and 1 <= len(sizes) <= 3 and min(map(operator.index, sizes)) > 0):
+        raise LaunchError(f"{what} is {value!r}; accepted: one to three positive ints")
+    return (*map(operator.index, sizes), 1, 1)[:3]
+
+
+def check_block(block: Dim3) -> None:
+    """Check a block's size against what every target allows.
+
+    Raises:
+        LaunchError: more than 1024 threads.
+    """
+    threads = block[0] * block[1] * block[2]
+    if threads > MAX_BLOCK_THREADS:
+        raise LaunchError(f"block is {block}, {threads} threads; accepted: at most {MAX_BLOCK_THREADS}")

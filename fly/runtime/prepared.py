@@ -1,0 +1,109 @@
+"""Launches whose arguments are bound once; a call only puts in the tensors' addresses."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fly.errors import ArgumentError
+from fly.lang.signature import MAX_ALIGNMENT, TensorSpec
+from fly.runtime.device import Allocation, Dim3
+from fly.runtime.launch import Compile, Entry, KernelLike, launcher_of, stream_handle
+from fly.runtime.packing import dim3, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    alignment: int
+    start: int  # where its memory starts, in bytes from its address
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A launch with everything fixed but the tensors' addresses; may be called from many threads.
+
+    The caller answers for the new tensors having the sizes, strides, dtypes and device of the bound ones.
+    """
+
+    entry: Entry
+    grid: Dim3
+    block: Dim3
+    tensors: tuple[_Tensor, ...]
+    pieces: tuple[bytes | None, ...]  # constant bytes, and None where an address goes
+    layout: struct.Struct
+
+    def __call__(self, *addresses: int, stream: Any = None) -> None:
+        """Launch with one address per tensor argument, in order, None arguments left out; returns at once.
+
+        `stream` is as in `fly.runtime.launch`.
+
+        Raises:
+            ArgumentError: a wrong number of addresses, or one less aligned than the kernel was compiled for.
+            ArgumentTypeError: a stream that is neither a handle nor has one.
+            LaunchError: a stream of another device.
+            DeviceError: the driver reported a failure.
+        """
+        if len(addresses) != len(self.tensors):
+            names = ", ".join(tensor.name for tensor in self.tensors)
+            raise ArgumentError(f"{len(addresses)} addresses; accepted: one each for {names}")
+        try:
+            if functools.reduce(operator.or_, addresses) % MAX_ALIGNMENT:
+                self._check_alignment(addresses)
+            pieces = list(self.pieces)
+            pieces[1::2] = addresses
+            packed = bytearray(self.layout.size)
+            self.layout.pack_into(packed, 0, *pieces)
+        except (TypeError, struct.error) as error:
+            raise ArgumentError(f"addresses {addresses!r}; accepted: ints from 0 to 2^64 - 1") from error
+        entry = self.entry
+        handle = entry.current_stream() if stream is None else stream_handle(stream, entry.device)
+        allocations = self._allocations(addresses) if entry.needs_allocations else ()
+        entry.kernel.launch(self.grid, self.block, packed, handle, allocations)
+
+    def _check_alignment(self, addresses: Sequence[int]) -> None:
+        for tensor, address in zip(self.tensors, addresses):
+            if address % tensor.alignment:
+                raise ArgumentError(
+                    f"argument {tensor.name!r} has address {address:#x}; accepted: multiples of {tensor.alignment}"
+                )
+
+    def _allocations(self, addresses: Sequence[int]) -> tuple[Allocation, ...]:
+        return tuple(Allocation(t.name, a + t.start, t.nbytes) for t, a in zip(self.tensors, addresses))
+
+
+def bind(
+    kernel: KernelLike,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any],
+    statics: Mapping[str, Any],
+    compile: Compile,
+) -> Prepared:
+    """Check, compile, load and pack a launch of `kernel` with these arguments, without launching it.
+
+    Arguments, and errors raised, are `fly.runtime.launch`'s; the tensors must have their final sizes, strides,
+    dtypes, alignment and device, and need not be kept.
+    """
+    grid, block = dim3(grid, "grid"), dim3(block, "block")
+    entry, arguments = launcher_of(kernel).enter(block, args, statics, compile)
+    packed = bytes(entry.pack([value for argument in arguments for value in argument.values]))
+    pieces: list[bytes | None] = []
+    end = 0
+    for field, offset in zip(entry.fields, offsets(entry.fields)):
+        if field.kind == "ptr":
+            pieces += [packed[end:offset], None]
+            end = offset + 8
+    pieces.append(packed[end:])
+    layout = struct.Struct("<" + "".join("Q" if p is None else f"{len(p)}s" for p in pieces))
+    tensors = tuple(
+        _Tensor(a.name, a.spec.alignment, a.allocation.address - a.values[0], a.allocation.nbytes)
+        for a in arguments
+        if isinstance(a.spec, TensorSpec)
+    )
+    return Prepared(entry, grid, block, tensors, tuple(pieces), layout)
