@@ -1,8 +1,8 @@
 """Torch, numpy and CUDA-array-interface values as flat kernel arguments.
 
-Two ways in. `collect` is the one that every launch takes: it appends each argument's flat values and returns a
-hashable key of all that the kernel is specialised on, without checking what an equal key has proved before.
-`describe` is for the first launch with a key, and for errors: it checks everything and names what is wrong.
+Two ways in. `collect` is the one that every launch takes: it appends each argument's flat values and returns
+a hashable key of all that the kernel is specialised on, without checking what an equal key proved before.
+`describe` is for the first launch with a key and for errors: it checks everything and names what is wrong.
 Neither imports torch or numpy; whoever passes their values has.
 """
 
@@ -127,7 +127,7 @@ def _numpy_view(name: str, value: Any) -> _View:
 def _elements(name: str, strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
     if any(stride % itemsize for stride in strides):
         raise ArgumentError(
-            f"argument {name!r} has strides of {tuple(strides)} bytes; accepted: whole elements of {itemsize} bytes"
+            f"argument {name!r} has strides of {tuple(strides)} bytes; accepted: multiples of {itemsize}"
         )
     return tuple(stride // itemsize for stride in strides)
 

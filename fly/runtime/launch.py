@@ -105,7 +105,7 @@ class Launcher:
     def enter(
         self, block: Dim3, args: Sequence[Any], statics: Mapping[str, Any], compile: Compile, key: Any = None
     ) -> tuple[Entry, tuple[Argument, ...]]:
-        """Check everything, compile and load where that is still to do; later launches find it under `key`."""
+        """Check everything, compile and load what is not yet; later launches find it under `key`."""
         signature = self._kernel.signature
         check_block(block)
         args, statics = self._complete(args, statics)
@@ -206,9 +206,9 @@ def launch(
     """Launch `kernel` on the device of its tensors; on a GPU this returns without waiting.
 
     `grid` (in blocks) and `block` (in threads) are one to three positive ints. `statics` holds the static
-    arguments and any run-time ones given by name; optional arguments at the end may be left out. `stream` is a
-    driver handle, an object with `.cuda_stream`, or None for torch's current stream on that device. Arrays that
-    are not torch's are not waited for: order their producer before `stream`.
+    arguments and any run-time ones given by name; optional arguments at the end may be left out. `stream` is
+    a driver handle, an object with `.cuda_stream`, or None for torch's current stream on that device. Arrays
+    that are not torch's are not waited for: order their producer before `stream`.
 
     Raises:
         ArgumentError: a bad, missing or unexpected argument, or tensors on more than one device.
@@ -250,7 +250,7 @@ def stream_handle(stream: Any, device: DeviceKey) -> int:
     handle = getattr(stream, "cuda_stream", stream)
     if handle.__class__ is not int or handle < 0:
         raise ArgumentTypeError(
-            f"argument 'stream' is {stream!r}; accepted: a stream handle, an object with .cuda_stream, or None"
+            f"argument 'stream' is {stream!r}; accepted: a handle, an object with .cuda_stream, or None"
         )
     owner = getattr(stream, "device_index", None)
     if device == CPU and handle:
@@ -261,7 +261,7 @@ def stream_handle(stream: Any, device: DeviceKey) -> int:
 
 
 def _current_stream(device: DeviceKey) -> Callable[[], int]:
-    """Reads torch's current stream on a device, whatever the current device; the default one without torch."""
+    """Reads torch's current stream on a device, whatever the current device; 0 without torch."""
     if device == CPU:
         return int
     read = _torch_stream_reader()

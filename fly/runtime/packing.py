@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import struct
+import threading
 from collections.abc import Sequence
 
 from fly.backends.artefact import Field
@@ -11,6 +13,7 @@ from fly.errors import LaunchError
 from fly.runtime.device import Dim3
 
 MAX_BLOCK_THREADS = 1024
+_LAUNCH_PARAM_BUFFER, _LAUNCH_PARAM_SIZE = 1, 2
 _CODES = {"ptr": "Q", "i32": "i", "i64": "q", "f32": "f", "f64": "d"}
 
 
@@ -60,3 +63,21 @@ def check_block(block: Dim3) -> None:
     threads = block[0] * block[1] * block[2]
     if threads > MAX_BLOCK_THREADS:
         raise LaunchError(f"block is {block}, {threads} threads; accepted: at most {MAX_BLOCK_THREADS}")
+
+
+class ArgumentSlot(threading.local):
+    """Each thread's copy of a kernel's argument buffer, and the `extra` array that points a driver to it.
+
+    CUDA and HIP read the buffer before a launch returns, so one a thread is enough. `end` is the driver's
+    LAUNCH_PARAM_END, the one constant in which the two differ.
+    """
+
+    def __init__(self, size: int, end: int):
+        self._buffer = ctypes.create_string_buffer(max(size, 1))
+        self._size = ctypes.c_size_t(size)
+        address = ctypes.addressof
+        self._extra = (ctypes.c_void_p * 5)(
+            _LAUNCH_PARAM_BUFFER, address(self._buffer), _LAUNCH_PARAM_SIZE, address(self._size), end
+        )
+        self.extra = address(self._extra)
+        self.view = memoryview(self._buffer).cast("B")[:size]

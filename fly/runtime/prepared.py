@@ -41,7 +41,7 @@ class Prepared:
     def __call__(self, *addresses: int, stream: Any = None) -> None:
         """Launch with one address per tensor argument, in order, None arguments left out; returns at once.
 
-        `stream` is as in `fly.runtime.launch`.
+        `stream` is as in `fly.runtime.launch.launch`.
 
         Raises:
             ArgumentError: a wrong number of addresses, or one less aligned than the kernel was compiled for.
@@ -70,7 +70,8 @@ class Prepared:
         for tensor, address in zip(self.tensors, addresses):
             if address % tensor.alignment:
                 raise ArgumentError(
-                    f"argument {tensor.name!r} has address {address:#x}; accepted: multiples of {tensor.alignment}"
+                    f"argument {tensor.name!r} has address {address:#x}; "
+                    f"accepted: multiples of {tensor.alignment}"
                 )
 
     def _allocations(self, addresses: Sequence[int]) -> tuple[Allocation, ...]:
@@ -87,8 +88,8 @@ def bind(
 ) -> Prepared:
     """Check, compile, load and pack a launch of `kernel` with these arguments, without launching it.
 
-    Arguments, and errors raised, are `fly.runtime.launch`'s; the tensors must have their final sizes, strides,
-    dtypes, alignment and device, and need not be kept.
+    Arguments and errors are those of `fly.runtime.launch.launch`; the tensors must have their final sizes,
+    strides, dtypes, alignment and device, and need not be kept.
     """
     grid, block = dim3(grid, "grid"), dim3(block, "block")
     entry, arguments = launcher_of(kernel).enter(block, args, statics, compile)

@@ -1,0 +1,210 @@
+"""NVIDIA devices, through the driver API (`cuda-bindings`)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fly.backends.artefact import Artefact, Resources
+from fly.errors import CompileError, DeviceError
+from fly.runtime.device import Allocation, Dim3
+from fly.runtime.limits import CheckedSizes, Limits
+from fly.runtime.packing import ArgumentSlot, offsets
+
+_JIT_LOG_BYTES = 16384
+_DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
+_REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
+_LAUNCH_PARAM_END = 0
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DeviceError(
+            "the CUDA driver needs the package cuda-bindings: pip install 'fly-attention[cuda]'"
+        ) from error
+
+
+def call(driver: Any, function: str, *arguments: Any) -> Any:
+    """Call a driver function; its result without the status (None, one value, or a tuple).
+
+    Raises:
+        DeviceError: the driver reported a failure or is missing.
+    """
+    try:
+        status, *results = getattr(driver, function)(*arguments)
+    except RuntimeError as error:  # how the bindings say that libcuda is missing
+        raise DeviceError(f"{function}: the NVIDIA driver cannot be loaded: {error}") from error
+    if status != 0:
+        raise DeviceError(f"{function}: {_status_text(driver, status)}")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _status_text(driver: Any, status: Any) -> str:
+    texts = [getattr(driver, f)(status)[1] for f in ("cuGetErrorName", "cuGetErrorString")]
+    return ": ".join(text.decode() for text in texts if text) or f"error {int(status)}"
+
+
+def arch_for_capability(major: int, minor: int) -> str:
+    """The architecture to compile for on a device of this compute capability.
+
+    Raises:
+        DeviceError: a capability below 8.0.
+    """
+    if (major, minor) == (9, 0):
+        return "sm_90a"
+    if major < 8:
+        raise DeviceError(f"compute capability {major}.{minor}; supported: 8.0 and later")
+    return "sm_80"
+
+
+def ordinal_of(address: int, driver: Any = None) -> int:
+    """The ordinal of the device that an address of device memory belongs to.
+
+    Raises:
+        DeviceError: the driver does not know the address, or is missing.
+    """
+    driver = driver or _driver()
+    call(driver, "cuInit", 0)
+    what = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call(driver, "cuPointerGetAttribute", what, address))
+
+
+class CudaDevice:
+    """The NVIDIA GPU `ordinal`, in the driver's count of visible devices, through its primary context.
+
+    `driver` is the module `cuda.bindings.driver` unless one with its functions is given.
+
+    Raises:
+        DeviceError: no driver, no such device, or a compute capability that is not supported.
+    """
+
+    needs_allocations = False
+
+    def __init__(self, ordinal: int, driver: Any = None):
+        self.driver = driver or _driver()
+        self._call("cuInit", 0)
+        count = self._call("cuDeviceGetCount")
+        if not 0 <= ordinal < count:
+            raise DeviceError(f"cuda:{ordinal}: there are {count} devices")
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.context_address = int(self._context)
+        capability = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
+        self.target = arch_for_capability(*capability)
+        self.limits = Limits(
+            device=f"cuda:{ordinal} ({self.target})",
+            grid=tuple(self._attribute(f"MAX_GRID_DIM_{axis}") for axis in "XYZ"),
+            block=tuple(self._attribute(f"MAX_BLOCK_DIM_{axis}") for axis in "XYZ"),
+            block_threads=self._attribute("MAX_THREADS_PER_BLOCK"),
+            shared_bytes=self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        )
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return call(self.driver, function, *arguments)
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return self._call("cuDeviceGetAttribute", attribute, self._device)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's primary context current in this thread, if it is not, for the body's duration."""
+        if int(self._call("cuCtxGetCurrent")) == self.context_address:
+            yield
+            return
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def load(self, artefact: Artefact) -> CudaKernel:
+        """Load a kernel from PTX, which the driver compiles, or from a cubin; it is never unloaded.
+
+        Raises:
+            CompileError: the driver rejected the code; the message holds its log.
+            LaunchError: more shared memory than a block can have.
+            DeviceError: the driver reported another failure.
+        """
+        with self.current():
+            module = self._load_module(artefact)
+            function = self._call("cuModuleGetFunction", module, artefact.kernel.encode())
+            return CudaKernel(self, artefact, function)
+
+    def _load_module(self, artefact: Artefact) -> Any:
+        option = self.driver.CUjit_option
+        log = ctypes.create_string_buffer(_JIT_LOG_BYTES)
+        options = {
+            option.CU_JIT_ERROR_LOG_BUFFER: ctypes.addressof(log),
+            option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: _JIT_LOG_BYTES,
+        }
+        image = artefact.binary + b"\0"  # PTX is a C string; a cubin knows its own length
+        status, module = self.driver.cuModuleLoadDataEx(
+            image, len(options), list(options), list(options.values())
+        )
+        if status == 0:
+            return module
+        failure = f"{artefact.kernel} ({artefact.target}): {_status_text(self.driver, status)}"
+        text = log.value.decode(errors="replace").strip()
+        rejected = text or any(word in failure for word in _REJECTIONS)
+        raise (CompileError if rejected else DeviceError)("\n".join(filter(None, (failure, text))))
+
+
+class CudaKernel:
+    """A kernel that is loaded on one NVIDIA GPU; `resources` is what the driver says it uses.
+
+    Made by `CudaDevice.load`, with the device's context current.
+    """
+
+    def __init__(self, device: CudaDevice, artefact: Artefact, function: Any):
+        self._device = device
+        self._name = artefact.kernel
+        self._function = function
+        self._shared = artefact.dynamic_shared
+        self._launch = device.driver.cuLaunchKernel
+        self._get_current = device.driver.cuCtxGetCurrent
+        self._context_address = device.context_address
+        self._slot = ArgumentSlot(offsets(artefact.fields)[-1], _LAUNCH_PARAM_END)
+        attribute = functools.partial(self._attribute, device.driver.CUfunction_attribute)
+        shared = attribute("SHARED_SIZE_BYTES") + self._shared
+        self._checked = CheckedSizes(device.limits.for_kernel(attribute("MAX_THREADS_PER_BLOCK")))
+        device.limits.check_shared(self._name, shared)
+        if shared > _DEFAULT_SHARED_BYTES:
+            what = device.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(device.driver, "cuFuncSetAttribute", function, what, self._shared)
+        self.resources = Resources(
+            registers=attribute("NUM_REGS"), scratch_bytes=attribute("LOCAL_SIZE_BYTES"), shared_bytes=shared
+        )
+
+    def _attribute(self, attributes: Any, name: str) -> int:
+        what = getattr(attributes, f"CU_FUNC_ATTRIBUTE_{name}")
+        return call(self._device.driver, "cuFuncGetAttribute", what, self._function)
+
+    def launch(
+        self,
+        grid: Dim3,
+        block: Dim3,
+        packed: bytearray,
+        stream: int,
+        allocations: Sequence[Allocation] = (),
+    ) -> None:
+        """See `fly.runtime.device.LoadedKernel`; `allocations` is not needed here."""
+        if (grid, block) not in self._checked:
+            self._checked.check(self._name, grid, block)
+        slot = self._slot
+        slot.view[:] = packed
+        arguments = (self._function, *grid, *block, self._shared, stream, None, slot.extra)
+        if int(self._get_current()[1]) == self._context_address:
+            (status,) = self._launch(*arguments)
+        else:
+            with self._device.current():
+                (status,) = self._launch(*arguments)
+        if status != 0:
+            raise DeviceError(f"{self._name}: cuLaunchKernel: {_status_text(self._device.driver, status)}")
