@@ -2,8 +2,8 @@
 
 Only functions whose arguments are integers, pointers and strings are called: `hipGetDeviceProperties` fills a
 struct that differs between ROCm versions, and the numbers of device attributes have changed too. The
-architecture comes from torch when it is a ROCm build, and else from the kernel driver's topology files, matched
-by PCI address.
+architecture comes from torch when it is a ROCm build, and else from the kernel driver's topology files,
+matched by PCI address.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _SIGNATURES = {
     "hipGetDeviceCount": [POINTER(c_int)],
     "hipGetDevice": [POINTER(c_int)],
     "hipSetDevice": [c_int],
+    "hipGetLastError": [],
     "hipDeviceGetPCIBusId": [c_char_p, c_int, c_int],
     "hipModuleLoadData": [POINTER(c_void_p), c_char_p],
     "hipModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
@@ -147,7 +148,8 @@ class HipDevice:
             raise DeviceError(f"{function}: {self.text(status)}")
 
     def text(self, status: int) -> str:
-        """HIP's text for a status, with its number."""
+        """HIP's text for a failure's status, with its number; clears HIP's record of the failure."""
+        self.library.hipGetLastError()  # or the next check of another user, such as torch, would find it
         return f"{self.library.hipGetErrorString(status).decode()} ({status})"
 
     @contextlib.contextmanager
@@ -187,6 +189,7 @@ class HipKernel:
 
     def __init__(self, device: HipDevice, artefact: Artefact, function: c_void_p):
         self._device = device
+        self._artefact = artefact  # HIP may read the code object after loading it
         self._name = artefact.kernel
         self._function = function
         self._shared = artefact.dynamic_shared
