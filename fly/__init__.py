@@ -17,9 +17,9 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 log2 rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
-        "fly.ir.memory": "Pointer load store load_bounded store_bounded",
+        "fly.ir.memory": "Pointer load_bounded store_bounded",
         "fly.ir.control": "range when cond",
-        "fly.lang.kernel": "kernel Kernel occupancy compiler_options",
+        "fly.lang.kernel": "kernel Kernel occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Window",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile",
         "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
@@ -31,7 +31,10 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id wave_id wave_size first_lane target",
+        "fly.lang.signature": "TensorSpec ScalarSpec",
         "fly.backends.artefact": "Artefact",
+        "fly.runtime.exported": "load",
+        "fly.runtime.compile": "compile",
     }.items()
     for name in names.split()
 }
@@ -42,9 +45,20 @@ __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'fly' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    module = importlib.import_module(_EXPORTS[name])
+    if _EXPORTS[name] == "fly.lang.kernel":
+        module.launch = _launch
+    value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _launch(*args: Any) -> None:
+    """What `kernel[grid, block](...)` calls: the runtime, with the compiler behind it."""
+    from fly.runtime.compile import compile_kernel
+    from fly.runtime.launch import launch
+
+    launch(*args, compile_kernel)
 
 
 def __dir__() -> list[str]:

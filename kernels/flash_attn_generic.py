@@ -20,11 +20,18 @@ the unmasked loop; the masked loop does the rest.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fly
-from fly.errors import ShapeError
+from fly.backends.target import Target, target
+from fly.errors import ShapeError, UnsupportedError
+from fly.runtime.arguments import describe_all
+from fly.runtime.compile import compile_kernel
+from fly.runtime.device import device_for
+from fly.runtime.prepared import bind
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 
@@ -46,6 +53,7 @@ class GenericOptions:
     vector: int = 8
     waves_per_eu: int | None = None
     min_blocks: int | None = None
+    daz: bool = False
 
     def __post_init__(self):
         if self.head_dim not in (64, 128):
@@ -73,6 +81,8 @@ def flash_attn_generic(
     scale_log2: softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    if options.daz:
+        fly.flush_denormals()
     link = fly.chain(fly.target().mma(q.dtype.name))
     layout, depth = link.layout, link.atom.k
     wave_rows = options.block_m // options.waves
@@ -269,3 +279,79 @@ def _store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, coun
         for value, row in zip(value_tile, row_tile, strict=True):
             with fly.when(owner & (row < count)):
                 lse.store(value, row)
+
+
+# (block_m, block_n, waves, stages) by backend, head dim and causality; AMD tiles go through registers
+_TILES = {
+    ("rocdl", 64, False): (128, 64, 4, 1),
+    ("rocdl", 64, True): (128, 64, 4, 1),
+    ("rocdl", 128, False): (128, 64, 4, 1),
+    ("rocdl", 128, True): (128, 64, 4, 1),
+    ("nvvm", 64, False): (128, 64, 4, 2),
+    ("nvvm", 64, True): (128, 64, 4, 2),
+    ("nvvm", 128, False): (64, 64, 4, 2),
+    ("nvvm", 128, True): (64, 64, 4, 2),
+}
+
+
+def options_for(
+    target: Target, head_dim: int, causal: bool, alignment: int, tuning: Mapping[str, Any] | None = None
+) -> GenericOptions:
+    """The build for a target: tile sizes, and copies as wide as K's and V's `alignment` (bytes) allows."""
+    tuning = tuning or {}
+    block_m, block_n, waves, stages = _TILES[target.backend, head_dim, causal]
+    vector = max(1, min(16, alignment) // 2)
+    if vector * 2 not in target.async_copy_bytes:
+        stages = 1
+    waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
+    return GenericOptions(
+        head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))
+    )
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    cross_seqlen: bool,
+    tuning: Mapping[str, Any],
+) -> Callable[..., None]:
+    """Compile and bind a launch for these tensors; returns `launch(q, k, v, out, lse, stream)`.
+
+    The launch takes other tensors of the same shapes, strides, dtypes, device and alignment. One build serves
+    equal and different lengths (`cross_seqlen`): masks follow the lengths at run time.
+
+    Raises:
+        UnsupportedError: rows of K or V are 2**31 bytes or more apart within one tile.
+    """
+    del cross_seqlen
+    batch, seq_len, heads, head_dim = q.shape
+    arguments = describe_all(flash_attn_generic.signature, (q, k, v, out, lse, 0.0))
+    (_, k_spec, v_spec, *_), place = [a.spec for a in arguments[0]], arguments[1]
+    description = target(device_for(place).target)
+    options = options_for(description, head_dim, causal, min(k_spec.alignment, v_spec.alignment), tuning)
+    widest = max(t.stride(1) * t.element_size() for t in (q, k, v, out))
+    if widest * max(options.block_m, options.block_n) >= 2**31:
+        raise UnsupportedError(
+            f"rows of q, k, v or out are {widest} bytes apart; the generic kernel on {description.arch} takes less "
+            f"than {2**31 // max(options.block_m, options.block_n)}: make the tensors contiguous"
+        )
+    grid = (-(-seq_len // options.block_m), heads, batch)
+    block = options.waves * description.wave_size
+    scale_log2 = softmax_scale * math.log2(math.e)
+    prepared = bind(
+        flash_attn_generic, grid, block, (q, k, v, out, lse, scale_log2), {"options": options}, compile_kernel
+    )
+
+    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> None:
+        if lse is None:
+            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream=stream)
+        else:
+            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), stream=stream)
+
+    return launch

@@ -151,6 +151,18 @@ def per_element(intrinsic: str) -> Rule:
     return rule
 
 
+def passthrough(flags: Mapping[str, str]) -> ir.Attribute:
+    """LLVM function attributes, as the llvm dialect hands them through."""
+    pairs = [ir.ArrayAttr.get([ir.StringAttr.get(k), ir.StringAttr.get(v)]) for k, v in flags.items()]
+    return ir.ArrayAttr.get(pairs)
+
+
+def denormals(function: ir.Operation) -> dict[str, str]:
+    """The function attribute for `fly.flush_denormals()`, if the author asked for it."""
+    asked = "fly.daz" in function.attributes
+    return {"denormal-fp-math-f32": "preserve-sign,preserve-sign"} if asked else {}
+
+
 def to_llvm() -> str:
     """The upstream pipeline from scf, arith, math, vector and func to the llvm dialect."""
     return (

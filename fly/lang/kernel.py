@@ -23,7 +23,7 @@ from fly.lang.tensor import Tensor
 _SCALARS = ("i32", "i64", "f32", "f64")
 
 # Set by the package: what `kernel[grid, block](...)` calls. `fly.lang` itself knows no device.
-launcher: Callable[..., Any] | None = None
+launch: Callable[..., None] | None = None
 
 
 def kernel(function: Callable) -> Kernel:
@@ -46,6 +46,7 @@ class Kernel:
         self.function = function
         self.name = function.__name__
         self.signature = _signature(function)
+        self.launcher: Any = None  # the runtime's: what it has compiled and loaded of this kernel
         functools.update_wrapper(self, function)
 
     def __repr__(self) -> str:
@@ -127,9 +128,9 @@ class Kernel:
 
 
 def _launch(kernel: Kernel, grid: Any, block: Any, *args: Any, stream: Any = None, **statics: Any) -> None:
-    if launcher is None:
-        raise ArgumentError(f"kernel {kernel.name} cannot be launched: import it through the package `fly`")
-    launcher(kernel, grid, block, args, statics, stream)
+    if launch is None:
+        raise ArgumentError(f"kernel {kernel.name} cannot be launched: import fly, not fly.lang alone")
+    launch(kernel, grid, block, args, statics, stream)
 
 
 def occupancy(
@@ -163,6 +164,11 @@ def compiler_options(*options: str) -> None:
             raise ShapeError(f"compiler option {option!r} is no string that starts with '-'")
     function = current().memo["function"]
     function.attributes["fly.options"] = ir.ArrayAttr.get([ir.StringAttr.get(o) for o in options])
+
+
+def flush_denormals() -> None:
+    """f32 arithmetic of this kernel takes and gives denormal numbers as zero."""
+    current().memo["function"].attributes["fly.daz"] = ir.UnitAttr.get()
 
 
 def _field_type(kind: str) -> ir.Type:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlir import ir
 
-from fly.backends.lowering import to_llvm
+from fly.backends.lowering import denormals, passthrough, to_llvm
 from fly.backends.nvvm.lower import lower
 from fly.backends.target import Target
 from fly.passes.fast_math import FastMath
@@ -32,6 +32,7 @@ class KernelAttributes:
         i32 = ir.IntegerType.get_signless(32)
         attributes["nvvm.kernel"] = ir.UnitAttr.get()
         attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get(list(ir.DenseI32ArrayAttr(attributes["fly.block"])))
+        attributes["passthrough"] = passthrough(denormals(function))
         for ours, theirs in (("fly.max_registers", "nvvm.maxnreg"), ("fly.min_blocks", "nvvm.minctasm")):
             if ours in attributes:
                 attributes[theirs] = ir.IntegerAttr.get(i32, ir.IntegerAttr(attributes[ours]).value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlir import ir
 
-from fly.backends.lowering import to_llvm
+from fly.backends.lowering import denormals, passthrough, to_llvm
 from fly.backends.rocdl.lower import lower
 from fly.backends.target import Target
 from fly.passes.fast_math import FastMath
@@ -40,9 +40,7 @@ class KernelAttributes:
             attributes["rocdl.waves_per_eu"] = ir.IntegerAttr.get(i32, waves)
         # without IEEE mode a maximum need not quiet signalling NaNs first
         flags = {"amdgpu-ieee": "false", "uniform-work-group-size": "true"}
-        attributes["passthrough"] = ir.ArrayAttr.get(
-            [ir.ArrayAttr.get([ir.StringAttr.get(k), ir.StringAttr.get(v)]) for k, v in flags.items()]
-        )
+        attributes["passthrough"] = passthrough({**flags, **denormals(function)})
         for name in [name for name in attributes if name.startswith("fly.")]:
             del attributes[name]
 

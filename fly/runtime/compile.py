@@ -1,0 +1,120 @@
+"""From a kernel and what its arguments are to an artefact: traced, looked up in the disk cache, or compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fly
+from fly import config
+from fly.backends.artefact import Artefact
+from fly.backends.target import target as find_target
+from fly.errors import ArgumentError
+from fly.lang.signature import ScalarSpec, Spec, TensorSpec
+from fly.runtime.arguments import describe_all
+from fly.runtime.cache import cache_key, get_or_build
+from fly.runtime.device import Dim3, device_for
+from fly.runtime.exported import export_metadata
+from fly.runtime.packing import check_block, dim3
+
+# what else decides the generated code; the first of each group that is installed counts
+_TOOLCHAIN = (("xtc-mlir-python-bindings", "mlir-python-bindings"), ("llvmlite",), ("ziglang",))
+_COMPILER = ("passes", "backends")
+
+
+@functools.cache
+def _toolchain() -> str:
+    """Versions of fly, MLIR, LLVM and LLD, and a digest of the compiler's own source."""
+    versions = [fly.__version__]
+    for names in _TOOLCHAIN:
+        for name in names:
+            try:
+                versions.append(f"{name} {importlib.metadata.version(name)}")
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    digest = hashlib.sha256()
+    root = Path(fly.__file__).parent
+    for part in _COMPILER:
+        for path in sorted((root / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return "\n".join([*versions, digest.hexdigest()])
+
+
+def compile_kernel(
+    kernel: Any,
+    specs: tuple[Spec, ...],
+    statics: Mapping[str, Any],
+    target: str,
+    block: Dim3,
+    observe: Callable[[str, str], None] | None = None,
+) -> Artefact:
+    """The artefact of one configuration.
+
+    The kernel is always traced: the disk cache is keyed by what was traced, so it cannot be stale. A hit runs no
+    pass. With `observe` (see `fly.backends.compile`) or a dump flag the cache is left alone.
+
+    Raises:
+        AuthorError: a mistake in the kernel.
+        CompileError, SharedMemoryError: see `fly.backends.compile.compile_module`.
+    """
+    description = find_target(target)
+    module = kernel.trace(specs, statics, description, block)
+    fields = kernel.signature.flatten(specs)
+
+    def build() -> Artefact:
+        from fly.backends.compile import compile_module
+
+        artefact = compile_module(module, kernel.name, description, fields, block, observe=observe)
+        return replace(
+            artefact, metadata={**artefact.metadata, **export_metadata(kernel.signature, specs)}
+        )
+
+    if observe is not None or config.DUMP.get() or config.DUMP_IR.get():
+        return build()
+    traced = io.BytesIO()
+    module.operation.write_bytecode(traced)
+    key = cache_key(
+        {
+            "ir": traced.getvalue(),
+            "target": target,
+            "toolchain": _toolchain(),
+            "linker": config.LLD.get(),
+            "arguments": export_metadata(kernel.signature, specs)["arguments"],
+        }
+    )
+    return get_or_build(key, build)
+
+
+def compile(
+    kernel: Any, *arguments: Any, block: int | tuple[int, ...], target: str | None = None, **statics: Any
+) -> Artefact:
+    """Compile a kernel ahead of time; `.save(path)` it, and `fly.load(path)[grid, block](...)` launches it.
+
+    `arguments` are, in the kernel's order, tensors, numbers, None, or descriptions (`fly.TensorSpec`,
+    `fly.ScalarSpec`). `target` is an architecture such as "gfx950"; by default that of the tensors' device.
+
+    Raises:
+        ArgumentError: wrong arguments, or no target and no tensor to take it from.
+        AuthorError, CompileError, SharedMemoryError: the kernel does not compile.
+    """
+    block = dim3(block, "block")
+    check_block(block)
+    described = [a is None or isinstance(a, TensorSpec | ScalarSpec) for a in arguments]
+    if all(described):
+        specs = arguments
+        if target is None:
+            raise ArgumentError("compile: target is missing; descriptions of arguments do not say where they are")
+    elif any(described[i] and arguments[i] is not None for i in range(len(arguments))):
+        raise ArgumentError("compile: arguments mix values and descriptions; give one kind")
+    else:
+        bound, place = describe_all(kernel.signature, arguments)
+        specs = tuple(argument.spec for argument in bound)
+        target = target or device_for(place).target
+    return compile_kernel(kernel, specs, kernel.bind_statics(statics), target, block)
