@@ -25,6 +25,14 @@ from kernels.attention_checks import Call, check_call, check_gradients, check_no
 MAX_PLANS = 1024
 ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
 
+# The variables that a plan depends on. `os.environ.get` takes 1 µs for one that is not set, which every call
+# would pay; the dictionary underneath, where there is one, holds the same values as bytes.
+_environment = getattr(os.environ, "_data", os.environ).get
+_VARIABLES = tuple(
+    os.fsencode(variable.name) if hasattr(os.environ, "_data") else variable.name
+    for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH)
+)
+
 Launch = Callable[..., None]  # (q, k, v, out, lse, stream handle or None)
 
 
@@ -91,16 +99,17 @@ def flydsl_flash_attn_func(
         UnsupportedError: what this target or kernel cannot do (a NotImplementedError).
     """
     try:
+        # fmt: off
         key = (
-            *(type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT),
-            *(type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT),
-            *(type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT),
+            type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
+            type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+            type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
             None if out is None else _geometry(out),
-            *(causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits),
-            *(cu_seqlens_q is None, cu_seqlens_kv is None, max_seqlen_q is None, max_seqlen_kv is None),
-            *(waves_per_eu, daz),
-            *_environment(q.is_cpu),
+            causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
+            cu_seqlens_q is None, cu_seqlens_kv is None, max_seqlen_q is None, max_seqlen_kv is None,
+            *map(_environment, _VARIABLES),
         )
+        # fmt: on
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # something here is no tensor, or one without strides or memory: the checks below say what
@@ -153,13 +162,6 @@ _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 def _geometry(tensor: torch.Tensor) -> tuple:
     alignment = tensor.data_ptr() % ALIGNMENT
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment
-
-
-def _environment(emulated: bool) -> tuple[str | None, ...]:
-    """The variables that a plan depends on, unparsed."""
-    get = os.environ.get
-    arch = get(config.ARCH.name) if emulated else None
-    return get(config.KERNEL.name), get(config.DISABLE_DUALWAVE_SWP.name), arch
 
 
 def _check_aliasing(

@@ -81,7 +81,7 @@ MISTAKES = {
     "q of rank 3": (
         {"q": tensor(SQ, H, D)},
         VALUE,
-        "q must have 4 dimensions (B, Sq, H, D), got shape (5, 6, 64); packed sequences also need cu_seqlens_q",
+        "q must have 4 dimensions (B, Sq, H, D), got shape (5, 6, 64); packed sequences also need cu_seqlens",
     ),
     "k of rank 5": (
         {"k": tensor(B, SKV, HKV, D, 1)},
@@ -137,8 +137,8 @@ MISTAKES = {
         qkv(B, SQ, H, 32),
         UNSUPPORTED,
         "no flash-attention kernel serves this call on target gfx950: the gfx950 kernel is not built yet on "
-        "gfx950; the generic kernel takes head_dim 64, 128, not 32: pad q, k and v with zeros to head_dim 64 and "
-        "pass softmax_scale=32**-0.5",
+        "gfx950; the generic kernel takes head_dim 64, 128, not 32: pad q, k and v with zeros to head_dim 64 "
+        "and pass softmax_scale=32**-0.5",
     ),
     "head_dim 96": (
         qkv(B, SQ, H, 96),
@@ -155,7 +155,7 @@ MISTAKES = {
     "q's last dimension is strided": (
         {"q": tensor(B, SQ, H, 2 * D)[..., ::2]},
         VALUE,
-        "q's last dimension must be contiguous (stride 1), got strides (3840, 768, 128, 2): pass q.contiguous()",
+        "q's last dimension must be contiguous (stride 1), got strides (3840, 768, 128, 2): pass q.contiguous",
     ),
     "v's last dimension is transposed": (
         {"v": tensor(B, SKV, D, HKV).transpose(2, 3)},
@@ -244,8 +244,8 @@ MISTAKES = {
     "num_kv_splits 2": (
         {"num_kv_splits": 2},
         UNSUPPORTED,
-        "target gfx950: the gfx950 kernel is not built yet on gfx950; the generic kernel does not do split keys "
-        "(num_kv_splits > 1) yet: num_kv_splits=1 gives the same result",
+        "target gfx950: the gfx950 kernel is not built yet on gfx950; the generic kernel does not do split "
+        "keys (num_kv_splits > 1) yet: num_kv_splits=1 gives the same result",
     ),
     "waves_per_eu is a bool": ({"waves_per_eu": True}, TYPE, "waves_per_eu must be an int, got True (bool)"),
     "waves_per_eu is 9": ({"waves_per_eu": 9}, VALUE, "waves_per_eu must be from 1 to 8, got 9"),
