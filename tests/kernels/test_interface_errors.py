@@ -155,7 +155,7 @@ MISTAKES = {
     "q's last dimension is strided": (
         {"q": tensor(B, SQ, H, 2 * D)[..., ::2]},
         VALUE,
-        "q's last dimension must be contiguous (stride 1), got strides (3840, 768, 128, 2): pass q.contiguous",
+        "q's last dimension must be contiguous (stride 1), got strides (3840, 768, 128, 2): pass q.contig",
     ),
     "v's last dimension is transposed": (
         {"v": tensor(B, SKV, D, HKV).transpose(2, 3)},
