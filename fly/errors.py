@@ -104,6 +104,10 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """A kernel or library argument of a type that is not accepted."""
 
 
+class UnsupportedError(FlyError, NotImplementedError):
+    """A valid request that a target or a kernel cannot serve (yet); names the target and the alternative."""
+
+
 class DeviceError(FlyError, RuntimeError):
     """A device or its driver is missing or reported a failure."""
 

@@ -1,0 +1,165 @@
+"""Everything that computes attention and that fly is compared with: one record each.
+
+A record says whether the provider is there, what it does not do, and how to call it. A provider that fails in
+a way that no rule foresaw is reported by whoever runs it, with its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from benchmarks.workload import Workload
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute attention.
+
+    missing(device): why it cannot run on "cuda" or "cpu" here, or None. unsupported(workload): why it cannot
+    do that workload, or None. bind(workload, q, k, v): a call without arguments that gives out (B, Sq, H, D).
+    """
+
+    name: str
+    missing: Callable[[str], str | None]
+    unsupported: Callable[[Workload], str | None]
+    bind: Callable[[Workload, torch.Tensor, torch.Tensor, torch.Tensor], Call]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that would hold it
+        return False
+
+
+def _needs(device: str, *, module: str | None = None, vendor: str | None = None) -> str | None:
+    """Why a provider that needs a GPU, a module and a vendor ("NVIDIA", "AMD") is missing, or None."""
+    if device != "cuda":
+        return "needs a GPU"
+    if vendor is not None and vendor != ("AMD" if torch.version.hip else "NVIDIA"):
+        return f"needs an {vendor} GPU"
+    if module is not None and not _installed(module):
+        return f"not installed (no module {module})"
+    return None
+
+
+def _gpu_module(module: str | None = None, vendor: str | None = None) -> Callable[[str], str | None]:
+    return partial(_needs, module=module, vendor=vendor)
+
+
+def _anything(workload: Workload) -> str | None:
+    return None
+
+
+def _fly_missing(device: str) -> str | None:
+    if device == "cpu" and not _installed("fly.emulator"):
+        return "CPU tensors need the emulator, which this version of fly does not have"
+    return None
+
+
+def _fly(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from kernels.flash_attn_interface import flydsl_flash_attn_func
+
+    return partial(flydsl_flash_attn_func, q, k, v, workload.causal)
+
+
+def _sdpa_unsupported(workload: Workload) -> str | None:
+    if workload.causal and workload.seq_len != workload.seq_len_kv:
+        return "its causal mask is aligned top-left"
+    return None
+
+
+def _sdpa(backend: str, workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    options = {"is_causal": workload.causal}
+    if workload.num_heads != workload.num_kv_heads:
+        options["enable_gqa"] = True
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+
+    return call
+
+
+def _fa2(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from flash_attn import flash_attn_func
+
+    return partial(flash_attn_func, q, k, v, causal=workload.causal)
+
+
+def _fa4(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from flash_attn.cute import flash_attn_func
+
+    def call() -> torch.Tensor:
+        result = flash_attn_func(q, k, v, causal=workload.causal)
+        return result[0] if isinstance(result, tuple) else result  # some versions add the LSE
+
+    return call
+
+
+def _aiter_ck(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from aiter.ops.mha import mha_fwd
+
+    # dropout 0, no window, no sink, neither LSE nor the dropout mask returned
+    options = (0.0, workload.head_dim**-0.5, workload.causal, -1, -1, 0, False, False)
+    return lambda: mha_fwd(q, k, v, *options)[0]
+
+
+def _aiter_asm_unsupported(workload: Workload) -> str | None:
+    if workload.dtype != "bf16" or workload.head_dim != 128:
+        return "bf16 with head_dim 128 only"
+    return None
+
+
+def _aiter_asm(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from aiter.ops.mha import fmha_v3_fwd
+
+    # dropout 0, no window, neither LSE nor the dropout mask returned, aiter's default conversion to bf16
+    options = (0.0, workload.head_dim**-0.5, workload.causal, -1, -1, False, False, 1)
+    return lambda: fmha_v3_fwd(q, k, v, *options)[0]
+
+
+def _triton(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from benchmarks.triton_attention import triton_attention
+
+    return partial(triton_attention, q, k, v, workload.causal)
+
+
+FLY = Provider("fly", _fly_missing, _anything, _fly)
+PEERS: tuple[Provider, ...] = (
+    Provider("aiter CK", _gpu_module("aiter", "AMD"), _anything, _aiter_ck),
+    Provider("aiter asm", _gpu_module("aiter", "AMD"), _aiter_asm_unsupported, _aiter_asm),
+    Provider("SDPA flash", _gpu_module(), _sdpa_unsupported, partial(_sdpa, "FLASH_ATTENTION")),
+    Provider(
+        "SDPA cuDNN", _gpu_module(vendor="NVIDIA"), _sdpa_unsupported, partial(_sdpa, "CUDNN_ATTENTION")
+    ),
+    Provider("FA2", _gpu_module("flash_attn_2_cuda"), _anything, _fa2),
+    Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
+    Provider("Triton", _gpu_module("triton"), _anything, _triton),
+)
+PROVIDERS: tuple[Provider, ...] = (FLY, *PEERS)
+
+
+def named(names: list[str]) -> tuple[Provider, ...]:
+    """The providers of these names, in that order.
+
+    Raises:
+        ValueError: a name that no provider has.
+    """
+    known = {provider.name.lower(): provider for provider in PROVIDERS}
+    for name in names:
+        if name.lower() not in known:
+            accepted = ", ".join(repr(provider.name) for provider in PROVIDERS)
+            raise ValueError(f"no provider is called {name!r}; providers: {accepted}")
+    return tuple(known[name.lower()] for name in names)

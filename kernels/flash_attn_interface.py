@@ -1,0 +1,227 @@
+"""Flash attention for callers: `flydsl_flash_attn_func` on torch tensors.
+
+The first call of a kind checks its arguments, chooses and compiles a kernel, and keeps a *plan*. A later call
+with the same shapes, strides, dtypes, alignments, device and options finds that plan by its key, and only
+addresses are patched. No call synchronises the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fly import config
+from fly.errors import ArgumentTypeError
+from kernels import dispatch
+from kernels.attention_checks import Call, check_call, check_gradients, check_no_overlap, extent_bytes, fail
+
+MAX_PLANS = 1024
+ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
+
+# The variables that a plan depends on. `os.environ.get` takes 1 µs for one that is not set, which every call
+# would pay; the dictionary underneath, where there is one, holds the same values as bytes.
+_environment = getattr(os.environ, "_data", os.environ).get
+_VARIABLES = tuple(
+    os.fsencode(variable.name) if hasattr(os.environ, "_data") else variable.name
+    for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH)
+)
+
+Launch = Callable[..., None]  # (q, k, v, out, lse, stream handle or None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prepared kind of call, without any of the caller's tensors.
+
+    `extents` are the bytes that q, k, v and out span in memory.
+    """
+
+    launch: Launch
+    extents: tuple[int, int, int, int]
+
+
+_plans: dict[tuple, Plan] = {}
+_plans_lock = threading.Lock()
+
+
+def flydsl_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = True,
+    *,
+    softmax_scale: float | None = None,
+    num_kv_heads: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    cross_seqlen: bool | None = None,
+    num_kv_splits: int = 1,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    waves_per_eu: int | None = None,
+    daz: bool | None = None,
+    stream: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
+
+    Args:
+        q: (B, Sq, H, D), bfloat16 or float16, D 64 or 128. The last dimension is contiguous, other strides
+            are free; on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator.
+        k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
+        causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
+        softmax_scale: positive factor of the scores; D**-0.5 by default.
+        num_kv_heads: Hkv, if the caller wants it checked.
+        return_lse: also return the natural log of the sum of exponentials of the scaled scores, float32
+            (B, H, Sq), −inf where a query sees no key.
+        out: written and returned instead of a new tensor; q's shape, dtype and device, sharing no memory with
+            q, k or v.
+        cross_seqlen: whether Sq and Skv differ; detected by default.
+        num_kv_splits, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: for split keys and packed
+            sequences, which no kernel does yet.
+        waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
+        stream: what the work is queued on, a `torch.cuda.Stream` or a raw handle; torch's current stream of
+            q's device by default.
+
+    Returns:
+        out (B, Sq, H, D), or (out, lse) with `return_lse`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
+        UnsupportedError: what this target or kernel cannot do (a NotImplementedError).
+    """
+    try:
+        # fmt: off
+        key = (
+            type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
+            type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+            type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+            None if out is None else _geometry(out),
+            causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
+            cu_seqlens_q is None, cu_seqlens_kv is None, max_seqlen_q is None, max_seqlen_kv is None,
+            *map(_environment, _VARIABLES),
+        )
+        # fmt: on
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        # something here is no tensor, or one without strides or memory: the checks below say what
+        key = plan = None
+
+    if plan is None:
+        options = {
+            "softmax_scale": softmax_scale,
+            "num_kv_heads": num_kv_heads,
+            "return_lse": return_lse,
+            "cross_seqlen": cross_seqlen,
+            "num_kv_splits": num_kv_splits,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "waves_per_eu": waves_per_eu,
+            "daz": daz,
+        }
+        call = check_call(q, k, v, causal, out, options)
+        prepare = _preparation(call)
+        extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
+    else:
+        extents = plan.extents
+
+    # what the key does not hold is checked every time
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
+        check_gradients({"q": q, "k": k, "v": v, "out": out})
+    if out is not None:
+        _check_aliasing(q, k, v, out, extents)
+    handle, scope = (None, _NO_SCOPE) if stream is None else _resolve_stream(stream, q.device)
+
+    with scope:  # so that torch's allocator knows which stream the results belong to
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = None
+        if return_lse:
+            batch, seq_len, heads, _ = q.shape
+            lse = torch.empty((batch, heads, seq_len), dtype=torch.float32, device=q.device)
+    if plan is None:
+        plan = Plan(prepare(q, k, v, out, lse), extents)
+        _remember(key, plan)
+    plan.launch(q, k, v, out, lse, handle)
+    return (out, lse) if return_lse else out
+
+
+_NO_SCOPE: AbstractContextManager[None] = nullcontext()
+
+
+def _geometry(tensor: torch.Tensor) -> tuple:
+    alignment = tensor.data_ptr() % ALIGNMENT
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment
+
+
+def _check_aliasing(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extents: tuple[int, int, int, int]
+) -> None:
+    start = out.data_ptr()
+    end = start + extents[3]
+    for tensor, size in zip((q, k, v), extents):
+        address = tensor.data_ptr()
+        if address < end and start < address + size:
+            check_no_overlap(out, {"q": q, "k": k, "v": v})
+            return
+
+
+def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractContextManager]:
+    """A stream argument's raw handle, and the scope in which torch allocates for it."""
+    if device.type != "cuda":
+        fail(f"stream is for GPU tensors, but q is on '{device}': leave it out")
+    if isinstance(stream, torch.cuda.Stream):
+        if stream.device != device:
+            fail(f"stream belongs to {stream.device}, but q is on {device}")
+    elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        # the legacy default stream has handle 0, which torch does not take as an external one
+        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+    else:
+        fail(
+            f"stream must be a torch.cuda.Stream or an int handle, got {stream!r} ({type(stream).__name__})",
+            ArgumentTypeError,
+        )
+    return stream.cuda_stream, torch.cuda.stream(stream)
+
+
+def _preparation(call: Call) -> Callable[..., Launch]:
+    """What makes a launch of `call` from its tensors (q, k, v, out, lse); it may compile a kernel."""
+    request = call.request
+    kernel = dispatch.choose(dispatch.target_of(call.device), request)
+    if call.empty:
+        return lambda q, k, v, out, lse: _fill
+    return partial(
+        dispatch.prepare_function(kernel),
+        softmax_scale=call.softmax_scale,
+        causal=request.causal,
+        cross_seqlen=request.cross_seqlen,
+        tuning=call.tuning,
+    )
+
+
+def _fill(q: Any, k: Any, v: Any, out: torch.Tensor, lse: torch.Tensor | None, handle: int | None) -> None:
+    """The result of a call in which no query sees a key; nothing is queued for an empty one."""
+    scope = _NO_SCOPE if handle is None else _resolve_stream(handle, out.device)[1]
+    with scope:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+
+
+def _remember(key: tuple | None, plan: Plan) -> None:
+    if key is None:
+        return
+    with _plans_lock:
+        while len(_plans) >= MAX_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = plan

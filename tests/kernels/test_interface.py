@@ -1,0 +1,239 @@
+"""What surrounds a kernel: plans, results, streams and kernel choice, on a stand-in kernel."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fly.errors import ArgumentError, UnsupportedError
+from kernels import dispatch, flash_attn_interface
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels import stub as stubs
+from tests.kernels.reference import attention
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    return stubs.install(monkeypatch)
+
+
+def inputs(batch=2, seq_len=5, seq_len_kv=5, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16):
+    shapes = ((seq_len, heads), (seq_len_kv, kv_heads), (seq_len_kv, kv_heads))
+    return [torch.empty(batch, s, h, head_dim, dtype=dtype).uniform_(-1, 1) for s, h in shapes]
+
+
+def test_default_is_causal_with_the_usual_scale(stub):
+    q, k, v = inputs()
+    out = flydsl_flash_attn_func(q, k, v)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert stub.prepared == [{"scale": 0.125, "causal": True, "cross": False, "tuning": {}}]
+    torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
+
+
+def test_options_reach_the_kernel(stub):
+    q, k, v = inputs(seq_len_kv=9)
+    out, lse = flydsl_flash_attn_func(
+        q, k, v, False, softmax_scale=0.5, num_kv_heads=2, return_lse=True, waves_per_eu=2, daz=True
+    )
+    tuning = {"waves_per_eu": 2, "daz": True}
+    assert stub.prepared == [{"scale": 0.5, "causal": False, "cross": True, "tuning": tuning}]
+    expected, expected_lse = attention(q, k, v, causal=False, softmax_scale=0.5)
+    torch.testing.assert_close(out, expected.to(q.dtype))
+    torch.testing.assert_close(lse, expected_lse)
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+
+
+def test_cross_length_can_be_asked_for(stub):
+    flydsl_flash_attn_func(*inputs(), cross_seqlen=True)
+    assert stub.prepared[0]["cross"] is True
+
+
+def test_the_same_kind_of_call_is_prepared_once(stub):
+    for _ in range(3):
+        q, k, v = inputs()
+        torch.testing.assert_close(
+            flydsl_flash_attn_func(q, k, v), attention(q, k, v, causal=True)[0].to(q.dtype)
+        )
+    assert len(stub.prepared) == 1 and len(stub.launches) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: ((q[:, 1:], k, v), {}),
+        lambda q, k, v: ((q[:, :, :, :].transpose(1, 2).contiguous().transpose(1, 2), k, v), {}),
+        lambda q, k, v: ((q, k[..., :1, :], v[..., :1, :]), {}),
+        lambda q, k, v: ((q.half(), k.half(), v.half()), {}),
+        lambda q, k, v: ((torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape), k, v), {}),
+        lambda q, k, v: ((q, k, v, False), {}),
+        lambda q, k, v: ((q, k, v), {"softmax_scale": 1.0}),
+        lambda q, k, v: ((q, k, v), {"return_lse": True}),
+        lambda q, k, v: ((q, k, v), {"out": torch.empty(2, 5, 8, 64, dtype=q.dtype)[:, :, ::2]}),
+        lambda q, k, v: ((q, k, v), {"daz": True}),
+    ],
+    ids=["shape", "strides", "heads", "dtype", "alignment", "causal", "scale", "lse", "out", "tuning"],
+)
+def test_another_kind_of_call_is_prepared_again(stub, change):
+    tensors = inputs()
+    args, options = change(*tensors)
+    for _ in range(2):
+        flydsl_flash_attn_func(*tensors)
+        flydsl_flash_attn_func(*args, **options)
+    assert len(stub.prepared) == 2
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [("FLYDSL_DISABLE_DUALWAVE_SWP", "1"), ("FLY_KERNEL", "generic"), ("FLY_ARCH", "gfx942")],
+)
+def test_environment_is_part_of_the_plan(stub, monkeypatch, variable, value):
+    flydsl_flash_attn_func(*inputs())
+    monkeypatch.setenv(variable, value)
+    flydsl_flash_attn_func(*inputs())
+    assert len(stub.prepared) == 2
+
+
+def test_plans_are_bounded_and_the_oldest_goes(stub, monkeypatch):
+    monkeypatch.setattr(flash_attn_interface, "MAX_PLANS", 3)
+    for seq_len in (1, 2, 3, 4, 4, 3, 2, 1):
+        flydsl_flash_attn_func(*inputs(seq_len=seq_len, seq_len_kv=4))
+        assert len(flash_attn_interface._plans) <= 3
+    assert len(stub.prepared) == 5
+
+
+def test_plans_keep_no_tensor_alive(stub):
+    q, k, v = inputs()
+    out, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
+    watched = [weakref.ref(t) for t in (q, k, v, out, lse)]
+    del q, k, v, out, lse
+    gc.collect()
+    assert [w() for w in watched] == [None] * 5
+
+
+def test_out_is_written_and_returned(stub):
+    q, k, v = inputs()
+    out = torch.empty(2, 5, 8, 64, dtype=q.dtype)[:, :, ::2]
+    assert flydsl_flash_attn_func(q, k, v, out=out) is out
+    torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
+
+
+def test_out_interleaved_with_an_input_is_fine_in_place_is_not_even_when_warm(stub):
+    packed = torch.empty(2, 5, 2, 4, 64, dtype=torch.bfloat16).uniform_(-1, 1)
+    q, out = packed.unbind(2)
+    _, k, v = inputs()
+    expected = attention(q, k, v, causal=True)[0].to(q.dtype)
+    torch.testing.assert_close(flydsl_flash_attn_func(q, k, v, out=out), expected)
+    with pytest.raises(ArgumentError, match="out must not share memory with q"):
+        flydsl_flash_attn_func(q, k, v, out=q)
+    assert len(stub.launches) == 1
+
+
+def test_result_is_contiguous_whatever_the_strides(stub):
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs())
+    out = flydsl_flash_attn_func(q, k, v)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
+
+
+def test_expanded_keys_are_fine(stub):
+    q, k, v = inputs()
+    k, v = (t[:1, :, :1].expand(2, 5, 4, 64) for t in (k, v))
+    out = flydsl_flash_attn_func(q, k, v)
+    torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seq_len": 0}, {"seq_len": 0, "seq_len_kv": 0}])
+def test_empty_calls_launch_nothing(stub, sizes):
+    q, k, v = inputs(**sizes)
+    for _ in range(2):
+        out, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
+        assert out.shape == q.shape and lse.shape == (q.shape[0], 4, q.shape[1])
+    assert not stub.prepared and not stub.launches
+
+
+def test_no_keys_gives_zeros_without_a_kernel(stub):
+    q, k, v = inputs(seq_len_kv=0)
+    for _ in range(2):
+        out, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
+        assert (out == 0).all() and (lse == -math.inf).all()
+        assert (flydsl_flash_attn_func(q, k, v, out=torch.ones_like(q)) == 0).all()
+    assert not stub.prepared
+
+
+def test_gradients_are_refused_also_when_warm_but_only_in_grad_mode(stub):
+    q, k, v = inputs()
+    flydsl_flash_attn_func(q, k, v)
+    k.requires_grad_()
+    with torch.no_grad():
+        flydsl_flash_attn_func(q, k, v)
+    flydsl_flash_attn_func(q, k.detach(), v)
+    with pytest.raises(NotImplementedError, match=r"k requires a gradient.*torch\.no_grad\(\)"):
+        flydsl_flash_attn_func(q, k, v)
+    assert len(stub.prepared) == 1
+
+
+def test_parameters_are_tensors(stub):
+    q, k, v = inputs()
+    with torch.no_grad():
+        flydsl_flash_attn_func(torch.nn.Parameter(q), k, v)
+    assert len(stub.launches) == 1
+
+
+def test_a_failed_preparation_is_not_kept(stub, monkeypatch):
+    def broken(*args, **options):
+        raise UnsupportedError("no")
+
+    working = stub.prepare
+    tensors = inputs()
+    monkeypatch.setattr(dispatch, "prepare_function", lambda kernel: broken)
+    with pytest.raises(UnsupportedError):
+        flydsl_flash_attn_func(*tensors)
+    monkeypatch.setattr(dispatch, "prepare_function", lambda kernel: working)
+    flydsl_flash_attn_func(*tensors)
+    assert len(stub.launches) == 1
+
+
+REQUEST = dispatch.Request(
+    head_dim=128,
+    dtype="bf16",
+    causal=True,
+    cross_seqlen=False,
+    return_lse=False,
+    seq_len=1024,
+    seq_len_kv=1024,
+    num_heads=8,
+    num_kv_heads=8,
+)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_89", "sm_90a"])
+def test_generic_serves_every_target(arch, monkeypatch):
+    for forced in ("", "generic"):
+        monkeypatch.setenv("FLY_KERNEL", forced)
+        assert dispatch.choose(arch, REQUEST).name == "generic"
+
+
+def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(monkeypatch):
+    monkeypatch.delenv("FLY_KERNEL", raising=False)
+    rows = {k.name: k for k in dispatch.KERNELS}
+    built = replace(rows["gfx950"], module="kernels.flash_attn_gfx950")
+    monkeypatch.setattr(dispatch, "KERNELS", (built, rows["generic"]))
+    assert dispatch.choose("gfx950", REQUEST).name == "gfx950"
+    assert dispatch.choose("gfx942", REQUEST).name == "generic"
+    monkeypatch.setenv("FLYDSL_DISABLE_DUALWAVE_SWP", "1")
+    assert dispatch.choose("gfx950", REQUEST).name == "generic"
+    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    with pytest.raises(UnsupportedError, match="switched off by FLYDSL_DISABLE_DUALWAVE_SWP=1"):
+        dispatch.choose("gfx950", REQUEST)
+
+
+def test_every_row_names_known_features_and_a_reason():
+    for kernel in dispatch.KERNELS:
+        assert set(kernel.features) <= set(dispatch.FEATURES) and kernel.reason
+        for archs in kernel.tuning.values():
+            assert set(archs) <= set(kernel.archs)
