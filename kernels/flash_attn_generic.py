@@ -300,9 +300,11 @@ def options_for(
     """The build for a target: tile sizes, and copies as wide as K's and V's `alignment` (bytes) allows."""
     tuning = tuning or {}
     block_m, block_n, waves, stages = _TILES[target.backend, head_dim, causal]
-    vector = max(1, min(16, alignment) // 2)
-    if vector * 2 not in target.async_copy_bytes:
-        stages = 1
+    vector = 8
+    if stages > 1 and alignment in target.async_copy_bytes:
+        vector = alignment // 2
+    elif stages > 1:
+        stages = 1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
     waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
     return GenericOptions(
         head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))
