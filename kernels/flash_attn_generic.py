@@ -104,7 +104,9 @@ def flash_attn_generic(
     q_rows = q[batch, :, head, :].rows(options.head_dim)
     k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
     v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = _load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
+    queries = _load_queries(
+        link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps
+    )
     ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
 
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
@@ -115,7 +117,9 @@ def flash_attn_generic(
         (k_tile, v_tile), flight = ring.advance(j, flight)
         scores = fly.Fragment.zeros(layout, row_tiles, key_tiles)
         for t in range(dim_steps):
-            scores = _product(link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores)
+            scores = _product(
+                link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores
+            )
         if masked:
             scores = keys.apply(scores, rows, j * options.block_n)
         softmax, probabilities, factor = softmax.update(scores, scale_log2, masked=masked)
@@ -138,7 +142,9 @@ def flash_attn_generic(
     output, softmax, _ = loop.results
 
     inverse, row_lse = softmax.finish(scale_log2)
-    _store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
+    _store_output(
+        out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows
+    )
     if lse is not None:
         _store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
 
@@ -304,7 +310,9 @@ def options_for(
     if stages > 1 and alignment in target.async_copy_bytes:
         vector = alignment // 2
     elif stages > 1:
-        stages = 1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
+        stages = (
+            1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
+        )
     waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
     return GenericOptions(
         head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))

@@ -51,7 +51,11 @@ def compile_module(
         function = kernel_function(module)
         options = tuple(
             ir.StringAttr(o).value
-            for o in (ir.ArrayAttr(function.attributes["fly.options"]) if "fly.options" in function.attributes else ())
+            for o in (
+                ir.ArrayAttr(function.attributes["fly.options"])
+                if "fly.options" in function.attributes
+                else ()
+            )
         )
         shared: dict[str, int] = {}
 

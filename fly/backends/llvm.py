@@ -86,7 +86,11 @@ def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
         }
     )
     done = subprocess.run(
-        [sys.executable, "-m", "fly.backends.llvm"], input=request, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fly.backends.llvm"],
+        input=request,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise CompileError(

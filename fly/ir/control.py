@@ -80,7 +80,8 @@ class range:
                 yield index, pytree.unflatten(self._carry, list(block.arguments)[1:])
                 if self._next is _NOTHING:
                     raise ControlFlowError(
-                        "this fly.range loop has a carry but its body did not call loop.next(...)", at=self._at
+                        "this fly.range loop has a carry but its body did not call loop.next(...)",
+                        at=self._at,
                     )
                 final = pytree.leaves(self._next)
             emit("scf.yield", [leaf.ir for leaf in final], [])
@@ -90,7 +91,9 @@ class range:
     def next(self, *carry: Any) -> None:
         """Give the carry's value for the next iteration: the same structure, as one argument or unpacked."""
         if self._carry is _NOTHING:
-            raise ControlFlowError("loop.next(...) in a fly.range loop without a carry; pass carry=... to range")
+            raise ControlFlowError(
+                "loop.next(...) in a fly.range loop without a carry; pass carry=... to range"
+            )
         if self._next is not _NOTHING:
             raise ControlFlowError("loop.next(...) was called twice in one loop body")
         unpacked = isinstance(self._carry, tuple) and not (len(carry) == 1 and isinstance(carry[0], tuple))
@@ -156,5 +159,3 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
         block.append_to(region)
         holder.erase()
     return pytree.unflatten(results[0], list(op.results))
-
-

@@ -143,4 +143,4 @@ def token_type() -> ir.Type:
     """`!fly.token`: what an asynchronous copy gives and a wait takes."""
     from fly.ir.context import context
 
-    return ir.Type.parse('!fly.token', context())
+    return ir.Type.parse("!fly.token", context())

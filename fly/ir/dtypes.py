@@ -73,9 +73,7 @@ f64 = DType("f64", 64, "float", ir.F64Type.get)
 f8e4m3 = DType("f8e4m3", 8, "float8", ir.Float8E4M3FNType.get)
 f8e5m2 = DType("f8e5m2", 8, "float8", ir.Float8E5M2Type.get)
 
-DTYPES: dict[str, DType] = {
-    t.name: t for t in (i1, i8, i16, i32, i64, f16, bf16, f32, f64, f8e4m3, f8e5m2)
-}
+DTYPES: dict[str, DType] = {t.name: t for t in (i1, i8, i16, i32, i64, f16, bf16, f32, f64, f8e4m3, f8e5m2)}
 
 
 def dtype(name: str | DType) -> DType:

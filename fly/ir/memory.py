@@ -59,11 +59,13 @@ class Pointer(Traced):
             if byte_offset == 0:
                 return self
             byte_offset = (i32 if -(2**31) <= byte_offset < 2**31 else i64)(byte_offset)
-        if not isinstance(byte_offset, Value) or not byte_offset.dtype.is_int or byte_offset.length is not None:
+        if (
+            not isinstance(byte_offset, Value)
+            or not byte_offset.dtype.is_int
+            or byte_offset.length is not None
+        ):
             raise DTypeError(f"pointer offset {byte_offset!r} is no scalar integer")
-        op = emit(
-            "llvm.getelementptr", [self.ir, byte_offset.ir], [self.ir.type], _gep_attributes()
-        )
+        op = emit("llvm.getelementptr", [self.ir, byte_offset.ir], [self.ir.type], _gep_attributes())
         return Pointer(op.results[0], self.space)
 
 
@@ -99,7 +101,9 @@ def load(pointer: Pointer, dtype: DType, length: int | None = None, *, align: in
     align = align or dtype.bytes
     _check(pointer, align)
     result = _result_type(dtype, length)
-    return Value(emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length)
+    return Value(
+        emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length
+    )
 
 
 def store(value: Value, pointer: Pointer, *, align: int | None = None) -> None:
@@ -122,7 +126,13 @@ def _bounded(base: Pointer, offset: Any, bound: Any) -> list[ir.Value]:
 
 
 def load_bounded(
-    base: Pointer, offset: Any, bound: Any, dtype: DType, length: int | None = None, *, align: int | None = None
+    base: Pointer,
+    offset: Any,
+    bound: Any,
+    dtype: DType,
+    length: int | None = None,
+    *,
+    align: int | None = None,
 ) -> Value:
     """Load at `base + offset`, or all zeros where `offset >= bound` (unsigned bytes).
 
@@ -134,7 +144,9 @@ def load_bounded(
     operands = _bounded(base, offset, bound)
     attributes = {"align": i64_attribute(align)}
     return Value(
-        emit("fly.load_bounded", operands, [_result_type(dtype, length)], attributes).results[0], dtype, length
+        emit("fly.load_bounded", operands, [_result_type(dtype, length)], attributes).results[0],
+        dtype,
+        length,
     )
 
 

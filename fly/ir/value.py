@@ -235,7 +235,9 @@ def _constant_attribute(number: Number, _: type, dtype: DType, length: int | Non
     with context(), ir.Location.unknown():
         if dtype.is_int:
             wrapped = int(number) & ((1 << dtype.bits) - 1)
-            signed = wrapped - (1 << dtype.bits) if wrapped >> (dtype.bits - 1) and dtype.bits > 1 else wrapped
+            signed = (
+                wrapped - (1 << dtype.bits) if wrapped >> (dtype.bits - 1) and dtype.bits > 1 else wrapped
+            )
             scalar = ir.IntegerAttr.get(dtype.mlir, signed)
         else:
             scalar = ir.FloatAttr.get(dtype.mlir, float(number))
@@ -420,7 +422,18 @@ def _floor_modulo(a: Value, b: Any) -> Value:
     return a - _floor_divide(a, b) * b
 
 
-_INT_PREDICATES = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5, "ult": 6, "ule": 7, "ugt": 8, "uge": 9}
+_INT_PREDICATES = {
+    "eq": 0,
+    "ne": 1,
+    "lt": 2,
+    "le": 3,
+    "gt": 4,
+    "ge": 5,
+    "ult": 6,
+    "ule": 7,
+    "ugt": 8,
+    "uge": 9,
+}
 # ordered comparisons, so that NaN compares false; "ne" is unordered, so that NaN != NaN
 _FLOAT_PREDICATES = {"eq": 1, "gt": 2, "ge": 3, "lt": 4, "le": 5, "ne": 13}
 
@@ -435,9 +448,7 @@ def compare(predicate: str, a: Any, b: Any) -> Value:
     """Elementwise comparison to i1; `ult` and friends compare integers as unsigned."""
     a, b = unify(a, b)
     _no_storage_types(a)
-    table, name = (
-        (_FLOAT_PREDICATES, "arith.cmpf") if a.dtype.is_float else (_INT_PREDICATES, "arith.cmpi")
-    )
+    table, name = (_FLOAT_PREDICATES, "arith.cmpf") if a.dtype.is_float else (_INT_PREDICATES, "arith.cmpi")
     if predicate not in table:
         raise DTypeError(f"no comparison {predicate!r} on {a!r}")
     result = i1.mlir if a.length is None else i1.vector(a.length)

@@ -123,11 +123,11 @@ class TransposedCopy(_Copy):
 
     PIECE = 4
 
-    def __init__(
-        self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]
-    ):
+    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows != source.columns:
-            raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
+            raise ShapeError(
+                f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}"
+            )
         self.tile_rows = layout.columns
         super().__init__(source, layout.columns // self.PIECE, vector)
         self.layout = layout
@@ -180,9 +180,7 @@ class TransposedCopy(_Copy):
         """Turn what was loaded and store it; other threads need a barrier to see it."""
         for rows, bases in zip(in_flight, self._shared, strict=True):
             for column, base in enumerate(bases):
-                pairs = [
-                    shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)
-                ]
+                pairs = [shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)]
                 piece = shuffle(pairs[0], pairs[1], [0, 1, 2, 3])
                 memory.store(piece, destination.pointer.offset(base), align=8)
 
@@ -216,7 +214,11 @@ class TileRing:
         return join(list(parts)) if self.asynchronous else parts
 
     def _tile(self, ring: SharedTile, slot: Any) -> SharedTile:
-        return ring if isinstance(slot, int) and slot == 0 else ring.slot(i32(slot) if isinstance(slot, int) else slot)
+        return (
+            ring
+            if isinstance(slot, int) and slot == 0
+            else ring.slot(i32(slot) if isinstance(slot, int) else slot)
+        )
 
     def start(self, first: Any) -> InFlight:
         """Set the first tiles on their way; `first` is the number of the first one."""

@@ -232,6 +232,8 @@ def _parameter(kernel_name: str, name: str, annotation: Any, at: str) -> Paramet
         return Parameter(name, "scalar", False, annotation.name)
     raise KernelDefinitionError(
         f"parameter {name!r} of kernel {kernel_name} has annotation {annotation!r}; expected fly.Tensor, "
-        "fly.Tensor | None, or one of " + ", ".join(f"fly.{s}" for s in _SCALARS) + " (static parameters come after *)",
+        "fly.Tensor | None, or one of "
+        + ", ".join(f"fly.{s}" for s in _SCALARS)
+        + " (static parameters come after *)",
         at=at,
     )

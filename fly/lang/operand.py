@@ -112,7 +112,8 @@ class OperandLoader:
         self._displaced: dict[tuple[int, int], Value] = {}
         lane = lane_id()
         self._lane_column_bits = [
-            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size))) for step in plan.steps
+            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size)))
+            for step in plan.steps
         ]
         for step in plan.steps:
             base = layout.base(evaluate(step.row, lane), evaluate(step.column, lane))
@@ -178,7 +179,9 @@ class OperandLoader:
 def require_plan(plan: OperandPlan | None, atom: MmaAtom, operand: str) -> OperandPlan:
     """`plan`, or an error that names the operand no load of the target can fetch."""
     if plan is None:
-        raise AtomError(f"no load of the target can fetch operand {operand} of {atom.name} from shared memory")
+        raise AtomError(
+            f"no load of the target can fetch operand {operand} of {atom.name} from shared memory"
+        )
     return plan
 
 

@@ -8,7 +8,15 @@ from mlir import ir
 
 from fly.passes.walk import kernel_function, operations
 
-_FLAGGED = ("arith.addf", "arith.subf", "arith.mulf", "arith.negf", "math.fma", "arith.maxnumf", "arith.minnumf")
+_FLAGGED = (
+    "arith.addf",
+    "arith.subf",
+    "arith.mulf",
+    "arith.negf",
+    "math.fma",
+    "arith.maxnumf",
+    "arith.minnumf",
+)
 
 
 @dataclass(frozen=True)

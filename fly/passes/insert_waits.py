@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mlir import ir
 
+from fly.ir.dialect import token_type
 from fly.passes.walk import build, kernel_function, operations
 
 # Age of a token whose copies have landed, or that stands for none.
@@ -58,7 +59,7 @@ class _State:
 
 
 def _is_token(value: ir.Value) -> bool:
-    return str(value.type) == "!fly.token"
+    return value.type == token_type()
 
 
 @dataclass
@@ -166,7 +167,9 @@ def _erase_tokens(body: ir.Block) -> None:
             if op.name in ("fly.join", "fly.copy_async"):
                 if zero is None:
                     first = body.operations[0].operation
-                    zero = build(first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}).results[0]
+                    zero = build(
+                        first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}
+                    ).results[0]
                 result.replace_all_uses_with(zero)
             else:
                 result.set_type(i32)

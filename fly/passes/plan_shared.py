@@ -57,7 +57,11 @@ class PlanSharedMemory:
         self._global(module, 0 if self.dynamic else total, align)
         for op, offset in zip(allocations, offsets, strict=True):
             base = build(
-                op, "llvm.mlir.addressof", [], [op.results[0].type], {"global_name": ir.FlatSymbolRefAttr.get(SYMBOL)}
+                op,
+                "llvm.mlir.addressof",
+                [],
+                [op.results[0].type],
+                {"global_name": ir.FlatSymbolRefAttr.get(SYMBOL)},
             )
             place_ = build(
                 op,
@@ -74,8 +78,13 @@ class PlanSharedMemory:
 
     def _global(self, module: ir.Module, size: int, align: int) -> None:
         linkage = "external" if self.dynamic else "internal"
-        value = "" if self.dynamic else "{ %u = llvm.mlir.undef : " + f"!llvm.array<{size} x i8>" + " llvm.return %u : " + (
-            f"!llvm.array<{size} x i8>" + " }"
+        value = (
+            ""
+            if self.dynamic
+            else "{ %u = llvm.mlir.undef : "
+            + f"!llvm.array<{size} x i8>"
+            + " llvm.return %u : "
+            + (f"!llvm.array<{size} x i8>" + " }")
         )
         text = (
             f"llvm.mlir.global {linkage} @{SYMBOL}() {{addr_space = 3 : i32, alignment = {align} : i64}} : "
@@ -132,7 +141,11 @@ def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple
         here = position[hash(op)]
         buffers.append(
             Buffer(
-                string(op, "name"), integer(op, "bytes"), integer(op, "align"), min(uses, default=here), max(uses, default=here)
+                string(op, "name"),
+                integer(op, "bytes"),
+                integer(op, "align"),
+                min(uses, default=here),
+                max(uses, default=here),
             )
         )
     return buffers, barriers

@@ -72,9 +72,7 @@ def compile_kernel(
         from fly.backends.compile import compile_module
 
         artefact = compile_module(module, kernel.name, description, fields, block, observe=observe)
-        return replace(
-            artefact, metadata={**artefact.metadata, **export_metadata(kernel.signature, specs)}
-        )
+        return replace(artefact, metadata={**artefact.metadata, **export_metadata(kernel.signature, specs)})
 
     if observe is not None or config.DUMP.get() or config.DUMP_IR.get():
         return build()
@@ -110,7 +108,9 @@ def compile(
     if all(described):
         specs = arguments
         if target is None:
-            raise ArgumentError("compile: target is missing; descriptions of arguments do not say where they are")
+            raise ArgumentError(
+                "compile: target is missing; descriptions of arguments do not say where they are"
+            )
     elif any(described[i] and arguments[i] is not None for i in range(len(arguments))):
         raise ArgumentError("compile: arguments mix values and descriptions; give one kind")
     else:

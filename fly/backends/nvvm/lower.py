@@ -99,7 +99,9 @@ def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
     with ir.InsertionPoint(inside):
         end = ir.Operation.create("scf.yield", operands=[base], loc=op.location)
     loader = Builder(end, b.target)
-    loaded = loader.value("llvm.load", [_address(loader, base, offset)], result, _access(integer(op, "align")))
+    loaded = loader.value(
+        "llvm.load", [_address(loader, base, offset)], result, _access(integer(op, "align"))
+    )
     loader("scf.yield", [loaded], [])
     end.erase()
     with ir.InsertionPoint(outside):
@@ -123,12 +125,16 @@ def _copy_async(op: ir.Operation, b: Builder) -> None:
     size = integer(op, "bytes")
     # bytes not read from the source are filled with zeros
     given = b.value(
-        "llvm.select", [_within(b, offset, bound), b.constant(size), b.constant(0)], ir.IntegerType.get_signless(32)
+        "llvm.select",
+        [_within(b, offset, bound), b.constant(size), b.constant(0)],
+        ir.IntegerType.get_signless(32),
     )
     # 16-byte copies go around the first-level cache, which has no use for data that is read from shared memory
     kind = "cg" if size == 16 else "ca"
     b.intrinsic(
-        f"llvm.nvvm.cp.async.{kind}.shared.global.{size}.s", [destination, _address(b, base, offset), given], None
+        f"llvm.nvvm.cp.async.{kind}.shared.global.{size}.s",
+        [destination, _address(b, base, offset), given],
+        None,
     )
 
 

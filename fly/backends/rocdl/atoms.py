@@ -22,7 +22,18 @@ def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int) ->
     operands, c, k = (_AB32, _C32, 16) if shape == 32 else (_AB16, _C16, 32)
     name = f"mfma_{shape}x{shape}x{k // issues}_{dtype}"
     return MmaAtom(
-        name, shape, shape, k, dtype, "f32", operands, operands, c, "llvm.amdgcn.mfma.f32." + intrinsic, issues, register
+        name,
+        shape,
+        shape,
+        k,
+        dtype,
+        "f32",
+        operands,
+        operands,
+        c,
+        "llvm.amdgcn.mfma.f32." + intrinsic,
+        issues,
+        register,
     )
 
 

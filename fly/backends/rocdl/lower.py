@@ -36,7 +36,10 @@ def _id(op: ir.Operation, b: Builder) -> ir.Value:
     )
     i64 = ir.IntegerType.get_signless(64)
     threads = b.value(
-        "llvm.load", [address], i32, {"alignment": ir.IntegerAttr.get(i64, 4), "ordering": ir.IntegerAttr.get(i64, 0)}
+        "llvm.load",
+        [address],
+        i32,
+        {"alignment": ir.IntegerAttr.get(i64, 4), "ordering": ir.IntegerAttr.get(i64, 0)},
     )
     block = ir.DenseI32ArrayAttr(_function(op).attributes["fly.block"])["xyz".index(axis)]
     return b.value("llvm.udiv", [threads, b.constant(block)], i32)
@@ -95,7 +98,9 @@ def _mma(op: ir.Operation, b: Builder) -> ir.Value:
     for part_a, part_b in zip(b.slices(a, atom.issues), b.slices(b_, atom.issues), strict=True):
         (register_a,) = b.registers(part_a, atom.register)
         (register_b,) = b.registers(part_b, atom.register)
-        accumulator = b.intrinsic(atom.intrinsic, [register_a, register_b, accumulator, *controls], accumulator.type)
+        accumulator = b.intrinsic(
+            atom.intrinsic, [register_a, register_b, accumulator, *controls], accumulator.type
+        )
     return accumulator
 
 
@@ -124,10 +129,14 @@ def _buffer_pieces(type_: ir.Type, align: int) -> tuple[ir.Type, str, int]:
     if piece >= 4:
         words = piece // 4
         i32 = ir.IntegerType.get_signless(32)
-        return (i32, "i32", size // piece) if words == 1 else (
-            ir.VectorType.get([words], i32),
-            f"v{words}i32",
-            size // piece,
+        return (
+            (i32, "i32", size // piece)
+            if words == 1
+            else (
+                ir.VectorType.get([words], i32),
+                f"v{words}i32",
+                size // piece,
+            )
         )
     return ir.IntegerType.get_signless(piece * 8), f"i{piece * 8}", size // piece
 
@@ -188,7 +197,9 @@ def _sched(op: ir.Operation, b: Builder) -> None:
         b.intrinsic("llvm.amdgcn.sched.barrier", [b.constant(integer(op, "value"))], None)
     else:
         i16 = ir.IntegerType.get_signless(16)
-        level = b.value("llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, integer(op, "value"))})
+        level = b.value(
+            "llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, integer(op, "value"))}
+        )
         b.intrinsic("llvm.amdgcn.s.setprio", [level], None)
 
 

@@ -1,0 +1,176 @@
+"""The command line: `python -m fly env` and `python -m fly inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fly import config
+from fly.errors import ArgumentError, FlyError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (1 after an error of fly's, 2 for bad usage)."""
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+    except FlyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fly", description="Look at kernels and at the environment."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    env = commands.add_parser("env", help="print every environment variable, its value and its meaning")
+    env.set_defaults(run=_env)
+
+    inspect = commands.add_parser("inspect", help="show any stage of a kernel's compilation")
+    inspect.add_argument(
+        "kernel",
+        help="module:kernel, such as kernels.flash_attn_generic:flash_attn_generic, or 'flash_attn' for the generic "
+        "flash-attention kernel",
+    )
+    inspect.add_argument("--arch", default="gfx950", help="target architecture (default: gfx950)")
+    inspect.add_argument(
+        "--stage",
+        default="resources",
+        help="trace, a pass's name, llvm, llvm-optimised, isa, resources (default), or 'list'",
+    )
+    inspect.add_argument(
+        "--args", default="", metavar="SPECS", help="arguments, such as 'bf16[4] bf16[4] f32 none'"
+    )
+    inspect.add_argument("--block", default="256", help="threads of a block, such as 256 or 32,4")
+    inspect.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a static parameter (Python literal)"
+    )
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _env(_: argparse.Namespace) -> None:
+    for variable in config.VARIABLES:
+        given = os.environ.get(variable.name)
+        shown = f"{variable.name}={variable.default}" if given is None else f"{variable.name}={given}  (set)"
+        print(f"{shown}\n    {variable.doc}")
+
+
+def parse_spec(text: str) -> Any:
+    """A description of an argument: `bf16[4]` is a tensor of rank 4 (unit last stride, 16-byte aligned), `f32` a
+    scalar, `none` a missing optional argument.
+
+    Raises:
+        ArgumentError: none of these.
+    """
+    from fly.lang.signature import ScalarSpec, TensorSpec
+
+    if text == "none":
+        return None
+    name, bracket, rank = text.partition("[")
+    if not bracket:
+        return ScalarSpec(name)
+    if not rank.endswith("]") or not rank[:-1].isdigit():
+        raise ArgumentError(f"argument description {text!r}; expected dtype[rank], dtype, or none")
+    return TensorSpec(name, int(rank[:-1]), 16, True)
+
+
+def _kernel(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ArgumentError(f"kernel {name!r}; expected module:kernel or flash_attn")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(f"kernel {name!r}: {error}") from None
+    found = getattr(module, attribute, None)
+    if not hasattr(found, "trace"):
+        raise ArgumentError(f"kernel {name!r}: {module_name} has no kernel {attribute!r}")
+    return found
+
+
+def _literal(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentError(f"--set {text!r}; expected NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _flash_attention(arch: str, statics: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any], int]:
+    """The generic flash-attention kernel as its wrapper builds it: head_dim, causal and dtype may be set."""
+    from fly.backends.target import target
+
+    kernels = importlib.import_module("kernels.flash_attn_generic")
+    dtype = statics.pop("dtype", "bf16")
+    description = target(arch)
+    options = kernels.options_for(description, statics.pop("head_dim", 128), statics.pop("causal", False), 16)
+    if statics:
+        raise ArgumentError(
+            f"flash_attn has no setting {next(iter(statics))!r}; expected head_dim, causal, dtype"
+        )
+    specs = [parse_spec(f"{dtype}[4]")] * 4 + [parse_spec("f32[3]"), parse_spec("f32")]
+    return kernels.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from fly.backends.compile import passes
+    from fly.backends.target import target
+    from fly.runtime.compile import compile_kernel
+    from fly.runtime.inspect import resources_report
+    from fly.runtime.packing import dim3
+
+    stages = [
+        "trace",
+        *(p.name for p in passes(target(options.arch))),
+        "llvm",
+        "llvm-optimised",
+        "isa",
+        "resources",
+    ]
+    if options.stage == "list":
+        print("\n".join(stages))
+        return
+    if options.stage not in stages:
+        raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
+    statics = dict(_literal(text) for text in options.set)
+    if options.kernel == "flash_attn":
+        kernel, specs, statics, block = _flash_attention(options.arch, statics)
+    else:
+        kernel = _kernel(options.kernel)
+        specs = [parse_spec(text) for text in options.args.split()]
+        block = tuple(int(n) for n in options.block.split(",") if n.strip().isdigit())
+    shown: dict[str, str] = {}
+    artefact = compile_kernel(
+        kernel,
+        tuple(specs),
+        kernel.bind_statics(statics),
+        options.arch,
+        dim3(block, "block"),
+        observe=lambda stage, text: shown.__setitem__(stage, text) if stage == options.stage else None,
+    )
+    if options.stage == "resources":
+        print(resources_report(_with_report(artefact)))
+    else:
+        print(shown[options.stage])
+
+
+def _with_report(artefact: Any) -> Any:
+    """NVIDIA's registers and spills are known only to ptxas: ask it, where it is installed."""
+    if artefact.target.startswith("sm_"):
+        from fly.backends.nvvm.codegen import resources
+
+        return replace(artefact, resources=resources(artefact.isa, artefact.target, artefact.dynamic_shared))
+    return artefact
