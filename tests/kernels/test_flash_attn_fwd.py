@@ -51,7 +51,7 @@ def seed():
 
 def failure(workload: Workload, seed: int, tensors=None, device=DEVICE, **options) -> str | None:
     """Run a workload with its LSE; what is wrong with the result, or None."""
-    q, k, v = workload.tensors(seed, device) if tensors is None else tensors
+    q, k, v = workload.tensors(seed) if tensors is None else tensors
     ref = reference(q, k, v, causal=workload.causal, softmax_scale=options.get("softmax_scale"))
     out, lse = flydsl_flash_attn_func(q, k, v, workload.causal, return_lse=True, **options)
     report = check(out, ref, lse)
@@ -189,7 +189,7 @@ def test_large_scores_stay_finite(dtype, causal, head_dim, seed):
 
 
 @needs_gpu
-def test_out_is_all_that_is_written(seed, device):
+def test_out_is_all_that_is_written(seed):
     workload = square(2, 100, 3, "bf16", True, 64)
     q, k, v = workload.tensors(seed, DEVICE)
     frame = torch.full((4, 104, 5, 72), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -202,7 +202,7 @@ def test_out_is_all_that_is_written(seed, device):
 
 
 @needs_gpu
-def test_a_plan_serves_new_tensors_and_streams(seed, device):
+def test_a_plan_serves_new_tensors_and_streams(seed):
     workload = square(2, 300, 4, "f16", True, 128)
     side = torch.cuda.Stream()
     for i in range(4):
@@ -216,7 +216,7 @@ def test_a_plan_serves_new_tensors_and_streams(seed, device):
 
 
 @needs_gpu
-def test_graph_capture(seed, device):
+def test_graph_capture(seed):
     workload = square(2, 300, 4, "bf16", True, 64)
     q, k, v = workload.tensors(seed, DEVICE)
     flydsl_flash_attn_func(q, k, v, return_lse=True)  # compiles
@@ -231,7 +231,7 @@ def test_graph_capture(seed, device):
 
 
 @needs_gpu
-def test_results_repeat_bit_for_bit(seed, device):
+def test_results_repeat_bit_for_bit(seed):
     q, k, v = square(2, 1000, 8, "bf16", True, 128, 2).tensors(seed, DEVICE)
     first, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
     for _ in range(5):

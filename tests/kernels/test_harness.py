@@ -50,7 +50,7 @@ RIGHT = provider("right", right)
 
 @pytest.fixture
 def sweep(monkeypatch, tmp_path, capsys):
-    """Run the command line with these providers; gives the exit code, what was printed, and the CSV's rows."""
+    """Run the command line with these providers; gives exit code, what was printed, and the CSV's rows."""
 
     def run(fakes, *flags):
         monkeypatch.setattr(harness, "PROVIDERS", tuple(fakes))
