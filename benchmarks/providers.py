@@ -141,9 +141,7 @@ PEERS: tuple[Provider, ...] = (
     Provider("aiter CK", _gpu_module("aiter", "AMD"), _anything, _aiter_ck),
     Provider("aiter asm", _gpu_module("aiter", "AMD"), _aiter_asm_unsupported, _aiter_asm),
     Provider("SDPA flash", _gpu_module(), _sdpa_unsupported, partial(_sdpa, "FLASH_ATTENTION")),
-    Provider(
-        "SDPA cuDNN", _gpu_module(vendor="NVIDIA"), _sdpa_unsupported, partial(_sdpa, "CUDNN_ATTENTION")
-    ),
+    Provider("SDPA cuDNN", _gpu_module(vendor="NVIDIA"), _sdpa_unsupported, partial(_sdpa, "CUDNN_ATTENTION")),
     Provider("FA2", _gpu_module("flash_attn_2_cuda"), _anything, _fa2),
     Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
     Provider("Triton", _gpu_module("triton"), _anything, _triton),

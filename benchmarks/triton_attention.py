@@ -85,9 +85,7 @@ def _forward(
             MASKED=True, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N, HEAD_DIM=HEAD_DIM,
         )  # fmt: skip
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(
-        out + batch * ob + head * oh + rows[:, None] * os + d[None, :], result.to(q.type.element_ty), inside
-    )
+    tl.store(out + batch * ob + head * oh + rows[:, None] * os + d[None, :], result.to(q.type.element_ty), inside)
 
 
 def triton_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

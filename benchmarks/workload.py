@@ -32,9 +32,7 @@ class Workload:
             if isinstance(value, int) and field.name != "causal" and value < 1:
                 raise ValueError(f"{field.name} must be at least 1, got {value}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must be a multiple of {self.num_kv_heads} KV heads"
-            )
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

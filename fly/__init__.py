@@ -39,7 +39,7 @@ _EXPORTS: dict[str, str] = {
     for name in names.split()
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

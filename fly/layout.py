@@ -180,9 +180,7 @@ class Layout:
             if isinstance(self.shape, tuple) and len(coordinate) == len(self.shape):
                 for entry, mode in zip(coordinate, self.modes, strict=True):
                     yield from mode._terms(entry)
-            elif len(coordinate) == len(strides) and not any(
-                isinstance(entry, tuple) for entry in coordinate
-            ):
+            elif len(coordinate) == len(strides) and not any(isinstance(entry, tuple) for entry in coordinate):
                 for entry, stride in zip(coordinate, strides, strict=True):
                     yield checked_number(entry, "coordinate"), stride
             else:
@@ -223,9 +221,7 @@ class Layout:
         """
         end = self.rank if end is None else end
         if not 0 <= begin < end <= self.rank:
-            raise LayoutError(
-                f"cannot group the modes from {begin} up to {end} of {self}; its rank is {self.rank}"
-            )
+            raise LayoutError(f"cannot group the modes from {begin} up to {end} of {self}; its rank is {self.rank}")
         return Layout.of(*self.modes[:begin], self[begin:end], *self.modes[end:])
 
     def compose(self, inner: Tiler) -> Layout:
@@ -409,9 +405,7 @@ class Layout:
         pairs = list(zip(leaves(self.shape), leaves(self.stride), strict=True))
         for _, stride in pairs:
             if not is_static(stride):
-                raise LayoutError(
-                    f"{operation} {self}: needs static strides, and {stride!r} is a run-time value"
-                )
+                raise LayoutError(f"{operation} {self}: needs static strides, and {stride!r} is a run-time value")
             if stride < 0 and not negative:
                 raise LayoutError(f"{operation} {self}: the stride {stride} must not be negative")
         return pairs
@@ -419,9 +413,7 @@ class Layout:
     def _pair(self, operation: str, tiler: tuple[Any, ...]) -> Iterator[tuple[Layout, Any]]:
         """The leading modes, each with its entry of a tuple of operands."""
         if len(tiler) > self.rank:
-            raise LayoutError(
-                f"{operation} of {self}: {len(tiler)} operands are more than its {self.rank} modes"
-            )
+            raise LayoutError(f"{operation} of {self}: {len(tiler)} operands are more than its {self.rank} modes")
         return zip(self.modes, tiler, strict=False)
 
     def _by_mode(self, operation: str, tiler: tuple[Any, ...], apply: _Operation) -> Layout:

@@ -94,9 +94,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: boo
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            fail(
-                f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16", ArgumentTypeError
-            )
+            fail(f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16", ArgumentTypeError)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             fail(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
@@ -170,9 +168,7 @@ def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> N
     """Raise `ArgumentError` when `out` shares an element with an input; interleaved views are fine."""
     for name, tensor in inputs.items():
         try:
-            shared = np.shares_memory(
-                np.asarray(_NoTouch(out)), np.asarray(_NoTouch(tensor)), max_work=100_000
-            )
+            shared = np.shares_memory(np.asarray(_NoTouch(out)), np.asarray(_NoTouch(tensor)), max_work=100_000)
         except np.exceptions.TooHardError:
             shared = True
         if shared:
@@ -214,9 +210,7 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
     if not given:
         for name, value in lengths.items():
             if value is not None:
-                fail(
-                    f"{name} is only for packed sequences (with cu_seqlens_q and cu_seqlens_kv): leave it out"
-                )
+                fail(f"{name} is only for packed sequences (with cu_seqlens_q and cu_seqlens_kv): leave it out")
         return False
     if len(given) == 1:
         fail(f"cu_seqlens_q and cu_seqlens_kv go together, got only {given[0]}")
@@ -232,9 +226,7 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
         fail(f"cu_seqlens_q and cu_seqlens_kv must have the same length, got {counts}")
     for name, value in lengths.items():
         if value is None:
-            fail(
-                f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)"
-            )
+            fail(f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)")
         _whole(name, value, 0)
     return True
 
@@ -292,9 +284,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
     _whole("num_kv_splits", options["num_kv_splits"], 1)
-    seq_len, seq_len_kv = (
-        (options["max_seqlen_q"], options["max_seqlen_kv"]) if packed else (q.shape[1], k.shape[1])
-    )
+    seq_len, seq_len_kv = (options["max_seqlen_q"], options["max_seqlen_kv"]) if packed else (q.shape[1], k.shape[1])
     features = {"packed": packed, "split_kv": options["num_kv_splits"] > 1}
     tuning = _check_tuning(options)
     return Call(

@@ -104,9 +104,7 @@ def flash_attn_generic(
     q_rows = q[batch, :, head, :].rows(options.head_dim)
     k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
     v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = _load_queries(
-        link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps
-    )
+    queries = _load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
     ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
 
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
@@ -130,21 +128,19 @@ def flash_attn_generic(
             output = _product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
         return output, softmax, flight
 
-    state = (
+    start = (
         fly.Fragment.zeros(layout, row_tiles, dim_tiles),
         OnlineSoftmax.start(layout, row_tiles),
         ring.start(fly.i32(0)),
     )
-    for j, state in (loop := fly.range(full_tiles, carry=state)):
+    for j, state in (loop := fly.range(full_tiles, carry=start)):
         loop.next(step(j, state, masked=False))
     for j, state in (loop := fly.range(full_tiles, all_tiles, carry=loop.results)):
         loop.next(step(j, state, masked=True))
     output, softmax, _ = loop.results
 
     inverse, row_lse = softmax.finish(scale_log2)
-    _store_output(
-        out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows
-    )
+    _store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
     if lse is not None:
         _store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
 
@@ -261,11 +257,7 @@ def _store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count
     lane = fly.lane_id()
     row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
     rows, columns = layout.value_rows, layout.value_columns
-    runs = [
-        v
-        for v in range(layout.values)
-        if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)
-    ]
+    runs = [v for v in range(layout.values) if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)]
     length = layout.values // len(runs)
     for r, row in enumerate(output.tiles):
         for c, tile in enumerate(row):
@@ -310,9 +302,7 @@ def options_for(
     if stages > 1 and alignment in target.async_copy_bytes:
         vector = alignment // 2
     elif stages > 1:
-        stages = (
-            1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
-        )
+        stages = 1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
     waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
     return GenericOptions(
         head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))

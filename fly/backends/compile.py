@@ -52,9 +52,7 @@ def compile_module(
         options = tuple(
             ir.StringAttr(o).value
             for o in (
-                ir.ArrayAttr(function.attributes["fly.options"])
-                if "fly.options" in function.attributes
-                else ()
+                ir.ArrayAttr(function.attributes["fly.options"]) if "fly.options" in function.attributes else ()
             )
         )
         shared: dict[str, int] = {}

@@ -64,9 +64,7 @@ class range:
         stop, step = unify(stop, step)
         initial = pytree.leaves(() if self._carry is _NOTHING else self._carry)
         if self._carry is not _NOTHING and not initial:
-            raise CarryError(
-                f"carry {self._carry!r} holds no traced value; start from one, for example fly.f32(0.0)"
-            )
+            raise CarryError(f"carry {self._carry!r} holds no traced value; start from one, for example fly.f32(0.0)")
         operands = [start.ir, stop.ir, step.ir, *(leaf.ir for leaf in initial)]
         op = emit("scf.for", operands, [leaf.ir.type for leaf in initial], regions=1)
         types = [start.ir.type, *(leaf.ir.type for leaf in initial)]
@@ -91,9 +89,7 @@ class range:
     def next(self, *carry: Any) -> None:
         """Give the carry's value for the next iteration: the same structure, as one argument or unpacked."""
         if self._carry is _NOTHING:
-            raise ControlFlowError(
-                "loop.next(...) in a fly.range loop without a carry; pass carry=... to range"
-            )
+            raise ControlFlowError("loop.next(...) in a fly.range loop without a carry; pass carry=... to range")
         if self._next is not _NOTHING:
             raise ControlFlowError("loop.next(...) was called twice in one loop body")
         unpacked = isinstance(self._carry, tuple) and not (len(carry) == 1 and isinstance(carry[0], tuple))

@@ -59,11 +59,7 @@ class Pointer(Traced):
             if byte_offset == 0:
                 return self
             byte_offset = (i32 if -(2**31) <= byte_offset < 2**31 else i64)(byte_offset)
-        if (
-            not isinstance(byte_offset, Value)
-            or not byte_offset.dtype.is_int
-            or byte_offset.length is not None
-        ):
+        if not isinstance(byte_offset, Value) or not byte_offset.dtype.is_int or byte_offset.length is not None:
             raise DTypeError(f"pointer offset {byte_offset!r} is no scalar integer")
         op = emit("llvm.getelementptr", [self.ir, byte_offset.ir], [self.ir.type], _gep_attributes())
         return Pointer(op.results[0], self.space)
@@ -101,9 +97,7 @@ def load(pointer: Pointer, dtype: DType, length: int | None = None, *, align: in
     align = align or dtype.bytes
     _check(pointer, align)
     result = _result_type(dtype, length)
-    return Value(
-        emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length
-    )
+    return Value(emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length)
 
 
 def store(value: Value, pointer: Pointer, *, align: int | None = None) -> None:

@@ -19,11 +19,7 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, dict):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if (
-        dataclasses.is_dataclass(tree)
-        and not isinstance(tree, type)
-        and not getattr(tree, "is_static", False)
-    ):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not getattr(tree, "is_static", False):
         return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
     return None
 
@@ -74,18 +70,12 @@ def match(expected: Any, got: Any, what: str, at: str | None = None, path: str =
 
     if isinstance(expected, Traced):
         dtype = getattr(expected, "dtype", None)
-        if (
-            isinstance(got, bool | int | float)
-            and dtype is not None
-            and getattr(expected, "length", 1) is None
-        ):
+        if isinstance(got, bool | int | float) and dtype is not None and getattr(expected, "length", 1) is None:
             return dtype(got)
         if not isinstance(got, Traced):
             raise fail(f"was {expected!r} and becomes {got!r}")
         if got.ir.type != expected.ir.type:
-            raise fail(
-                f"was {expected!r} and becomes {got!r}; a carried value keeps its type: convert with .to(...)"
-            )
+            raise fail(f"was {expected!r} and becomes {got!r}; a carried value keeps its type: convert with .to(...)")
         return got
     children = _children(expected)
     if children is None:
@@ -95,9 +85,7 @@ def match(expected: Any, got: Any, what: str, at: str | None = None, path: str =
                 "for example fly.f32(0.0)"
             )
         if type(got) is not type(expected) or got != expected:
-            raise fail(
-                f"was the static value {expected!r} and becomes {got!r}; only traced values may change"
-            )
+            raise fail(f"was the static value {expected!r} and becomes {got!r}; only traced values may change")
         return got
     if type(got) is not type(expected):
         raise fail(f"was a {type(expected).__name__} and becomes a {type(got).__name__}")
@@ -106,8 +94,5 @@ def match(expected: Any, got: Any, what: str, at: str | None = None, path: str =
         raise fail(f"had {len(children)} parts and has {len(got_children)}")
     return _rebuild(
         expected,
-        [
-            match(e, g, what, at, path + name)
-            for (name, e), (_, g) in zip(children, got_children, strict=True)
-        ],
+        [match(e, g, what, at, path + name) for (name, e), (_, g) in zip(children, got_children, strict=True)],
     )

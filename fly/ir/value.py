@@ -235,9 +235,7 @@ def _constant_attribute(number: Number, _: type, dtype: DType, length: int | Non
     with context(), ir.Location.unknown():
         if dtype.is_int:
             wrapped = int(number) & ((1 << dtype.bits) - 1)
-            signed = (
-                wrapped - (1 << dtype.bits) if wrapped >> (dtype.bits - 1) and dtype.bits > 1 else wrapped
-            )
+            signed = wrapped - (1 << dtype.bits) if wrapped >> (dtype.bits - 1) and dtype.bits > 1 else wrapped
             scalar = ir.IntegerAttr.get(dtype.mlir, signed)
         else:
             scalar = ir.FloatAttr.get(dtype.mlir, float(number))
@@ -307,9 +305,7 @@ def concat(parts: Sequence[Value]) -> Value:
         if part.length is None:
             raise ShapeError(f"cannot join {part!r}: it is a scalar")
     while len(parts) > 1:
-        joined = [
-            shuffle(a, b, range(len(a) + len(b))) for a, b in zip(parts[::2], parts[1::2], strict=False)
-        ]
+        joined = [shuffle(a, b, range(len(a) + len(b))) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = joined + parts[len(joined) * 2 :]
     return parts[0]
 

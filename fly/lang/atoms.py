@@ -50,9 +50,7 @@ class MmaAtom:
         for operand, size in extents.items():
             layout = getattr(self, operand)
             if layout.size != size or layout.cosize != size:
-                raise AtomError(
-                    f"{self.name}: layout {layout} of operand {operand} does not cover {size} elements"
-                )
+                raise AtomError(f"{self.name}: layout {layout} of operand {operand} does not cover {size} elements")
 
 
 @dataclass(frozen=True)

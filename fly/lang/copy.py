@@ -91,9 +91,7 @@ class RowCopy(_Copy):
         align = min(self.source.alignment, bytes_)
         if not self.asynchronous:
             return tuple(
-                memory.load_bounded(
-                    window.base, offset, window.bound, self.source.dtype, self.vector, align=align
-                )
+                memory.load_bounded(window.base, offset, window.bound, self.source.dtype, self.vector, align=align)
                 for offset in self._global
             )
         tokens = []
@@ -125,9 +123,7 @@ class TransposedCopy(_Copy):
 
     def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows != source.columns:
-            raise ShapeError(
-                f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}"
-            )
+            raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
         self.tile_rows = layout.columns
         super().__init__(source, layout.columns // self.PIECE, vector)
         self.layout = layout
@@ -168,9 +164,7 @@ class TransposedCopy(_Copy):
         align = min(self.source.alignment, self.vector * self.source.dtype.bytes)
         return tuple(
             tuple(
-                memory.load_bounded(
-                    window.base, offset, window.bound, self.source.dtype, self.vector, align=align
-                )
+                memory.load_bounded(window.base, offset, window.bound, self.source.dtype, self.vector, align=align)
                 for offset in offsets
             )
             for offsets in self._global
@@ -215,9 +209,7 @@ class TileRing:
 
     def _tile(self, ring: SharedTile, slot: Any) -> SharedTile:
         return (
-            ring
-            if isinstance(slot, int) and slot == 0
-            else ring.slot(i32(slot) if isinstance(slot, int) else slot)
+            ring if isinstance(slot, int) and slot == 0 else ring.slot(i32(slot) if isinstance(slot, int) else slot)
         )
 
     def start(self, first: Any) -> InFlight:

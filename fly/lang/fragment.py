@@ -152,9 +152,7 @@ class Fragment:
         """`function(tile, row_tile, column_tile)` on every tile's vector."""
         return Fragment(
             self.layout,
-            tuple(
-                tuple(function(tile, r, c) for c, tile in enumerate(row)) for r, row in enumerate(self.tiles)
-            ),
+            tuple(tuple(function(tile, r, c) for c, tile in enumerate(row)) for r, row in enumerate(self.tiles)),
         )
 
     def spread(self, rows: RowVector, row_tile: int) -> Value:
@@ -183,9 +181,7 @@ class Fragment:
             while len(tiles) > 1:  # tiles against each other first: whole vectors at a time
                 pairs = [combine(a, b) for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
                 tiles = pairs + tiles[len(pairs) * 2 :]
-            result.append(
-                tuple(fold(from_registers(tiles[0], registers)) for registers in self.layout.slot_values)
-            )
+            result.append(tuple(fold(from_registers(tiles[0], registers)) for registers in self.layout.slot_values))
         return RowVector(self.layout, tuple(result))
 
     def row_max(self) -> RowVector:

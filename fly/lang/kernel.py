@@ -110,9 +110,7 @@ class Kernel:
                     },
                     regions=1,
                 )
-            body = function.regions[0].blocks.append(
-                *argument_types, arg_locs=[location] * len(argument_types)
-            )
+            body = function.regions[0].blocks.append(*argument_types, arg_locs=[location] * len(argument_types))
             trace.memo["function"] = function
             arguments = _arguments(self.signature, specs, iter(body.arguments))
             with ir.InsertionPoint(body):
@@ -225,9 +223,9 @@ def _signature(function: Callable) -> Signature:
 def _parameter(kernel_name: str, name: str, annotation: Any, at: str) -> Parameter:
     if annotation is Tensor:
         return Parameter(name, "tensor", False, None)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        if set(typing.get_args(annotation)) == {Tensor, type(None)}:
-            return Parameter(name, "tensor", True, None)
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    if union and set(typing.get_args(annotation)) == {Tensor, type(None)}:
+        return Parameter(name, "tensor", True, None)
     if isinstance(annotation, DType) and annotation.name in _SCALARS:
         return Parameter(name, "scalar", False, annotation.name)
     raise KernelDefinitionError(

@@ -112,8 +112,7 @@ class OperandLoader:
         self._displaced: dict[tuple[int, int], Value] = {}
         lane = lane_id()
         self._lane_column_bits = [
-            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size)))
-            for step in plan.steps
+            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size))) for step in plan.steps
         ]
         for step in plan.steps:
             base = layout.base(evaluate(step.row, lane), evaluate(step.column, lane))
@@ -121,7 +120,7 @@ class OperandLoader:
 
     def prepare(self, row: int, column: int) -> None:
         """Compute what a later `load` at this static offset needs, here rather than there (outside a loop)."""
-        for index, step in enumerate(self.plan.steps):
+        for index in range(len(self.plan.steps)):
             self._base(index, self._displacement(index, row, column)[0])
 
     def _displacement(self, index: int, row: int, column: int) -> tuple[int, int]:
@@ -152,7 +151,7 @@ class OperandLoader:
     def load(self, tile: SharedTile, row: int, column: int) -> list[Value]:
         """The operands of `plan.tiles` adjacent atoms whose first element is at static (row, column)."""
         load, pieces = self.plan.load, []
-        for index, step in enumerate(self.plan.steps):
+        for index in range(len(self.plan.steps)):
             xor, add = self._displacement(index, row, column)
             address = tile.pointer.offset(self._base(index, xor)).offset(add)
             element = tile.dtype
@@ -179,9 +178,7 @@ class OperandLoader:
 def require_plan(plan: OperandPlan | None, atom: MmaAtom, operand: str) -> OperandPlan:
     """`plan`, or an error that names the operand no load of the target can fetch."""
     if plan is None:
-        raise AtomError(
-            f"no load of the target can fetch operand {operand} of {atom.name} from shared memory"
-        )
+        raise AtomError(f"no load of the target can fetch operand {operand} of {atom.name} from shared memory")
     return plan
 
 

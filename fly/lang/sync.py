@@ -91,9 +91,7 @@ def shuffle_xor(value: Value, mask: int) -> Value:
     return _exchange(value, i32(mask), "xor")
 
 
-def reduce_lanes(
-    value: Value, combine: Callable[[Value, Value], Value], masks: Sequence[int] | None = None
-) -> Value:
+def reduce_lanes(value: Value, combine: Callable[[Value, Value], Value], masks: Sequence[int] | None = None) -> Value:
     """Combine a value over lanes by xor exchanges; every lane gets the result.
 
     `masks` are the lane bits to reduce over; by default all of the wave.

@@ -69,9 +69,7 @@ class Tensor:
             raise ShapeError(f"{self!r} takes {self.rank} indices, not {len(key)}")
         kept = [i for i, k in enumerate(key) if isinstance(k, slice)]
         if any(key[i] != slice(None) for i in kept):
-            raise ShapeError(
-                "only the full slice ':' is supported on tensors; use .rows() and tiles for ranges"
-            )
+            raise ShapeError("only the full slice ':' is supported on tensors; use .rows() and tiles for ranges")
         origin = self.at(*(0 if isinstance(k, slice) else k for k in key))
         return Tensor(
             origin,

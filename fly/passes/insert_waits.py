@@ -167,9 +167,7 @@ def _erase_tokens(body: ir.Block) -> None:
             if op.name in ("fly.join", "fly.copy_async"):
                 if zero is None:
                     first = body.operations[0].operation
-                    zero = build(
-                        first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}
-                    ).results[0]
+                    zero = build(first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}).results[0]
                 result.replace_all_uses_with(zero)
             else:
                 result.set_type(i32)

@@ -40,9 +40,7 @@ class PlanSharedMemory:
 
     def run(self, module: ir.Module) -> None:
         function = kernel_function(module)
-        allocations = [
-            op for op in operations(function.regions[0].blocks[0]) if op.name == "fly.alloc_shared"
-        ]
+        allocations = [op for op in operations(function.regions[0].blocks[0]) if op.name == "fly.alloc_shared"]
         i64 = ir.IntegerType.get_signless(64)
         function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, 0)
         if not allocations:

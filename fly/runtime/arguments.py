@@ -133,9 +133,7 @@ def _elements(name: str, strides: Sequence[int], itemsize: int) -> tuple[int, ..
 
 
 # `typestr` of the CUDA array interface: byte order, kind, bytes; bfloat16 and float8 have no spelling there
-_TYPESTRS = {"f2": "float16", "f4": "float32", "f8": "float64"} | {
-    f"i{n}": f"int{8 * n}" for n in (1, 2, 4, 8)
-}
+_TYPESTRS = {"f2": "float16", "f4": "float32", "f8": "float64"} | {f"i{n}": f"int{8 * n}" for n in (1, 2, 4, 8)}
 
 
 def _interface_view(name: str, value: Any) -> _View:
@@ -190,9 +188,7 @@ def describe(parameter: Parameter, value: Any) -> Argument:
     """
     name = parameter.name
     accepted = parameter.kind if parameter.dtype is None else f"a number that fits {parameter.dtype}"
-    accepted = accepted.replace(
-        "tensor", "a torch tensor, numpy array or object with __cuda_array_interface__"
-    )
+    accepted = accepted.replace("tensor", "a torch tensor, numpy array or object with __cuda_array_interface__")
     if value is None:
         if not parameter.optional:
             raise ArgumentError(f"argument {name!r} is None; accepted: {accepted}")
@@ -205,9 +201,7 @@ def describe(parameter: Parameter, value: Any) -> Argument:
     view = view_of(name, value)
     for axis, size in enumerate(view.shape):
         if size >= _MAX_SIZE:
-            raise ArgumentError(
-                f"argument {name!r} has size {size} in dimension {axis}; accepted: below 2^31"
-            )
+            raise ArgumentError(f"argument {name!r} has size {size} in dimension {axis}; accepted: below 2^31")
     return Argument(name, view.spec(), view.values(), view.device, view.allocation(name))
 
 

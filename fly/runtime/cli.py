@@ -27,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fly", description="Look at kernels and at the environment."
-    )
+    parser = argparse.ArgumentParser(prog="python -m fly", description="Look at kernels and at the environment.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     env = commands.add_parser("env", help="print every environment variable, its value and its meaning")
@@ -47,9 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         default="resources",
         help="trace, a pass's name, llvm, llvm-optimised, isa, resources (default), or 'list'",
     )
-    inspect.add_argument(
-        "--args", default="", metavar="SPECS", help="arguments, such as 'bf16[4] bf16[4] f32 none'"
-    )
+    inspect.add_argument("--args", default="", metavar="SPECS", help="arguments, such as 'bf16[4] bf16[4] f32 none'")
     inspect.add_argument("--block", default="256", help="threads of a block, such as 256 or 32,4")
     inspect.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a static parameter (Python literal)"
@@ -118,9 +114,7 @@ def _flash_attention(arch: str, statics: dict[str, Any]) -> tuple[Any, list[Any]
     description = target(arch)
     options = kernels.options_for(description, statics.pop("head_dim", 128), statics.pop("causal", False), 16)
     if statics:
-        raise ArgumentError(
-            f"flash_attn has no setting {next(iter(statics))!r}; expected head_dim, causal, dtype"
-        )
+        raise ArgumentError(f"flash_attn has no setting {next(iter(statics))!r}; expected head_dim, causal, dtype")
     specs = [parse_spec(f"{dtype}[4]")] * 4 + [parse_spec("f32[3]"), parse_spec("f32")]
     return kernels.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
 

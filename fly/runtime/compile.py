@@ -108,9 +108,7 @@ def compile(
     if all(described):
         specs = arguments
         if target is None:
-            raise ArgumentError(
-                "compile: target is missing; descriptions of arguments do not say where they are"
-            )
+            raise ArgumentError("compile: target is missing; descriptions of arguments do not say where they are")
     elif any(described[i] and arguments[i] is not None for i in range(len(arguments))):
         raise ArgumentError("compile: arguments mix values and descriptions; give one kind")
     else:

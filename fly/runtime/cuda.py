@@ -146,9 +146,7 @@ class CudaDevice:
             option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: _JIT_LOG_BYTES,
         }
         image = artefact.binary + b"\0"  # PTX is a C string; a cubin knows its own length
-        status, module = self.driver.cuModuleLoadDataEx(
-            image, len(options), list(options), list(options.values())
-        )
+        status, module = self.driver.cuModuleLoadDataEx(image, len(options), list(options), list(options.values()))
         if status == 0:
             return module
         failure = f"{artefact.kernel} ({artefact.target}): {_status_text(self.driver, status)}"

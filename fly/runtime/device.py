@@ -91,9 +91,7 @@ def device_for(key: DeviceKey) -> Device:
 def _open(kind: str, ordinal: int) -> Device:
     if kind == "cpu":
         if importlib.util.find_spec("fly.runtime.emulated") is None:
-            raise DeviceError(
-                "CPU tensors need fly's emulator, which is not installed; pass tensors on a GPU"
-            )
+            raise DeviceError("CPU tensors need fly's emulator, which is not installed; pass tensors on a GPU")
         return importlib.import_module("fly.runtime.emulated").EmulatedDevice(config.ARCH.get())
     if kind != "cuda":
         raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")

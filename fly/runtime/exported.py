@@ -30,9 +30,7 @@ def export_metadata(signature: Signature, specs: Sequence[Spec]) -> dict[str, st
 
 def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:
     if _KEY not in artefact.metadata:
-        raise ArtefactError(
-            f"{artefact.kernel}: the artefact does not describe its arguments: not an exported one"
-        )
+        raise ArtefactError(f"{artefact.kernel}: the artefact does not describe its arguments: not an exported one")
     spec_of = {"tensor": TensorSpec, "scalar": ScalarSpec}
     try:
         rows = [(Parameter(**p), s) for p, s in json.loads(artefact.metadata[_KEY])]

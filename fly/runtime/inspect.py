@@ -57,7 +57,7 @@ def instructions(isa: str) -> list[tuple[str, str]]:
     result = []
     for raw in isa.splitlines():
         line = re.sub(r"(//|;).*$", "", raw).strip() if not raw.strip().startswith("@") else raw.strip()
-        if not line or line.startswith("{") or line.startswith("}"):
+        if not line or line.startswith(("{", "}")):
             continue
         if label := _LABEL.match(line):
             result.append((label.group(1), ""))
@@ -80,9 +80,7 @@ def loops(isa: str) -> list[Loop]:
         elif label.startswith("->") and label[2:] in position:
             found.append((position[label[2:]], i, label[2:]))
     inner = [
-        (a, b, name)
-        for a, b, name in found
-        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d, _ in found)
+        (a, b, name) for a, b, name in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d, _ in found)
     ]
     return [Loop(name, tuple(op for _, op in code[a : b + 1] if op)) for a, b, name in sorted(inner)]
 
@@ -107,9 +105,7 @@ def resources_report(artefact: Artefact) -> str:
     for loop in loops(artefact.isa):
         lines.append(f"\nloop {loop.label}: {len(loop.opcodes)} instructions")
         lines += [f"  {count:>5}  {name}" for name, count in loop.mix.items()]
-    seconds = {
-        k.removeprefix("seconds: "): v for k, v in artefact.metadata.items() if k.startswith("seconds: ")
-    }
+    seconds = {k.removeprefix("seconds: "): v for k, v in artefact.metadata.items() if k.startswith("seconds: ")}
     if seconds:
         lines.append("\nseconds of compiling")
         lines += [f"  {value:>8}  {stage}" for stage, value in seconds.items()]

@@ -139,9 +139,7 @@ class Launcher:
             self._entries[key] = entry
         return entry, arguments
 
-    def _complete(
-        self, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def _complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """One value a parameter, from positional and named ones; what remains are static values."""
         name, parameters = self._kernel.name, self._kernel.signature.parameters
         if len(args) > len(parameters):

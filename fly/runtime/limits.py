@@ -42,9 +42,7 @@ class Limits:
         self._check(kernel, f"block is {block}, threads:", math.prod(block), self.block_threads)
         if self.axis_threads is not None:
             for axis, blocks, threads in zip("xyz", grid, block):
-                self._check(
-                    kernel, f"grid times block along {axis} is", blocks * threads, self.axis_threads - 1
-                )
+                self._check(kernel, f"grid times block along {axis} is", blocks * threads, self.axis_threads - 1)
 
     def check_shared(self, kernel: str, size: int) -> None:
         """Check a kernel's shared memory, in bytes, static and dynamic together.

@@ -70,8 +70,7 @@ class Prepared:
         for tensor, address in zip(self.tensors, addresses):
             if address % tensor.alignment:
                 raise ArgumentError(
-                    f"argument {tensor.name!r} has address {address:#x}; "
-                    f"accepted: multiples of {tensor.alignment}"
+                    f"argument {tensor.name!r} has address {address:#x}; accepted: multiples of {tensor.alignment}"
                 )
 
     def _allocations(self, addresses: Sequence[int]) -> tuple[Allocation, ...]:

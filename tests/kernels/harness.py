@@ -286,9 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     if device == "cpu" and all(getattr(args, flag) is None for flag in SHAPE_FLAGS):
-        parser.error(
-            "the default shapes need a GPU; on the CPU choose a small one, e.g. --seq_len 64 --num_heads 2"
-        )
+        parser.error("the default shapes need a GPU; on the CPU choose a small one, e.g. --seq_len 64 --num_heads 2")
     with torch.no_grad():
         return run(
             workloads,

@@ -115,13 +115,9 @@ class Report:
         return self.error <= self.bound and (self.lse_error is None or self.lse_error <= LSE_TOLERANCE)
 
     def __str__(self) -> str:
-        lse = (
-            "" if self.lse_error is None else f", lse error {self.lse_error:.1e} (bound {LSE_TOLERANCE:.0e})"
-        )
+        lse = "" if self.lse_error is None else f", lse error {self.lse_error:.1e} (bound {LSE_TOLERANCE:.0e})"
         verdict = "ok" if self.ok else "WRONG"
-        return (
-            f"{verdict}: max error {self.error:.2e} (bound {self.bound:.2e}), cosine {self.cosine:.6f}{lse}"
-        )
+        return f"{verdict}: max error {self.error:.2e} (bound {self.bound:.2e}), cosine {self.cosine:.6f}{lse}"
 
 
 def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -26,21 +26,14 @@ needs_emulator = pytest.mark.skipif(
     find_spec("fly.emulator") is None,
     reason="CPU tensors need the emulator (fly.emulator), which is not here",
 )
-KINDS = [
-    (dtype, causal, head_dim)
-    for dtype in ("bf16", "f16")
-    for causal in (True, False)
-    for head_dim in (64, 128)
-]
+KINDS = [(dtype, causal, head_dim) for dtype in ("bf16", "f16") for causal in (True, False) for head_dim in (64, 128)]
 kinds = pytest.mark.parametrize("dtype, causal, head_dim", KINDS)
 SMALL_LENGTHS = (1, 3, 31, 33, 63, 65, 127, 129, 255, 257)
 
 
 def needs_gpu(test):
     """Mark a test as one that runs on a GPU only."""
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")(test)
-    )
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")(test))
 
 
 @pytest.fixture
@@ -161,9 +154,7 @@ def test_offsets_past_32_bits(dimension, seed):
     """Element offsets past 2**31 through the batch's or the rows' stride."""
     sizes = (2, 80, 2, 64)
     strides = (2**31, 128, 64, 1) if dimension == 0 else (8192, 2**25, 64, 1)
-    memory = torch.empty(
-        (sizes[dimension] - 1) * strides[dimension] + 2**17, dtype=torch.bfloat16, device=DEVICE
-    )
+    memory = torch.empty((sizes[dimension] - 1) * strides[dimension] + 2**17, dtype=torch.bfloat16, device=DEVICE)
     q, k, v, out = (memory.as_strided(sizes, strides, 2**15 * i) for i in range(4))
     for target, source in zip((q, k, v), square(2, 80, 2, "bf16", True, 64).tensors(seed, DEVICE)):
         target.copy_(source)

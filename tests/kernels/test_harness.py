@@ -189,9 +189,7 @@ def test_the_script_runs_from_anywhere_and_shows_its_flags():
     shown = subprocess.run(
         [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True, cwd="/", env=env
     ).stdout
-    flags = (
-        "batch seq_len seq_len_kv num_heads num_kv_heads head_dim dtype causal no-causal iters warmup seed"
-    )
+    flags = "batch seq_len seq_len_kv num_heads num_kv_heads head_dim dtype causal no-causal iters warmup seed"
     for flag in [*flags.split(), "compare", "csv", "provider"]:
         assert f"--{flag}" in shown
 
@@ -205,9 +203,7 @@ def test_flops(seq_len, seq_len_kv, causal, pairs):
 
 
 def test_providers_that_need_what_is_not_here(monkeypatch):
-    assert {p.name: p.missing("cpu") for p in providers.PEERS} == {
-        p.name: "needs a GPU" for p in providers.PEERS
-    }
+    assert {p.name: p.missing("cpu") for p in providers.PEERS} == {p.name: "needs a GPU" for p in providers.PEERS}
     monkeypatch.setattr(providers, "_installed", lambda module: False)
     monkeypatch.setattr(torch.version, "hip", None)
     reasons = {p.name: p.missing("cuda") for p in (FLY, *providers.PEERS)}

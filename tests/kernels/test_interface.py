@@ -56,9 +56,7 @@ def test_cross_length_can_be_asked_for(stub):
 def test_the_same_kind_of_call_is_prepared_once(stub):
     for _ in range(3):
         q, k, v = inputs()
-        torch.testing.assert_close(
-            flydsl_flash_attn_func(q, k, v), attention(q, k, v, causal=True)[0].to(q.dtype)
-        )
+        torch.testing.assert_close(flydsl_flash_attn_func(q, k, v), attention(q, k, v, causal=True)[0].to(q.dtype))
     assert len(stub.prepared) == 1 and len(stub.launches) == 3
 
 

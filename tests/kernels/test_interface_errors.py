@@ -352,9 +352,7 @@ def test_backward_is_not_available(name, monkeypatch):
     stubs.install(monkeypatch)
     call = good() | {"out": tensor(B, SQ, H, D)}
     call[name].requires_grad_()
-    message = (
-        rf"{name} requires a gradient, but the backward is not available; call it under torch\.no_grad\(\)"
-    )
+    message = rf"{name} requires a gradient, but the backward is not available; call it under torch\.no_grad\(\)"
     with pytest.raises(NotImplementedError, match=message):
         flydsl_flash_attn_func(**call)
 
@@ -419,9 +417,7 @@ def test_kernel_that_does_not_exist(monkeypatch):
 
 def test_amd_tuning_on_nvidia(monkeypatch):
     stubs.install(monkeypatch, "sm_90a")
-    with pytest.raises(
-        NotImplementedError, match="has no tuning option waves_per_eu on sm_90a: leave it out"
-    ):
+    with pytest.raises(NotImplementedError, match="has no tuning option waves_per_eu on sm_90a: leave it out"):
         flydsl_flash_attn_func(**good(), waves_per_eu=2)
 
 

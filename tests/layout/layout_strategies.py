@@ -78,9 +78,7 @@ def extent_lists(draw: st.DrawFn, extents: tuple[int, ...], rank: int) -> list[i
 @st.composite
 def layouts(draw: st.DrawFn, extents: tuple[int, ...] = EXTENTS, low: int = 0, rank: int = 4) -> Layout:
     """Any layout with small extents and strides from `low` on."""
-    return draw(
-        nested([(extent, draw(st.integers(low, 12))) for extent in draw(extent_lists(extents, rank))])
-    )
+    return draw(nested([(extent, draw(st.integers(low, 12))) for extent in draw(extent_lists(extents, rank))]))
 
 
 @st.composite

@@ -54,9 +54,7 @@ def test_compact_strides_enumerate_in_order(layout):
     """Column-major: in colexicographic order of the coordinates. Row-major: in lexicographic order."""
     every = coordinates(layout.shape)
     assert [Layout(layout.shape)(coordinate) for coordinate in every] == list(range(layout.size))
-    assert [Layout.row_major(layout.shape)(coordinate) for coordinate in sorted(every)] == list(
-        range(layout.size)
-    )
+    assert [Layout.row_major(layout.shape)(coordinate) for coordinate in sorted(every)] == list(range(layout.size))
 
 
 @forall(layouts())

@@ -99,9 +99,7 @@ def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
     with ir.InsertionPoint(inside):
         end = ir.Operation.create("scf.yield", operands=[base], loc=op.location)
     loader = Builder(end, b.target)
-    loaded = loader.value(
-        "llvm.load", [_address(loader, base, offset)], result, _access(integer(op, "align"))
-    )
+    loaded = loader.value("llvm.load", [_address(loader, base, offset)], result, _access(integer(op, "align")))
     loader("scf.yield", [loaded], [])
     end.erase()
     with ir.InsertionPoint(outside):

@@ -31,9 +31,7 @@ class KernelAttributes:
         attributes = function.attributes
         i32 = ir.IntegerType.get_signless(32)
         attributes["nvvm.kernel"] = ir.UnitAttr.get()
-        attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get(
-            list(ir.DenseI32ArrayAttr(attributes["fly.block"]))
-        )
+        attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get(list(ir.DenseI32ArrayAttr(attributes["fly.block"])))
         attributes["passthrough"] = passthrough(denormals(function))
         for ours, theirs in (("fly.max_registers", "nvvm.maxnreg"), ("fly.min_blocks", "nvvm.minctasm")):
             if ours in attributes:

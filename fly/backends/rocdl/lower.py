@@ -98,9 +98,7 @@ def _mma(op: ir.Operation, b: Builder) -> ir.Value:
     for part_a, part_b in zip(b.slices(a, atom.issues), b.slices(b_, atom.issues), strict=True):
         (register_a,) = b.registers(part_a, atom.register)
         (register_b,) = b.registers(part_b, atom.register)
-        accumulator = b.intrinsic(
-            atom.intrinsic, [register_a, register_b, accumulator, *controls], accumulator.type
-        )
+        accumulator = b.intrinsic(atom.intrinsic, [register_a, register_b, accumulator, *controls], accumulator.type)
     return accumulator
 
 
@@ -150,9 +148,7 @@ def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
     parts = []
     for i in range(count):
         at = offset if i == 0 else b.value("llvm.add", [offset, b.constant(i * bits(piece) // 8)], zero.type)
-        parts.append(
-            b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.load.{suffix}", [descriptor, at, zero, zero], piece)
-        )
+        parts.append(b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.load.{suffix}", [descriptor, at, zero, zero], piece))
     if count == 1:
         return b.bitcast(parts[0], result)
     return b.bitcast(b.vector(parts, ir.VectorType.get([count], piece)), result)
@@ -197,9 +193,7 @@ def _sched(op: ir.Operation, b: Builder) -> None:
         b.intrinsic("llvm.amdgcn.sched.barrier", [b.constant(integer(op, "value"))], None)
     else:
         i16 = ir.IntegerType.get_signless(16)
-        level = b.value(
-            "llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, integer(op, "value"))}
-        )
+        level = b.value("llvm.mlir.constant", [], i16, {"value": ir.IntegerAttr.get(i16, integer(op, "value"))})
         b.intrinsic("llvm.amdgcn.s.setprio", [level], None)
 
 
