@@ -1,4 +1,4 @@
-"""What `python -m fly inspect` shows of a compiled kernel: any stage, resources, and the instructions of its loops."""
+"""What `python -m fly inspect` shows: any stage of a kernel, its resources, and what its loops are made of."""
 
 from __future__ import annotations
 
