@@ -59,7 +59,7 @@ def _anything(workload: Workload) -> str | None:
 
 
 def _fly_missing(device: str) -> str | None:
-    if device == "cpu" and not _installed("fly.emulator"):
+    if device == "cpu" and not _installed("fly.runtime.emulated"):
         return "CPU tensors need the emulator, which this version of fly does not have"
     return None
 

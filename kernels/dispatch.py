@@ -13,9 +13,10 @@ import torch
 
 from fly import config
 from fly.errors import UnsupportedError
+from fly.runtime.device import device_for
 
 AMD = ("gfx942", "gfx950")
-NVIDIA = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a")
+NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 
 # What not every kernel does: how to call it in a message, and what a caller can do instead.
 FEATURES: Mapping[str, tuple[str, str]] = {
@@ -171,8 +172,6 @@ def target_of(device: torch.device) -> str:
     Raises:
         DeviceError: the device has no driver, or the CPU has no emulator.
     """
-    from fly.runtime.device import device_for
-
     return device_for((device.type, device.index or 0)).target
 
 

@@ -23,8 +23,7 @@ from tests.kernels.reference import MAX_SCORES, check, reference
 
 DEVICE = "cuda"
 needs_emulator = pytest.mark.skipif(
-    find_spec("fly.emulator") is None,
-    reason="CPU tensors need the emulator (fly.emulator), which is not here",
+    find_spec("fly.runtime.emulated") is None, reason="CPU tensors need the emulator, which is not here"
 )
 KINDS = [(dtype, causal, head_dim) for dtype in ("bf16", "f16") for causal in (True, False) for head_dim in (64, 128)]
 kinds = pytest.mark.parametrize("dtype, causal, head_dim", KINDS)
@@ -44,7 +43,7 @@ def seed():
 
 def failure(workload: Workload, seed: int, tensors=None, device=DEVICE, **options) -> str | None:
     """Run a workload with its LSE; what is wrong with the result, or None."""
-    q, k, v = workload.tensors(seed) if tensors is None else tensors
+    q, k, v = workload.tensors(seed, device) if tensors is None else tensors
     ref = reference(q, k, v, causal=workload.causal, softmax_scale=options.get("softmax_scale"))
     out, lse = flydsl_flash_attn_func(q, k, v, workload.causal, return_lse=True, **options)
     report = check(out, ref, lse)
@@ -149,14 +148,18 @@ def test_packed_projections(dtype, causal, head_dim, seed):
 
 
 @needs_gpu
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_offsets_past_32_bits(dimension, seed):
-    """Element offsets past 2**31 through the batch's or the rows' stride."""
-    sizes = (2, 80, 2, 64)
-    strides = (2**31, 128, 64, 1) if dimension == 0 else (8192, 2**25, 64, 1)
-    memory = torch.empty((sizes[dimension] - 1) * strides[dimension] + 2**17, dtype=torch.bfloat16, device=DEVICE)
+@pytest.mark.parametrize(
+    "batch, seq_len, strides",
+    [(2, 80, (2**31, 128, 64, 1)), (2, 300, (8192, 2**23 - 64, 64, 1))],
+    ids=["between batches", "between rows"],
+)
+def test_offsets_past_32_bits(batch, seq_len, strides, seed):
+    sizes = (batch, seq_len, 2, 64)
+    last = sum(stride * (size - 1) for stride, size in zip(strides, sizes))
+    assert last > 2**31
+    memory = torch.empty(last + 2**17, dtype=torch.bfloat16, device=DEVICE)
     q, k, v, out = (memory.as_strided(sizes, strides, 2**15 * i) for i in range(4))
-    for target, source in zip((q, k, v), square(2, 80, 2, "bf16", True, 64).tensors(seed, DEVICE)):
+    for target, source in zip((q, k, v), square(batch, seq_len, 2, "bf16", True, 64).tensors(seed, DEVICE)):
         target.copy_(source)
     flydsl_flash_attn_func(q, k, v, out=out)
     report = check(out, reference(q, k, v, causal=True))

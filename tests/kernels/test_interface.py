@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fly.backends.target import targets
 from fly.errors import ArgumentError, UnsupportedError
 from kernels import dispatch, flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
@@ -228,6 +229,11 @@ def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(monkeypatch
     monkeypatch.setenv("FLY_KERNEL", "gfx950")
     with pytest.raises(UnsupportedError, match="switched off by FLYDSL_DISABLE_DUALWAVE_SWP=1"):
         dispatch.choose("gfx950", REQUEST)
+
+
+def test_the_generic_kernel_knows_the_same_targets_as_the_compiler():
+    generic = next(k for k in dispatch.KERNELS if k.name == "generic")
+    assert set(generic.archs) == {t.arch for t in targets()}
 
 
 def test_every_row_names_known_features_and_a_reason():
