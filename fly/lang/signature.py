@@ -45,11 +45,11 @@ class TensorSpec:
     """What a compiled kernel may assume about one tensor argument.
 
     `alignment` is the largest power of two, at most 16, that divides the address and, in bytes, every stride
-    other than a last one of 1. `unit_stride`: the last stride is 1 element (true of rank 0 too).
+    other than a last one of 1. `unit_stride`: the last stride is 1 element; false for rank 0.
 
     Raises:
         ArgumentTypeError: a dtype that kernels do not take.
-        ArgumentError: a negative rank, or an alignment that is not 1, 2, 4, 8 or 16.
+        ArgumentError: a negative rank, rank 0 with a unit stride, or an alignment other than 1, 2, 4, 8, 16.
     """
 
     dtype: str
@@ -60,15 +60,17 @@ class TensorSpec:
     def __post_init__(self) -> None:
         _one_of("tensor dtype", self.dtype, TENSOR_DTYPES, ArgumentTypeError)
         _one_of("tensor alignment", self.alignment, (1, 2, 4, 8, MAX_ALIGNMENT), ArgumentError)
-        if self.rank < 0:
-            raise ArgumentError(f"tensor rank is {self.rank}; accepted: 0 or more")
+        if self.rank < self.unit_stride:
+            raise ArgumentError(
+                f"tensor rank is {self.rank}; accepted: 0 or more, 1 or more with a unit stride"
+            )
 
     def fields(self, name: str) -> tuple[Field, ...]:
         """The flat arguments of a tensor called `name`: address, i32 sizes, i64 strides in elements.
 
         The last stride is left out when it is known to be 1.
         """
-        strides = self.rank - 1 if self.unit_stride and self.rank else self.rank
+        strides = self.rank - 1 if self.unit_stride else self.rank
         return (
             Field(name, "ptr"),
             *(Field(f"{name}.shape{i}", "i32") for i in range(self.rank)),

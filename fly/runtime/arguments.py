@@ -64,14 +64,14 @@ class _View:
     device: DeviceKey | None
 
     def spec(self) -> TensorSpec:
-        strides, unit = self.strides, not self.strides or self.strides[-1] == 1
+        strides, unit = self.strides, self.strides[-1:] == (1,)
         bits = self.address | MAX_ALIGNMENT
         for stride in strides[:-1] if unit else strides:
             bits |= stride * self.itemsize
         return TensorSpec(self.dtype, len(self.shape), bits & -bits, unit)
 
     def values(self) -> tuple[int, ...]:
-        unit = self.strides and self.strides[-1] == 1
+        unit = self.strides[-1:] == (1,)
         return (self.address, *self.shape, *(self.strides[:-1] if unit else self.strides))
 
     def allocation(self, name: str) -> Allocation:
@@ -292,7 +292,7 @@ def _collect_torch(torch: Any) -> _Collect:
         address = value.data_ptr()
         if value.is_neg():
             raise ArgumentError("a lazily negated view")
-        unit = not strides or strides[-1] == 1
+        unit = strides[-1:] == (1,)
         if unit:
             strides = strides[:-1]
         bits = 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fly.backends.artefact import Artefact, Resources
+from fly.backends.target import arch_for_capability
 from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
@@ -51,19 +52,6 @@ def _status_text(driver: Any, status: Any) -> str:
     return ": ".join(text.decode() for text in texts if text) or f"error {int(status)}"
 
 
-def arch_for_capability(major: int, minor: int) -> str:
-    """The architecture to compile for on a device of this compute capability.
-
-    Raises:
-        DeviceError: a capability below 8.0.
-    """
-    if (major, minor) == (9, 0):
-        return "sm_90a"
-    if major < 8:
-        raise DeviceError(f"compute capability {major}.{minor}; supported: 8.0 and later")
-    return "sm_80"
-
-
 def ordinal_of(address: int, driver: Any = None) -> int:
     """The ordinal of the device that an address of device memory belongs to.
 
@@ -82,7 +70,8 @@ class CudaDevice:
     `driver` is the module `cuda.bindings.driver` unless one with its functions is given.
 
     Raises:
-        DeviceError: no driver, no such device, or a compute capability that is not supported.
+        DeviceError: no driver, or no such device.
+        TargetError: a compute capability that is not supported.
     """
 
     needs_allocations = False

@@ -12,7 +12,7 @@ from fly.backends.artefact import Artefact
 from fly.errors import ArgumentTypeError, ArtefactError, FlyError
 from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorSpec
 from fly.runtime.device import Dim3
-from fly.runtime.launch import Launcher, launch
+from fly.runtime.launch import launch
 
 _KEY = "arguments"
 
@@ -57,7 +57,6 @@ class Launchable:
         self.artefact = artefact
         self.name = artefact.kernel
         self.signature, self.specs = _read_metadata(artefact)
-        self.launcher: Launcher | None = None
 
     def __getitem__(self, grid_and_block: tuple[Any, Any]) -> Callable[..., None]:
         grid, block = grid_and_block

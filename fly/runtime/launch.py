@@ -23,11 +23,10 @@ from fly.runtime.packing import check_block, dim3, packer
 
 
 class KernelLike(Protocol):
-    """What the launcher needs of a kernel. `launcher` starts as None and then belongs to this module."""
+    """What the launcher needs of a kernel, and that attributes can be set: `launcher` is this module's."""
 
     name: str
     signature: Signature
-    launcher: Launcher | None
 
 
 Compile = Callable[[Any, tuple[Spec, ...], dict[str, Any], str, Dim3], Artefact]
@@ -183,10 +182,10 @@ _launchers_lock = threading.Lock()
 
 def launcher_of(kernel: KernelLike) -> Launcher:
     """The kernel's launcher, made on first use."""
-    launcher = kernel.launcher
+    launcher = getattr(kernel, "launcher", None)
     if launcher is None:
         with _launchers_lock:
-            launcher = kernel.launcher
+            launcher = getattr(kernel, "launcher", None)
             if launcher is None:
                 launcher = kernel.launcher = Launcher(kernel)
     return launcher
@@ -293,7 +292,7 @@ def _left_out_strides(artefact: Artefact, signature: Signature, specs: tuple[Spe
     left_out = {
         f"{parameter.name}.stride{spec.rank - 1}"
         for parameter, spec in zip(signature.parameters, specs)
-        if isinstance(spec, TensorSpec) and spec.unit_stride and spec.rank
+        if isinstance(spec, TensorSpec) and spec.unit_stride
     }
     ones = tuple(i for i, field in enumerate(artefact.fields) if field.name in left_out)
     if tuple(field for i, field in enumerate(artefact.fields) if i not in ones) != given:
