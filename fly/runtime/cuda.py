@@ -129,9 +129,9 @@ class CudaDevice:
 
     def _load_module(self, artefact: Artefact) -> Any:
         option = self.driver.CUjit_option
-        log = ctypes.create_string_buffer(_JIT_LOG_BYTES)
+        log = bytes(_JIT_LOG_BYTES)  # the bindings take the buffer as bytes, and the driver writes into it
         options = {
-            option.CU_JIT_ERROR_LOG_BUFFER: ctypes.addressof(log),
+            option.CU_JIT_ERROR_LOG_BUFFER: log,
             option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: _JIT_LOG_BYTES,
         }
         image = artefact.binary + b"\0"  # PTX is a C string; a cubin knows its own length
@@ -139,7 +139,7 @@ class CudaDevice:
         if status == 0:
             return module
         failure = f"{artefact.kernel} ({artefact.target}): {_status_text(self.driver, status)}"
-        text = log.value.decode(errors="replace").strip()
+        text = log.partition(b"\0")[0].decode(errors="replace").strip()
         rejected = text or any(word in failure for word in _REJECTIONS)
         raise (CompileError if rejected else DeviceError)("\n".join(filter(None, (failure, text))))
 
