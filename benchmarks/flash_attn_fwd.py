@@ -42,9 +42,7 @@ class Figure:
     fly_ratio: float | None
 
 
-def sweep(
-    seq_lens: Sequence[int], head_dims: Sequence[int], dtype: str, causal: Sequence[bool]
-) -> list[Workload]:
+def sweep(seq_lens: Sequence[int], head_dims: Sequence[int], dtype: str, causal: Sequence[bool]) -> list[Workload]:
     """Workloads of the same number of tokens (at least one sequence) and channels."""
     return [
         Workload(
@@ -154,8 +152,7 @@ def run(
                 print(f"  {reason[0]}: {reason[1]}")
                 told.add(reason)
         rows += [
-            asdict(f.workload) | {key: value for key, value in vars(f).items() if key != "workload"}
-            for f in figures
+            asdict(f.workload) | {key: value for key, value in vars(f).items() if key != "workload"} for f in figures
         ]
     if csv_path is not None:
         columns = [f.name for f in (*fields(Workload), *fields(Figure)) if f.name != "workload"]
@@ -173,9 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
     parser.add_argument("--iters", type=int, metavar="N", default=30, help="timed calls of each (30)")
     parser.add_argument("--no-flush", action="store_true", help="keep the L2 cache between calls")
-    parser.add_argument(
-        "--provider", action="append", default=[], metavar="NAME", help="only this one (repeatable)"
-    )
+    parser.add_argument("--provider", action="append", default=[], metavar="NAME", help="only this one (repeatable)")
     parser.add_argument("--host", action="store_true", help="host time of a warm call instead")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
