@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +30,12 @@ def good():
 def fake_tensor():
     with FakeTensorMode():
         return torch.empty(B, SQ, H, D, dtype=torch.bfloat16)
+
+
+def nested(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)], layout=layout)
 
 
 def packed(**changes):
@@ -62,12 +69,12 @@ MISTAKES = {
     "q is fake": ({"q": fake_tensor()}, TYPE, "q is a FakeTensor, which has no memory of its own"),
     "q is sparse": ({"q": tensor(B, SQ, H, D).to_sparse()}, TYPE, "q is of layout torch.sparse_coo; a dense"),
     "k is nested": (
-        {"k": torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)], layout=torch.jagged)},
+        {"k": nested(torch.jagged)},
         TYPE,
         "k is a NestedTensor, which has no memory of its own",
     ),
     "v is nested": (
-        {"v": torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)])},
+        {"v": nested(torch.strided)},
         TYPE,
         "v is a nested tensor; a dense strided tensor is accepted",
     ),
