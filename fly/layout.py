@@ -96,7 +96,7 @@ class Layout:
     @property
     def cosize(self) -> int:
         """One more than the largest index: 1 + max L(i). Needs static strides, none negative."""
-        return 1 + sum((extent - 1) * stride for extent, stride in self._static("cosize"))
+        return 1 + sum((extent - 1) * stride for extent, stride in self._static("cosize of"))
 
     @property
     def rank(self) -> int:
@@ -131,7 +131,7 @@ class Layout:
     def table(self) -> list[int]:
         """[L(0), ..., L(size - 1)]. Needs static strides."""
         values = [0]
-        for extent, stride in self._static("table", negative=True):
+        for extent, stride in self._static("table of", negative=True):
             values = [value + stride * digit for digit in range(extent) for value in values]
         return values
 
@@ -211,7 +211,7 @@ class Layout:
         """
         if isinstance(profile, tuple):
             return self._by_mode("coalesce", profile, Layout.coalesce)
-        return _from_pairs(merged(self._static("coalesce", negative=True)))
+        return _from_pairs(merged(self._static("coalesce of", negative=True)))
 
     def group(self, begin: int = 0, end: int | None = None) -> Layout:
         """The layout with the modes begin, ..., end - 1 nested into one; the same function of a linear index.
@@ -278,7 +278,7 @@ class Layout:
             LayoutError: A overlaps itself, or has holes that no translates of it fill: with the strides in
                 ascending order, one is not a multiple of extent * stride of the one before.
         """
-        pairs = self._static("complement")
+        pairs = self._static("complement of")
         bound = self.cosize if cosize is None else cosize
         if not isinstance(bound, Integral) or bound < 1:
             raise LayoutError(f"complement of {self} within {cosize!r}: the cosize is an int of at least 1")
@@ -364,7 +364,7 @@ class Layout:
         """
         period = 1
         candidates = []
-        for extent, stride in merged(self._static("right_inverse")):
+        for extent, stride in merged(self._static("right_inverse of")):
             candidates.append((stride, extent, period))
             period *= extent
         found: Pairs = []
@@ -381,7 +381,7 @@ class Layout:
         Raises:
             LayoutError: A is not injective, or has no complement.
         """
-        if any(extent > 1 and stride == 0 for extent, stride in self._static("left_inverse")):
+        if any(extent > 1 and stride == 0 for extent, stride in self._static("left_inverse of")):
             raise LayoutError(f"{self} has no left inverse: a stride of 0 sends several indices to one place")
         return Layout.of(self, self.complement()).right_inverse()
 

@@ -48,6 +48,21 @@ def values(layout: Layout) -> list[int]:
     return [dot(coordinate, layout.stride) for coordinate in coordinates(layout.shape)]
 
 
+def extents(layout: Layout) -> list[int]:
+    """The extents of the leaves."""
+    return [leaf.size for leaf in layout.flatten()]
+
+
+def assert_refines(shape: Any, coarse: Any) -> None:
+    """`shape` is `coarse` with some extents split into tuples of the same size."""
+    if isinstance(coarse, tuple):
+        assert len(shape) == len(coarse)
+        for part, whole in zip(shape, coarse, strict=True):
+            assert_refines(part, whole)
+    else:
+        assert size(shape) == coarse
+
+
 @st.composite
 def nested(draw: st.DrawFn, flat: list[tuple[int, int]], depth: int = 2) -> Layout:
     """A layout with these (extent, stride) pairs as leaves, in order, nested at random."""

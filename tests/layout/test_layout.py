@@ -259,7 +259,7 @@ def test_numpy_integers_become_ints():
             lambda: Layout((4, 8)).coalesce((1, 1, 1)),
             r"coalesce of \(4,8\):\(1,4\): 3 operands are more than its 2 modes",
         ),
-        (lambda: Layout(4, -1).cosize, "cosize 4:-1: the stride -1 must not be negative"),
+        (lambda: Layout(4, -1).cosize, "cosize of 4:-1: the stride -1 must not be negative"),
     ],
 )
 def test_errors(make, message):
