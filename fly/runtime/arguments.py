@@ -107,9 +107,10 @@ def _torch_view(name: str, value: Any) -> _View:
         raise _wrong_type(name, f"on device {value.device}", "tensors on cuda (NVIDIA or AMD) or cpu")
     try:
         address = value.data_ptr()
-    except RuntimeError as error:
-        what = f"a {type(value).__name__} without memory ({error})"
-        raise _wrong_type(name, what, "tensors that have memory") from error
+    except RuntimeError:  # tensors that only stand for others
+        address = 0
+    if not address and value.numel():
+        raise _wrong_type(name, f"a {type(value).__name__} without memory", "tensors that have memory")
     device = CPU if value.device.type == "cpu" else ("cuda", value.device.index)
     return _View(dtype, value.element_size(), address, tuple(value.shape), value.stride(), device)
 
@@ -162,14 +163,14 @@ def _interface_view(name: str, value: Any) -> _View:
 _ViewOf = Callable[[str, Any], _View]
 
 
-def _view_of(cls: type) -> _ViewOf | None:
-    """How values of this class are viewed as tensors; None when they are not."""
+def _view_of_class(cls: type) -> _ViewOf | None:
+    """How values of this class are viewed as tensors; None when their class does not tell."""
     modules = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if "torch" in modules and issubclass(cls, sys.modules["torch"].Tensor):
         return _torch_view
     if "numpy" in modules and issubclass(cls, sys.modules["numpy"].ndarray):
         return _numpy_view
-    return _interface_view if hasattr(cls, "__cuda_array_interface__") else None
+    return None
 
 
 def _number(value: Any) -> bool | int | float | None:
@@ -195,8 +196,8 @@ def describe(parameter: Parameter, value: Any) -> Argument:
         return Argument(name, None)
     if parameter.kind == "scalar":
         return _describe_scalar(name, parameter.dtype, value, accepted)
-    view_of = _view_of(type(value))
-    if view_of is None:
+    view_of = _view_of_class(type(value)) or _interface_view
+    if view_of is _interface_view and not hasattr(value, "__cuda_array_interface__"):
         raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
     view = view_of(name, value)
     for axis, size in enumerate(view.shape):
@@ -215,7 +216,7 @@ def _describe_scalar(name: str, dtype: str | None, value: Any, accepted: str) ->
         fits = low <= number <= high
     else:
         try:
-            struct.pack("f" if dtype == "f32" else "d", number)
+            struct.pack("<f" if dtype == "f32" else "<d", number)
             fits = True
         except (OverflowError, struct.error):
             fits = False
@@ -256,8 +257,10 @@ def _collect_none(value: None, values: list) -> object:
     return None
 
 
-def _collect_number(value: Any, values: list) -> object:
+def _collect_other(value: Any, values: list) -> object:
     number = _number(value)
+    if number is None:
+        return _collect_interface(value, values)
     values.append(number)
     return number.__class__
 
@@ -290,8 +293,8 @@ def _collect_torch(torch: Any) -> _Collect:
         shape = value.shape
         strides = value.stride()
         address = value.data_ptr()
-        if value.is_neg():
-            raise ArgumentError("a lazily negated view")
+        if value.is_neg() or (not address and 0 not in shape):
+            raise ArgumentError("a negated view, or no memory")
         unit = strides[-1:] == (1,)
         if unit:
             strides = strides[:-1]
@@ -307,18 +310,21 @@ def _collect_torch(torch: Any) -> _Collect:
     return collect_torch
 
 
+_collect_interface = _collect_view(_interface_view)
+
+
 class _Collectors(dict):
     """Class of a value -> how it is collected; filled as classes are met."""
 
     def __missing__(self, cls: type) -> _Collect:
-        view_of = _view_of(cls)
+        view_of = _view_of_class(cls)
         torch = sys.modules.get("torch")
         if view_of is _torch_view and cls in (torch.Tensor, torch.nn.Parameter):
             collect = _collect_torch(torch)
         elif view_of is not None:
             collect = _collect_view(view_of)
         else:
-            collect = _collect_number
+            collect = _collect_other
         self[cls] = collect
         return collect
 

@@ -1,0 +1,84 @@
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from fly.errors import LaunchError
+from fly.lang.signature import Field
+from fly.runtime.packing import ArgumentSlot, check_block, dim3, offsets, packer
+
+KINDS = {"ptr": "P", "i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("ptr", "i32", "i32", "i32", "i64"),
+        ("i32", "ptr", "f32", "f64", "f32"),
+        ("f32", "i64", "i32"),
+        ("i32",),
+        ("ptr", "f32", "ptr"),
+    ],
+)
+def test_arguments_lie_where_the_c_compiler_puts_them(kinds):
+    fields = [Field(f"x{i}", kind) for i, kind in enumerate(kinds)]
+    values = [float(i) if kind[0] == "f" else i + 1 for i, kind in enumerate(kinds)]
+    native = "@" + "".join(KINDS[kind] for kind in kinds)
+    assert packer(fields).pack(*values) == struct.pack(native, *values)
+    ends = [struct.calcsize(native[: i + 2]) for i in range(len(kinds))]
+    assert offsets(fields)[-1] == packer(fields).size == ends[-1]
+    assert offsets(fields)[0] == 0
+    for field, offset, end in zip(fields, offsets(fields), ends):
+        assert end - offset == struct.calcsize(KINDS[field.kind])
+
+
+@pytest.mark.parametrize(
+    ("value", "sizes"),
+    [
+        (7, (7, 1, 1)),
+        ((7,), (7, 1, 1)),
+        ([7, 2], (7, 2, 1)),
+        ((7, 2, 3), (7, 2, 3)),
+        (np.int64(7), (7, 1, 1)),
+        ((7, np.int32(2), 3), (7, 2, 3)),
+    ],
+)
+def test_sizes(value, sizes):
+    result = dim3(value, "grid")
+    assert result == sizes
+    assert all(type(size) is int for size in result)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, (4, 0), (4, 4, -4), (), (1, 2, 3, 4), 1.0, (1, 2.0, 3), True, (1, True), None, "12", (1, "2", 3)],
+)
+def test_bad_sizes_are_named(value):
+    with pytest.raises(LaunchError, match=r"grid is .*; accepted: one to three positive ints"):
+        dim3(value, "grid")
+
+
+def test_a_block_has_at_most_1024_threads():
+    check_block((32, 32, 1))
+    with pytest.raises(LaunchError, match=r"block is \(32, 33, 1\), 1056 threads; accepted: at most 1024"):
+        check_block((32, 33, 1))
+
+
+def test_each_thread_has_its_own_argument_buffer():
+    slot = ArgumentSlot(8, 0)
+    seen = {}
+
+    def work(name):
+        slot.view[:] = name.encode() * 8
+        seen[name] = (slot.extra, slot)
+        barrier.wait()
+        assert bytes(slot.view) == name.encode() * 8
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen["a"][0] != seen["b"][0]
