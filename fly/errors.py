@@ -6,19 +6,20 @@ offending value, and what is accepted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import FrameType
 
 _COMPILER_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# `with fly.when(...)` enters the compiler through the standard library
+_NOT_THE_AUTHOR = (_COMPILER_DIR, contextlib.__file__, "<")
 
 
 def author_frame() -> FrameType | None:
     """The innermost stack frame that is not part of the compiler: the line the author wrote."""
     frame = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_COMPILER_DIR) or frame.f_code.co_filename.startswith("<")
-    ):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_AUTHOR):
         frame = frame.f_back
     return frame
 

@@ -56,7 +56,7 @@ class Trace:
         self.target = target
         self.block = block
         self.module = ir.Module.create(loc=unknown_location())
-        self.open_regions: list[str] = []
+        self.open_regions: list[tuple[str, str]] = []  # what, and the author's file:line
         self.memo: dict[Any, Any] = {}
 
 

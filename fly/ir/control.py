@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from mlir import ir
 
-from fly.errors import CarryError, ControlFlowError, DTypeError, author_location
+from fly.errors import CarryError, ControlFlowError, DTypeError, author_frame, author_location
 from fly.ir import pytree
 from fly.ir.context import caller_location, current, emit
 from fly.ir.dtypes import i1
@@ -18,10 +23,10 @@ _NOTHING = object()
 
 
 @contextmanager
-def _region(block: ir.Block, what: str) -> Iterator[None]:
-    """Emit into `block`; the trace knows that `what` is open until the body ends."""
+def _region(block: ir.Block, what: str, at: str) -> Iterator[None]:
+    """Emit into `block`; the trace knows that `what`, opened at file:line `at`, is open until the body ends."""
     trace = current()
-    trace.open_regions.append(what)
+    trace.open_regions.append((what, at))
     with ir.InsertionPoint(block):
         yield
     trace.open_regions.pop()
@@ -55,6 +60,7 @@ class range:
         self._carry = carry
         self._next: Any = _NOTHING
         self._results: Any = _NOTHING
+        self._depth = 0
         self._at = author_location()
 
     def __iter__(self) -> Iterator[Any]:
@@ -70,7 +76,8 @@ class range:
         types = [start.ir.type, *(leaf.ir.type for leaf in initial)]
         block = op.regions[0].blocks.append(*types, arg_locs=[caller_location()] * len(types))
         index = Value(block.arguments[0], start.dtype)
-        with _region(block, f"the fly.range loop at {self._at} (was it left by break or return?)"):
+        with _region(block, "the fly.range loop", self._at):
+            self._depth = len(current().open_regions)
             if self._carry is _NOTHING:
                 yield index
                 final = []
@@ -92,6 +99,12 @@ class range:
             raise ControlFlowError("loop.next(...) in a fly.range loop without a carry; pass carry=... to range")
         if self._next is not _NOTHING:
             raise ControlFlowError("loop.next(...) was called twice in one loop body")
+        inside = current().open_regions[self._depth :]
+        if inside:
+            raise ControlFlowError(
+                f"loop.next(...) inside {inside[0][0]}; call it at the loop body's own level, with the results of "
+                "an inner loop, fly.cond or fly.select"
+            )
         unpacked = isinstance(self._carry, tuple) and not (len(carry) == 1 and isinstance(carry[0], tuple))
         if not unpacked and len(carry) != 1:
             raise CarryError(f"loop.next takes 1 value for this carry, not {len(carry)}")
@@ -116,13 +129,57 @@ def _condition(value: Any, where: str) -> Value:
     return value
 
 
+def _stays_inside() -> None:
+    """A jump out of a `with fly.when` body would end the trace there for all threads, without a trace of it."""
+    frame = author_frame()
+    for first, last, jump, line in () if frame is None else _jumps(frame.f_code):
+        if first <= frame.f_lineno <= last:
+            raise ControlFlowError(
+                f"{jump} at line {line} leaves the body of fly.when at compile time, in every thread; put what "
+                "follows under the opposite condition"
+            )
+
+
+@functools.cache
+def _jumps(code: CodeType) -> list[tuple[int, int, str, int]]:
+    """(first line, last line) of the heads of `with` statements whose body is left by a jump, which, and where."""
+    try:
+        lines, start = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):  # no source, or a piece of one: there is nothing to look at
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            jump = next((j for statement in node.body for j in _leaving(statement, in_loop=False)), None)
+            if jump is not None:
+                first, last, line = (n + max(start, 1) - 1 for n in (node.lineno, node.body[0].lineno, jump.lineno))
+                found.append((first, max(first, last - 1), type(jump).__name__.lower(), line))
+    return found
+
+
+def _leaving(node: ast.AST, in_loop: bool) -> Iterator[ast.stmt]:
+    """The statements under `node` that jump out of it."""
+    if isinstance(node, ast.Return) or (isinstance(node, ast.Break | ast.Continue) and not in_loop):
+        yield node
+    if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+        for child in ast.iter_child_nodes(node):
+            yield from _leaving(child, in_loop or isinstance(node, ast.For | ast.While))
+
+
 @contextmanager
 def when(condition: Any) -> Iterator[None]:
-    """Run the body's stores and effects only in threads where `condition` (i1) holds."""
+    """Run the body's stores and effects only in threads where `condition` (i1) holds.
+
+    Raises:
+        DTypeError: the condition is no scalar i1 value.
+        ControlFlowError: the body has a `return`, `break` or `continue` that leaves it.
+    """
     condition = _condition(condition, "fly.when")
+    _stays_inside()
     op = emit("scf.if", [condition.ir], [], regions=2)
     block = op.regions[0].blocks.append()
-    with _region(block, f"the fly.when at {author_location()}"):
+    with _region(block, "fly.when", author_location()):
         yield
         emit("scf.yield", [], [])
 
@@ -142,7 +199,7 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
     for branch, name in ((then, "then"), (otherwise, "else")):
         holder = ir.Operation.create("scf.execute_region", regions=1, loc=caller_location())
         block = holder.regions[0].blocks.append()
-        with _region(block, f"the {name} branch of fly.cond at {at}"):
+        with _region(block, f"the {name} branch of fly.cond", at):
             result = branch()
             if results:
                 result = pytree.match(results[0], result, "the else branch's result", at=at)

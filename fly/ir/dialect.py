@@ -40,9 +40,10 @@ irdl.dialect @fly {
   }
   irdl.operation @alloc_shared {
     %ptr = irdl.base "!llvm.ptr"
-    %int = irdl.base "#builtin.integer"
+    %bytes = irdl.base "#builtin.integer"
+    %align = irdl.base "#builtin.integer"
     %name = irdl.base "#builtin.string"
-    irdl.attributes { "name" = %name, "bytes" = %int, "align" = %int }
+    irdl.attributes { "name" = %name, "bytes" = %bytes, "align" = %align }
     irdl.results(result: %ptr)
   }
   irdl.operation @barrier { }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fly.errors import DTypeError
+from fly.errors import DTypeError, ShapeError
 from fly.ir.context import emit
-from fly.ir.dtypes import f32
-from fly.ir.value import Value, as_value, binary, select, unify
+from fly.ir.dtypes import f32, i1
+from fly.ir.value import Value, as_value, binary, concat, select, unify
 
 
 def _unary(name: str, function: str, value: Any, f32_only: bool = False) -> Value:
@@ -51,6 +51,8 @@ def _extremum(floats: str, integers: str, a: Any, b: Any) -> Value:
     if isinstance(a, int | float) and isinstance(b, int | float):
         a = as_value(a)
     a, b = unify(a, b)
+    if a.dtype is i1:
+        raise DTypeError(f"a maximum or minimum takes numbers, not {a!r}; use | or &")
     return binary(floats if a.dtype.is_float else integers, a, b)
 
 
@@ -79,13 +81,13 @@ def ceil_div(a: Any, b: int) -> Any:
 
 def _reduce(combine: Any, value: Value) -> Value:
     """Pairwise over halves, so that vector instructions do most of the work."""
+    if not isinstance(value, Value) or value.length is None:
+        raise ShapeError(f"a reduction takes a vector, not {value!r}")
     while value.length > 1:
         half = value.length // 2
         rest = value[2 * half :] if value.length % 2 else None
         value = combine(value[:half], value[half : 2 * half])
         if rest is not None:
-            from fly.ir.value import concat
-
             value = concat([value, rest])
     return value[0]
 

@@ -9,7 +9,7 @@ from mlir import ir
 
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir.context import context, current, emit
-from fly.ir.dtypes import DType, i32, i64
+from fly.ir.dtypes import DType, i1, i8, i32, i64
 from fly.ir.value import Traced, Value
 
 SPACES = {"global": 1, "shared": 3}
@@ -61,6 +61,8 @@ class Pointer(Traced):
             byte_offset = (i32 if -(2**31) <= byte_offset < 2**31 else i64)(byte_offset)
         if not isinstance(byte_offset, Value) or not byte_offset.dtype.is_int or byte_offset.length is not None:
             raise DTypeError(f"pointer offset {byte_offset!r} is no scalar integer")
+        if byte_offset.dtype.bits < 32:
+            byte_offset = byte_offset.to(i32)  # the address computation would take an i1 for 0 or -1
         op = emit("llvm.getelementptr", [self.ir, byte_offset.ir], [self.ir.type], _gep_attributes())
         return Pointer(op.results[0], self.space)
 
@@ -96,6 +98,8 @@ def load(pointer: Pointer, dtype: DType, length: int | None = None, *, align: in
     """Load a scalar, or a vector of `length` elements; `align` in bytes, by default one element's size."""
     align = align or dtype.bytes
     _check(pointer, align)
+    if dtype is i1:  # one byte each in memory, whereas a vector of i1 is packed
+        return load(pointer, i8, length, align=align).to(i1)
     result = _result_type(dtype, length)
     return Value(emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length)
 
@@ -106,6 +110,8 @@ def store(value: Value, pointer: Pointer, *, align: int | None = None) -> None:
         raise DTypeError(f"can only store traced values, not {value!r}; make one with fly.f32(...)")
     align = align or value.dtype.bytes
     _check(pointer, align)
+    if value.dtype is i1:
+        value = value.to(i8)
     emit("llvm.store", [value.ir, pointer.ir], [], _access_attributes(align))
 
 
@@ -136,6 +142,8 @@ def load_bounded(
     align = align or dtype.bytes
     _check(base, align)
     operands = _bounded(base, offset, bound)
+    if dtype is i1:
+        return load_bounded(base, offset, bound, i8, length, align=align).to(i1)
     attributes = {"align": i64_attribute(align)}
     return Value(
         emit("fly.load_bounded", operands, [_result_type(dtype, length)], attributes).results[0],
@@ -146,8 +154,12 @@ def load_bounded(
 
 def store_bounded(value: Value, base: Pointer, offset: Any, bound: Any, *, align: int | None = None) -> None:
     """Store at `base + offset` where `offset < bound` (unsigned bytes); see `load_bounded`."""
+    if not isinstance(value, Value):
+        raise DTypeError(f"can only store traced values, not {value!r}; make one with fly.f32(...)")
     align = align or value.dtype.bytes
     _check(base, align)
+    if value.dtype is i1:
+        value = value.to(i8)
     emit("fly.store_bounded", [value.ir, *_bounded(base, offset, bound)], [], {"align": i64_attribute(align)})
 
 

@@ -84,7 +84,7 @@ class Value(Traced):
 
         Floats narrow with round-to-nearest-even; `rounding="nearest_any"` leaves the direction of exact ties to
         the target, which is cheaper where there is no instruction for the conversion (gfx942 and bf16).
-        Float to integer truncates towards zero.
+        Float to integer truncates towards zero; anything but 0 is true as an i1.
 
         Raises:
             DTypeError: there is no such conversion.
@@ -120,6 +120,8 @@ class Value(Traced):
             return shuffle(self, self, list(picked))
         if isinstance(index, Traced):
             raise index._static("indexing a vector with the value", "vectors are indexed at compile time")
+        if not isinstance(index, int):
+            raise ShapeError(f"{self!r} is indexed with {index!r}; expected an integer or a slice")
         if not -self.length <= index < self.length:
             raise ShapeError(f"index {index} is out of range for {self!r}")
         position = ir.DenseI64ArrayAttr.get([index % self.length], context())
@@ -161,6 +163,12 @@ class Value(Traced):
     def __mod__(self, other: Any) -> Value:
         return _floor_modulo(self, other)
 
+    def __rfloordiv__(self, other: Any) -> Value:
+        return _floor_divide(*unify(other, self))
+
+    def __rmod__(self, other: Any) -> Value:
+        return _floor_modulo(*unify(other, self))
+
     def __neg__(self) -> Value:
         if self.dtype.is_float:
             return Value(emit("arith.negf", [self.ir], [self.type]).results[0], self.dtype, self.length)
@@ -181,10 +189,16 @@ class Value(Traced):
         return self ^ (True if self.dtype is i1 else -1)
 
     def __lshift__(self, other: Any) -> Value:
-        return _bitwise("arith.shli", self, other)
+        return _shift("arith.shli", self, other)
 
     def __rshift__(self, other: Any) -> Value:
-        return _bitwise("arith.shrsi", self, other)
+        return _shift("arith.shrsi", self, other)
+
+    def __rlshift__(self, other: Any) -> Value:
+        return _shift("arith.shli", *unify(other, self))
+
+    def __rrshift__(self, other: Any) -> Value:
+        return _shift("arith.shrsi", *unify(other, self))
 
     # comparisons
 
@@ -266,10 +280,17 @@ def as_value(value: Any, what: str = "operand") -> Value:
     raise DTypeError(f"{what} is {value!r}; expected a traced value or a number")
 
 
-def broadcast(value: Value, length: int) -> Value:
-    """A vector of `length` copies of a scalar."""
+def broadcast(value: Any, length: int) -> Value:
+    """A vector of `length` copies of a scalar (a traced value or a number).
+
+    Raises:
+        ShapeError: it is a vector already, or the length is not positive.
+    """
+    value = as_value(value, "what is broadcast")
     if value.length is not None:
         raise ShapeError(f"cannot broadcast {value!r}: it is a vector already")
+    if not isinstance(length, int) or length <= 0:
+        raise ShapeError(f"cannot broadcast to {length!r} elements; expected a static positive number")
     op = emit("vector.broadcast", [value.ir], [value.dtype.vector(length)])
     return Value(op.results[0], value.dtype, length)
 
@@ -282,9 +303,18 @@ def shuffle(a: Value, b: Value, indices: Sequence[int]) -> Value:
 
 
 def from_elements(elements: Sequence[Value]) -> Value:
-    """A vector of scalars of one dtype."""
+    """A vector of scalars of one dtype.
+
+    Raises:
+        DTypeError: an element is no traced scalar, or the dtypes differ.
+        ShapeError: there are none.
+    """
+    if not elements:
+        raise ShapeError("a vector needs at least one element")
     first = elements[0]
     for element in elements:
+        if not isinstance(element, Value):
+            raise DTypeError(f"vector element {element!r} is no traced value; make one with fly.f32(...)")
         if element.dtype is not first.dtype or element.length is not None:
             raise DTypeError(f"vector elements must be scalars of one dtype; got {first!r} and {element!r}")
     op = emit("vector.from_elements", [e.ir for e in elements], [first.dtype.vector(len(elements))])
@@ -295,11 +325,15 @@ def concat(parts: Sequence[Value]) -> Value:
     """Vectors of one dtype, end to end.
 
     Raises:
-        DTypeError: the dtypes differ.
-        ShapeError: a part is a scalar.
+        DTypeError: a part is no traced value, or the dtypes differ.
+        ShapeError: a part is a scalar, or there are none.
     """
     parts = list(parts)
+    if not parts:
+        raise ShapeError("nothing to join")
     for part in parts:
+        if not isinstance(part, Value):
+            raise DTypeError(f"cannot join {part!r}: it is no traced value")
         if part.dtype is not parts[0].dtype:
             raise DTypeError(f"cannot join {parts[0]!r} and {part!r}: dtypes differ")
         if part.length is None:
@@ -390,8 +424,22 @@ def _divide(a: Any, b: Any) -> Value:
 
 
 def _require_ints(a: Value, operator: str) -> None:
-    if not a.dtype.is_int:
+    if not a.dtype.is_int or a.dtype is i1:
         raise DTypeError(f"{operator} takes integers, not {a!r}")
+
+
+def _require_signed(number: Any, partner: Any, operator: str) -> None:
+    """Literals may be bit patterns (0xFFFFFFFF), but not where the operation would see a negative number."""
+    if type(number) is int and isinstance(partner, Value) and partner.dtype.is_int and partner.dtype is not i1:
+        limit = 1 << (partner.dtype.bits - 1)
+        if not -limit <= number < limit:
+            raise DTypeError(f"{number} does not fit {partner!r} in {operator}; widen the value with .to(...)")
+
+
+def _shift(name: str, a: Any, count: Any) -> Value:
+    if isinstance(count, int) and isinstance(a, Value) and not 0 <= count < a.dtype.bits:
+        raise DTypeError(f"cannot shift {a!r} by {count}; expected 0 to {a.dtype.bits - 1}")
+    return _bitwise(name, a, count)
 
 
 def _power_of_two(number: Any) -> bool:
@@ -400,6 +448,7 @@ def _power_of_two(number: Any) -> bool:
 
 def _floor_divide(a: Value, b: Any) -> Value:
     _require_ints(a, "//")
+    _require_signed(b, a, "//")
     if _power_of_two(b):
         return a >> (b.bit_length() - 1)
     if isinstance(b, int) and b == 0:
@@ -413,6 +462,7 @@ def _floor_divide(a: Value, b: Any) -> Value:
 
 def _floor_modulo(a: Value, b: Any) -> Value:
     _require_ints(a, "%")
+    _require_signed(b, a, "%")
     if _power_of_two(b):
         return a & (b - 1)
     return a - _floor_divide(a, b) * b
@@ -441,9 +491,14 @@ def _i64_attribute(value: int) -> ir.Attribute:
 
 
 def compare(predicate: str, a: Any, b: Any) -> Value:
-    """Elementwise comparison to i1; `ult` and friends compare integers as unsigned."""
+    """Elementwise comparison to i1; `ult` and friends compare integers as unsigned, as all do i1."""
+    if predicate in ("lt", "le", "gt", "ge"):
+        _require_signed(a, b, "a signed comparison")
+        _require_signed(b, a, "a signed comparison")
     a, b = unify(a, b)
     _no_storage_types(a)
+    if a.dtype is i1 and predicate in ("lt", "le", "gt", "ge"):
+        predicate = "u" + predicate  # as a signed number, true would be -1
     table, name = (_FLOAT_PREDICATES, "arith.cmpf") if a.dtype.is_float else (_INT_PREDICATES, "arith.cmpi")
     if predicate not in table:
         raise DTypeError(f"no comparison {predicate!r} on {a!r}")
@@ -478,6 +533,9 @@ def _cast(value: Value, target: DType, rounding: str) -> Value:
     if source.kind == "float8" or target.kind == "float8":
         raise DTypeError(f"no conversion from {source} to {target} yet: 8-bit floats are storage types")
     result = target.mlir if value.length is None else target.vector(value.length)
+
+    if target is i1:
+        return compare("ne", value, 0)
 
     def done(name: str, operand: Value = value) -> Value:
         return Value(emit(name, [operand.ir], [result]).results[0], target, value.length)

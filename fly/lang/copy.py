@@ -17,7 +17,8 @@ from fly.ir.dialect import token_type
 from fly.ir.dtypes import i32
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value, shuffle
-from fly.lang.ids import thread_id
+from fly.lang.ids import linear_thread
+from fly.lang.lanes import linear_layout
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
 from fly.lang.tensor import RowView, Window
@@ -47,8 +48,9 @@ class _Copy:
         if self.rows_per_pass * lanes_per_row < threads:
             raise ShapeError(f"a tile of {rows} x {source.columns} is too small for {threads} threads")
         self.passes = rows // self.rows_per_pass
-        self.row = thread_id.x // lanes_per_row
-        self.column = (thread_id.x % lanes_per_row) * vector
+        thread = linear_thread()
+        self.row = thread // lanes_per_row
+        self.column = (thread % lanes_per_row) * vector
 
     def _window(self, tile: Any) -> Window:
         return self.source.window(tile * self.rows, self.rows)
@@ -61,6 +63,11 @@ class RowCopy(_Copy):
     """
 
     def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, asynchronous: bool):
+        if layout.columns != source.columns or vector > layout.granule:
+            raise ShapeError(
+                f"a tile of {layout.columns} columns in runs of {layout.granule} does not take rows of "
+                f"{source.columns} in vectors of {vector}"
+            )
         super().__init__(source, layout.rows, vector)
         self.layout = layout
         self.asynchronous = asynchronous
@@ -124,6 +131,7 @@ class TransposedCopy(_Copy):
     def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows != source.columns:
             raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
+        linear_layout(slot_of_piece)  # what _slot relies on
         self.tile_rows = layout.columns
         super().__init__(source, layout.columns // self.PIECE, vector)
         self.layout = layout

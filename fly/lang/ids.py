@@ -52,12 +52,12 @@ def wave_size() -> int:
 
 def lane_id() -> Value:
     """The thread's index in its wave. Needs a one-dimensional block."""
-    return _linear_thread() % wave_size()
+    return linear_thread() % wave_size()
 
 
 def wave_id() -> Value:
     """The wave's index in its block, the same value in every lane. Needs a one-dimensional block."""
-    return first_lane(_linear_thread() // wave_size())
+    return first_lane(linear_thread() // wave_size())
 
 
 def first_lane(value: Value) -> Value:
@@ -67,7 +67,8 @@ def first_lane(value: Value) -> Value:
     return shuffle(value, 0)
 
 
-def _linear_thread() -> Value:
+def linear_thread() -> Value:
+    """The thread's index in its block. Needs a one-dimensional block."""
     _, y, z = current().block
     if y != 1 or z != 1:
         raise TraceError(f"lane and wave ids need a one-dimensional block, not {current().block}")

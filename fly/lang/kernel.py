@@ -11,7 +11,7 @@ from typing import Any
 
 from mlir import ir
 
-from fly.errors import ArgumentError, ControlFlowError, KernelDefinitionError, ShapeError
+from fly.errors import ArgumentError, CompileError, ControlFlowError, KernelDefinitionError, ShapeError
 from fly.ir import memory
 from fly.ir.context import Trace, current, emit, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
@@ -116,13 +116,31 @@ class Kernel:
             with ir.InsertionPoint(body):
                 result = self.function(*arguments, **statics)
                 if trace.open_regions:
-                    raise ControlFlowError(f"{trace.open_regions[-1]} was not closed", at="")
+                    what, at = trace.open_regions[-1]
+                    raise ControlFlowError(f"{what} was left by break or return; it runs to its end", at=at)
                 if result is not None:
                     raise KernelDefinitionError(
-                        f"kernel {self.name} returned {result!r}; kernels return nothing, they store"
+                        f"kernel {self.name} returned {result!r}; kernels return nothing, they store",
+                        at=f"{code.co_filename}:{code.co_firstlineno}",
                     )
                 emit("func.return", [], [])
+            _verify(trace.module)
             return trace.module
+
+
+def _verify(module: ir.Module) -> None:
+    """What only the whole function shows: values used outside of the loop or branch that they belong to."""
+    try:
+        module.operation.verify()
+    except ir.MLIRError as error:
+        first = error.error_diagnostics[0]
+        if "does not dominate" not in first.message:
+            raise CompileError(f"the traced kernel is not valid: {error}") from None
+        raise ControlFlowError(
+            "a value made inside a fly.range, fly.when or fly.cond body is used outside of it; use loop.results, "
+            "or what fly.cond returns",
+            at=f"{first.location.filename}:{first.location.start_line}",
+        ) from None
 
 
 def _launch(kernel: Kernel, grid: Any, block: Any, *args: Any, stream: Any = None, **statics: Any) -> None:
@@ -198,7 +216,7 @@ def _signature(function: Callable) -> Signature:
     at = f"{code.co_filename}:{code.co_firstlineno}"
     try:
         hints = typing.get_type_hints(function)
-    except NameError as error:
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise KernelDefinitionError(f"kernel {function.__name__}: {error} in an annotation", at=at) from None
     parameters: list[Parameter] = []
     statics: dict[str, Any] = {}

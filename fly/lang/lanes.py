@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fly.errors import LayoutError
 from fly.ir.dtypes import i32
@@ -34,18 +33,9 @@ def linear_layout(table: Sequence[int]) -> Layout:
 
 
 def evaluate(layout: Layout, lane: Value) -> Value:
-    """`layout(lane)` for a run-time lane, skipping modes of stride zero."""
-    result: Any = None
-    period = 1
-    for shape, stride in zip(layout.shape, layout.stride, strict=True):
-        if stride:
-            index = lane if period == 1 else lane >> (period.bit_length() - 1)
-            if period * shape < layout.size:
-                index = index & (shape - 1)
-            term = index * stride if stride != 1 else index
-            result = term if result is None else result + term
-        period *= shape
-    return i32(0) if result is None else result
+    """`layout(lane)` for a run-time lane; shifts and masks where the extents are powers of two."""
+    index = layout(lane)
+    return index if isinstance(index, Value) else i32(index)
 
 
 def lane_map(table: Sequence[int], lane: Value) -> Value:

@@ -111,6 +111,9 @@ class OperandLoader:
         self._lane_bases: list[Value] = []
         self._displaced: dict[tuple[int, int], Value] = {}
         lane = lane_id()
+        self._lane_row_bits = [
+            functools.reduce(operator.or_, (step.row(i) for i in range(step.row.size))) for step in plan.steps
+        ]
         self._lane_column_bits = [
             functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size))) for step in plan.steps
         ]
@@ -129,8 +132,7 @@ class OperandLoader:
         if column & self._lane_column_bits[index]:
             raise LayoutError(f"static column {column} overlaps the columns that the lanes' addresses span")
         period = self.layout.row_period
-        reach = step.row.cosize
-        if row % period and row % period + reach <= period and row % period % reach == 0:
+        if row % period and not row % period & self._lane_row_bits[index]:
             # the static bits of the row lie inside the swizzle's period: they flip bits of the column field
             inside = row % period
             phase = (inside & (self.layout.field - 1)) ^ ((inside >> 3) if self.layout.fold else 0)
@@ -189,7 +191,7 @@ def mma(atom: MmaAtom, a: Value, b: Value, c: Value) -> Value:
         AtomError: an operand's dtype or number of values is not the atom's.
     """
     for operand, value, element in (("a", a, atom.dtype), ("b", b, atom.dtype), ("c", c, atom.accumulator)):
-        if value.dtype is not dtype(element) or value.length != atom.values(operand):
+        if not isinstance(value, Value) or value.dtype is not dtype(element) or value.length != atom.values(operand):
             raise AtomError(
                 f"operand {operand} of {atom.name} is {value!r}; expected <{atom.values(operand)} x {element}>"
             )

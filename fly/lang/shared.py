@@ -36,7 +36,7 @@ class SharedMemory:
 
     def store(self, value: Value, index: Any, *, align: int | None = None) -> None:
         """Store a scalar or vector of the buffer's dtype at `index`."""
-        if value.dtype is not self.dtype:
+        if not isinstance(value, Value) or value.dtype is not self.dtype:
             raise ShapeError(f"cannot store {value!r} into a shared buffer of {self.dtype}; convert with .to(...)")
         memory.store(value, self.at(index), align=align)
 

@@ -75,8 +75,20 @@ def _exchange(value: Value, lane: Value, mode: str) -> Value:
 
 
 def shuffle(value: Value, lane: Any) -> Value:
-    """The value that lane number `lane` (static or traced i32, below the wave size) of the wave holds."""
-    return _exchange(value, i32(lane) if isinstance(lane, int) else lane, "idx")
+    """The value that lane number `lane` (static or traced i32, below the wave size) of the wave holds.
+
+    Raises:
+        DTypeError: the value has not 32 bits, or the lane is no scalar i32.
+        ShapeError: a static lane that the wave does not have.
+    """
+    size = current().target.wave_size
+    if isinstance(lane, int):
+        if not 0 <= lane < size:
+            raise ShapeError(f"shuffle lane {lane} is out of range; expected 0 to {size - 1}")
+        lane = i32(lane)
+    if not isinstance(lane, Value) or lane.dtype is not i32 or lane.length is not None:
+        raise DTypeError(f"shuffle lane {lane!r} is no scalar i32")
+    return _exchange(value, lane, "idx")
 
 
 def shuffle_xor(value: Value, mask: int) -> Value:

@@ -132,7 +132,7 @@ class Tile:
         Raises:
             ShapeError: the layout does not cover the tile, or its values are not contiguous.
         """
-        if layout.rank != 2 or layout.size != self.size:
+        if layout.rank != 2 or layout.size != self.size or not layout.is_bijective:
             raise ShapeError(f"layout {layout} does not cover a tile of {self.size} elements")
         values = Layout(layout.shape[1]).size
         if [layout((0, v)) for v in range(values)] != list(range(values)):
@@ -175,7 +175,7 @@ class Share:
 
     def store(self, value: Value) -> None:
         """Store a vector of the tile's dtype; elements past the end of the tensor are dropped."""
-        if value.dtype is not self.tile.dtype or value.length != self.length:
+        if not isinstance(value, Value) or value.dtype is not self.tile.dtype or value.length != self.length:
             raise ShapeError(f"cannot store {value!r} into a share of {self.length} x {self.tile.dtype}")
         whole = self.first + self.length <= self.tile.remaining
         with when(whole):
