@@ -178,6 +178,40 @@ def test_wait_in_one_branch_does_not_count_after_it():
     )
 
 
+def test_carried_token_is_as_new_as_on_any_iteration():
+    """Three copies are newer on the first iteration, none on later ones; after zero iterations, three again."""
+    body = """
+    %a = copy
+    %b = copy
+    %d = copy
+    %e = copy
+    %r = scf.for %j = %c0 to %n step %c1 iter_args(%p = %a) -> (!fly.token) {
+      wait %p
+      %new = copy
+      scf.yield %new : !fly.token
+    }
+    wait %r
+    """
+    filecheck(waits(body), "CHECK: scf.for\nCHECK: newer = 0\nCHECK: scf.yield\nCHECK: newer = 0")
+
+
+def test_swapped_tokens_take_the_newer_age():
+    """Through nested loops that exchange what they carry."""
+    body = """
+    %a = copy
+    %b = copy
+    %r:2 = scf.for %j = %c0 to %n step %c1 iter_args(%p = %a, %q = %b) -> (!fly.token, !fly.token) {
+      %s:2 = scf.for %k = %c0 to %n step %c1 iter_args(%x = %p, %y = %q) -> (!fly.token, !fly.token) {
+        mark 1
+        wait %x
+        scf.yield %y, %x : !fly.token, !fly.token
+      }
+      scf.yield %s#1, %s#0 : !fly.token, !fly.token
+    }
+    """
+    filecheck(waits(body), 'CHECK: value = 1\nCHECK-NEXT: "fly.wait_count"() {newer = 0 : i64}')
+
+
 def test_loop_that_may_not_run_ages_nothing():
     body = "%a = copy\nscf.for %j = %c0 to %n step %c1 {\n%x = copy\n}\nwait %a"
     filecheck(waits(body), 'CHECK: scf.for\nCHECK: }\nCHECK: "fly.wait_count"() {newer = 0 : i64}')
