@@ -133,12 +133,13 @@ class _Analysis:
 
 
 def _insert_commits(body: ir.Block) -> None:
-    """Close a group after each join of copies and each copy that no join takes up."""
+    """Close a group after each join of copies, and after each copy that is used otherwise than by joins."""
     for op in operations(body):
         if op.name == "fly.join":
             direct = any(_owner_name(token) == "fly.copy_async" for token in op.operands)
         elif op.name == "fly.copy_async":
-            direct = not any(use.owner.operation.name == "fly.join" for use in op.results[0].uses)
+            users = [use.owner.operation.name for use in op.results[0].uses]
+            direct = not users or any(name != "fly.join" for name in users)
         else:
             continue
         if direct:
