@@ -20,7 +20,7 @@ from fly.ir.value import Value, shuffle
 from fly.lang.ids import thread_id
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
-from fly.lang.tensor import RowView, Window
+from fly.lang.tensor import Panel, RowView, Window
 
 
 def _threads() -> int:
@@ -29,9 +29,12 @@ def _threads() -> int:
 
 
 class _Copy:
-    """What the kinds of copy share: which part of a tile each thread moves."""
+    """What the kinds of copy share: which part of a tile each thread moves.
 
-    def __init__(self, source: RowView, rows: int, vector: int):
+    Tiles of a `RowView` follow one another along its rows, those of a `Panel` along its columns.
+    """
+
+    def __init__(self, source: RowView | Panel, rows: int, vector: int):
         self.source = source
         self.rows = rows
         self.vector = vector
@@ -51,7 +54,7 @@ class _Copy:
         self.column = (thread_id.x % lanes_per_row) * vector
 
     def _window(self, tile: Any) -> Window:
-        return self.source.window(tile * self.rows, self.rows)
+        return self.source.tile(tile, self.rows)
 
 
 class RowCopy(_Copy):
@@ -60,14 +63,14 @@ class RowCopy(_Copy):
     `asynchronous` copies go past the registers (the target must have copies of that width).
     """
 
-    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, asynchronous: bool):
+    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, asynchronous: bool):
         super().__init__(source, layout.rows, vector)
         self.layout = layout
         self.asynchronous = asynchronous
         if asynchronous and vector * 2 not in current().target.async_copy_bytes:
             raise ShapeError(f"{current().target.arch} has no asynchronous copy of {vector * 2} bytes")
         bytes_ = source.dtype.bytes
-        pitch = source.window(0, layout.rows).pitch
+        pitch = source.pitch
         self._global = [
             (self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)
         ]
@@ -121,14 +124,14 @@ class TransposedCopy(_Copy):
 
     PIECE = 4
 
-    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
+    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows != source.columns:
             raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
         self.tile_rows = layout.columns
         super().__init__(source, layout.columns // self.PIECE, vector)
         self.layout = layout
         bytes_ = source.dtype.bytes
-        pitch = source.window(0, layout.columns).pitch
+        pitch = source.pitch
         self._global = [
             [
                 ((self.row + p * self.rows_per_pass) * self.PIECE + r) * pitch + self.column * bytes_
@@ -155,7 +158,7 @@ class TransposedCopy(_Copy):
         return slot * self.PIECE
 
     def _window(self, tile: Any) -> Window:
-        return self.source.window(tile * self.tile_rows, self.tile_rows)
+        return self.source.tile(tile, self.tile_rows)
 
     def issue(self, tile: Any, destination: SharedTile) -> Any:
         """Start loading tile number `tile` into registers."""

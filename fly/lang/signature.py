@@ -61,9 +61,7 @@ class TensorSpec:
         _one_of("tensor dtype", self.dtype, TENSOR_DTYPES, ArgumentTypeError)
         _one_of("tensor alignment", self.alignment, (1, 2, 4, 8, MAX_ALIGNMENT), ArgumentError)
         if self.rank < self.unit_stride:
-            raise ArgumentError(
-                f"tensor rank is {self.rank}; accepted: 0 or more, 1 or more with a unit stride"
-            )
+            raise ArgumentError(f"tensor rank is {self.rank}; accepted: 0 or more, 1 or more with a unit stride")
 
     def fields(self, name: str) -> tuple[Field, ...]:
         """The flat arguments of a tensor called `name`: address, i32 sizes, i64 strides in elements.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
