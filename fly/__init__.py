@@ -20,7 +20,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.memory": "Pointer load_bounded store_bounded",
         "fly.ir.control": "range when cond",
         "fly.lang.kernel": "kernel Kernel occupancy compiler_options flush_denormals",
-        "fly.lang.tensor": "Tensor Tile RowView Window",
+        "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile",
         "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
         "fly.lang.lanes": "evaluate lane_map linear_layout",

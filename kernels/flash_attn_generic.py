@@ -251,23 +251,10 @@ def _product(
 
 
 def _store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count: int) -> None:
-    """Round to the output's dtype and store runs of contiguous columns; rows past the end are dropped."""
-    layout = output.layout
+    """Round to the output's dtype and store; rows past the end are dropped."""
     window = view.window(first_row, count)
-    lane = fly.lane_id()
-    row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
-    rows, columns = layout.value_rows, layout.value_columns
-    runs = [v for v in range(layout.values) if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)]
-    length = layout.values // len(runs)
-    for r, row in enumerate(output.tiles):
-        for c, tile in enumerate(row):
-            narrow = tile.to(view.dtype)
-            for run in runs:
-                window.store(
-                    narrow[run : run + length],
-                    row0 + (r * layout.rows + rows[run]),
-                    column0 + (c * layout.columns + columns[run]),
-                )
+    for row, column, values in output.map(lambda tile, r, c: tile.to(view.dtype)).runs():
+        window.store(values, row, column)
 
 
 def _store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:

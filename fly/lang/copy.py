@@ -21,7 +21,7 @@ from fly.lang.ids import linear_thread
 from fly.lang.lanes import linear_layout
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
-from fly.lang.tensor import RowView, Window
+from fly.lang.tensor import Panel, RowView, Window
 
 
 def _threads() -> int:
@@ -30,9 +30,12 @@ def _threads() -> int:
 
 
 class _Copy:
-    """What the kinds of copy share: which part of a tile each thread moves."""
+    """What the kinds of copy share: which part of a tile each thread moves.
 
-    def __init__(self, source: RowView, rows: int, vector: int):
+    Tiles of a `RowView` follow one another along its rows, those of a `Panel` along its columns.
+    """
+
+    def __init__(self, source: RowView | Panel, rows: int, vector: int):
         self.source = source
         self.rows = rows
         self.vector = vector
@@ -53,7 +56,7 @@ class _Copy:
         self.column = (thread % lanes_per_row) * vector
 
     def _window(self, tile: Any) -> Window:
-        return self.source.window(tile * self.rows, self.rows)
+        return self.source.tile(tile, self.rows)
 
 
 class RowCopy(_Copy):
@@ -62,7 +65,7 @@ class RowCopy(_Copy):
     `asynchronous` copies go past the registers (the target must have copies of that width).
     """
 
-    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, asynchronous: bool):
+    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, asynchronous: bool):
         if layout.columns != source.columns or vector > layout.granule:
             raise ShapeError(
                 f"a tile of {layout.columns} columns in runs of {layout.granule} does not take rows of "
@@ -74,7 +77,7 @@ class RowCopy(_Copy):
         if asynchronous and vector * 2 not in current().target.async_copy_bytes:
             raise ShapeError(f"{current().target.arch} has no asynchronous copy of {vector * 2} bytes")
         bytes_ = source.dtype.bytes
-        pitch = source.window(0, layout.rows).pitch
+        pitch = source.pitch
         self._global = [
             (self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)
         ]
@@ -128,7 +131,7 @@ class TransposedCopy(_Copy):
 
     PIECE = 4
 
-    def __init__(self, source: RowView, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
+    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows != source.columns:
             raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
         linear_layout(slot_of_piece)  # what _slot relies on
@@ -136,7 +139,7 @@ class TransposedCopy(_Copy):
         super().__init__(source, layout.columns // self.PIECE, vector)
         self.layout = layout
         bytes_ = source.dtype.bytes
-        pitch = source.window(0, layout.columns).pitch
+        pitch = source.pitch
         self._global = [
             [
                 ((self.row + p * self.rows_per_pass) * self.PIECE + r) * pitch + self.column * bytes_
@@ -163,7 +166,7 @@ class TransposedCopy(_Copy):
         return slot * self.PIECE
 
     def _window(self, tile: Any) -> Window:
-        return self.source.window(tile * self.tile_rows, self.tile_rows)
+        return self.source.tile(tile, self.tile_rows)
 
     def issue(self, tile: Any, destination: SharedTile) -> Any:
         """Start loading tile number `tile` into registers."""

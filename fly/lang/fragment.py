@@ -8,7 +8,7 @@ operations that a softmax needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -154,6 +154,25 @@ class Fragment:
             self.layout,
             tuple(tuple(function(tile, r, c) for c, tile in enumerate(row)) for r, row in enumerate(self.tiles)),
         )
+
+    def runs(self) -> Iterator[tuple[Value, Value, Value]]:
+        """(row, column, values) of every run of contiguous columns that the lane holds: what it can store at once.
+
+        Rows and columns are i32 and count from the fragment's corner; `values` is a vector.
+        """
+        layout = self.layout
+        lane = lane_id()
+        row0, column0 = evaluate(layout.row_lane, lane), evaluate(layout.column_lane, lane)
+        rows, columns = layout.value_rows, layout.value_columns
+        starts = [
+            v for v in range(layout.values) if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)
+        ]
+        length = layout.values // len(starts)
+        for r, row in enumerate(self.tiles):
+            for c, tile in enumerate(row):
+                for v in starts:
+                    at_row, at_column = r * layout.rows + rows[v], c * layout.columns + columns[v]
+                    yield row0 + at_row, column0 + at_column, tile[v : v + length]
 
     def spread(self, rows: RowVector, row_tile: int) -> Value:
         """A row vector's values laid out like one of this fragment's tiles."""

@@ -134,3 +134,7 @@ class SharedTile:
     def slot(self, index: Value) -> SharedTile:
         """The tile `index` (traced i32) places further on in its ring."""
         return SharedTile(self.pointer.offset(index * i32(self.layout.bytes)), self.layout, self.dtype)
+
+    def rows_from(self, row: Value) -> SharedTile:
+        """The tile from a traced row on, a multiple of `layout.row_period`: each wave's part of a block's tile."""
+        return SharedTile(self.pointer.offset(row * (self.layout.columns * 2)), self.layout, self.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.errors import DTypeError, ShapeError
@@ -11,7 +11,7 @@ from fly.ir.control import cond, when
 from fly.ir.dtypes import DType, i32, i64
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer
-from fly.ir.value import Value, constant, from_elements
+from fly.ir.value import Value, constant, from_elements, select
 from fly.layout import Layout
 
 
@@ -115,6 +115,10 @@ class Tensor:
         self._require_unit_stride()
         return RowView(self.pointer, self.dtype, self.shape[0], self.stride[0], columns, self.alignment)
 
+    def panel(self, first: Any, columns: int) -> Panel:
+        """The rows of a matrix from row `first` on, in tiles of `columns` (static) columns: what a product walks."""
+        return Panel(self.rows(columns), first, self.shape[1])
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -197,17 +201,64 @@ class RowView:
     columns: int
     alignment: int
 
+    @property
+    def pitch(self) -> Any:
+        """Bytes from one row to the next, i32 or static."""
+        stride = self.stride.to(i32) if isinstance(self.stride, Value) else self.stride
+        return stride * self.dtype.bytes
+
     def row(self, index: Any) -> Pointer:
         """The address of a row, in 64-bit arithmetic."""
         return self.pointer.offset(wide(index) * self.stride * self.dtype.bytes)
 
+    def tile(self, index: Any, rows: int) -> Window:
+        """Tile number `index` of `rows` rows, counted from the first row."""
+        return self.window(index * rows, rows)
+
     def window(self, first: Any, rows: int) -> Window:
         """Rows [first, first + rows); those that do not exist read as zero and drop stores."""
         valid = maximum(minimum(self.count - first, rows), 0)
-        bytes_ = self.dtype.bytes
-        pitch = self.stride.to(i32) * bytes_ if isinstance(self.stride, Value) else self.stride * bytes_
-        bound = (valid - 1) * pitch + self.columns * bytes_
+        pitch = self.pitch
+        bound = (valid - 1) * pitch + self.columns * self.dtype.bytes
         return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, valid, self)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Rows of a matrix from `first` on, cut along its `width` columns into tiles of `view.columns`.
+
+    Columns past the last whole tile are not read: a width that is no multiple needs them padded.
+    """
+
+    view: RowView
+    first: Any
+    width: Any
+
+    @property
+    def dtype(self) -> DType:
+        return self.view.dtype
+
+    @property
+    def columns(self) -> int:
+        """Columns of one tile."""
+        return self.view.columns
+
+    @property
+    def pitch(self) -> Any:
+        """Bytes from one row to the next, i32 or static."""
+        return self.view.pitch
+
+    @property
+    def alignment(self) -> int:
+        step = self.columns * self.dtype.bytes
+        return min(self.view.alignment, step & -step)
+
+    def tile(self, index: Any, rows: int) -> Window:
+        """Tile number `index`, `rows` rows high; zeros past the last row and past the last whole tile."""
+        step = wide(index) * (self.columns * self.dtype.bytes)
+        window = replace(self.view, pointer=self.view.pointer.offset(step)).window(self.first, rows)
+        exists = wide(index) * self.columns + self.columns <= wide(self.width)
+        return replace(window, bound=select(exists, window.bound, 0))
 
 
 @dataclass(frozen=True)

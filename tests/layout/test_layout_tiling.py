@@ -92,9 +92,7 @@ def test_divide_by_nested_tilers(a, b, c, tile):
 
 def test_divide_examples():
     """CuTe Layout Algebra, "Logical Divide 1-D Example", "2-D Example" and "Zipped, Tiled, Flat Divides"."""
-    assert Layout((4, 2, 3), (2, 1, 8)).logical_divide(Layout(4, 2)) == Layout(
-        ((2, 2), (2, 3)), ((4, 1), (2, 8))
-    )
+    assert Layout((4, 2, 3), (2, 1, 8)).logical_divide(Layout(4, 2)) == Layout(((2, 2), (2, 3)), ((4, 1), (2, 8)))
     a = Layout((9, (4, 8)), (59, (13, 1)))
     tiler = (Layout(3, 3), Layout((2, 4), (1, 8)))
     assert a.logical_divide(tiler) == Layout(((3, 3), ((2, 4), (2, 2))), ((177, 59), ((13, 2), (26, 1))))
@@ -187,9 +185,7 @@ def test_blocked_and_raked_examples():
     block, grid = Layout((2, 5), (5, 1)), Layout((3, 4), (1, 3))
     blocked = block.blocked_product(grid)
     assert (
-        blocked
-        == Layout(((2, 3), (5, 4)), ((5, 10), (1, 30))).coalesce((1, 1))
-        == Layout((6, (5, 4)), (5, (1, 30)))
+        blocked == Layout(((2, 3), (5, 4)), ((5, 10), (1, 30))).coalesce((1, 1)) == Layout((6, (5, 4)), (5, (1, 30)))
     )
     assert block.raked_product(grid) == Layout(((3, 2), (4, 5)), ((10, 5), (30, 1)))
 

@@ -309,9 +309,7 @@ def test_none_where_it_is_allowed():
 
 def test_tensors_on_two_devices_are_both_named():
     signature = Signature(tensors("q", "k", "v"))
-    with pytest.raises(
-        ArgumentError, match="'q' is on cuda:1, argument 'v' on cpu; accepted: all tensors on one"
-    ):
+    with pytest.raises(ArgumentError, match="'q' is on cuda:1, argument 'v' on cpu; accepted: all tensors on one"):
         describe_all(signature, [CudaArray(device=1), CudaArray(device=1), torch.zeros(2)])
 
 

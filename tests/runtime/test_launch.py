@@ -287,9 +287,7 @@ def test_without_torch_the_default_stream_is_used(monkeypatch, devices, compiler
 
 @pytest.mark.parametrize("stream", ["1", 1.5, True, -1, types.SimpleNamespace(cuda_stream=None)])
 def test_what_is_no_stream_is_named(stream):
-    with pytest.raises(
-        ArgumentTypeError, match=r"'stream' is .*; accepted: a handle, an object with .cuda_stream"
-    ):
+    with pytest.raises(ArgumentTypeError, match=r"'stream' is .*; accepted: a handle, an object with .cuda_stream"):
         stream_handle(stream, ("cuda", 0))
 
 

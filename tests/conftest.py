@@ -1,0 +1,20 @@
+"""What holds for the whole test run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run's own disk cache: it starts empty, its processes share it, and the user's is left alone."""
+    base = tmp_path_factory.getbasetemp()
+    # every worker of pytest-xdist has a directory inside the run's
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fly-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLY_CACHE_DIR", str(directory))
+        yield directory
