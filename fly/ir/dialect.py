@@ -25,6 +25,8 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 from __future__ import annotations
 
 import functools
+import sys
+import types
 
 from mlir import ir
 from mlir.dialects import irdl
@@ -137,6 +139,9 @@ def load(ctx: ir.Context) -> None:
     """Register the dialect with an MLIR context."""
     with ctx, ir.Location.unknown():
         irdl.load_dialects(ir.Module.parse(_IRDL))
+    # For each operation they touch, the bindings look for a Python module of its dialect. Finding an empty one
+    # is quick; not finding any searches the import path again every time.
+    sys.modules.setdefault("mlir.dialects.fly", types.ModuleType("mlir.dialects.fly"))
 
 
 @functools.cache
