@@ -1,4 +1,5 @@
 """The operations that Python's operators emit."""
+# ruff: noqa: B015, B018: an expression in a kernel is an operation
 
 from __future__ import annotations
 
