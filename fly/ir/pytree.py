@@ -89,8 +89,12 @@ def match(expected: Any, got: Any, what: str, at: str | None = None, path: str =
         return got
     if type(got) is not type(expected):
         raise fail(f"was a {type(expected).__name__} and becomes a {type(got).__name__}")
+    if isinstance(expected, dict):
+        if set(got) != set(expected):
+            raise fail(f"had the keys {', '.join(map(str, expected))} and has {', '.join(map(str, got)) or 'none'}")
+        got = {key: got[key] for key in expected}
     got_children = _children(got) or []
-    if [name for name, _ in children] != [name for name, _ in got_children]:
+    if len(children) != len(got_children):
         raise fail(f"had {len(children)} parts and has {len(got_children)}")
     return _rebuild(
         expected,

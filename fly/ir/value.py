@@ -238,14 +238,14 @@ def constant(number: Number, dtype: DType, length: int | None = None) -> Value:
 
 
 def _constant(number: Number, dtype: DType, length: int | None) -> ir.Value:
-    attribute = _constant_attribute(number, type(number), dtype, length)
+    attribute = _constant_attribute(number, repr(number), dtype, length)
     type_ = dtype.mlir if length is None else dtype.vector(length)
     return emit("arith.constant", [], [type_], {"value": attribute}).results[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _constant_attribute(number: Number, _: type, dtype: DType, length: int | None) -> ir.Attribute:
-    # the Python type is part of the key: 0.0 == 0 == False
+def _constant_attribute(number: Number, _: str, dtype: DType, length: int | None) -> ir.Attribute:
+    # how it is written is part of the key: -0.0 == 0.0 == 0 == False
     with context(), ir.Location.unknown():
         if dtype.is_int:
             wrapped = int(number) & ((1 << dtype.bits) - 1)

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import strategies as st
-from layout_strategies import coordinates, dot, forall, layouts, size, tame_layouts, values
 
 from fly.errors import LayoutError
 from fly.layout import Layout, crd2idx, idx2crd
+from tests.layout.strategies import coordinates, dot, forall, layouts, size, tame_layouts, values
 
 
 @forall(layouts(low=-3))

@@ -6,7 +6,10 @@ from itertools import product
 import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
-from layout_strategies import (
+
+from fly.errors import LayoutError
+from fly.layout import Layout
+from tests.layout.strategies import (
     assert_refines,
     compact_layouts,
     coordinates,
@@ -18,9 +21,6 @@ from layout_strategies import (
     tame_layouts,
     values,
 )
-
-from fly.errors import LayoutError
-from fly.layout import Layout
 
 
 def without_zero_strides(layout: Layout) -> Layout:

@@ -4,10 +4,10 @@ import operator
 
 import pytest
 from hypothesis import strategies as st
-from layout_strategies import coordinates, extents, forall, layouts, power_layouts
 
 from fly.errors import LayoutError
 from fly.layout import Layout, crd2idx, idx2crd
+from tests.layout.strategies import coordinates, extents, forall, layouts, power_layouts
 
 
 class Symbol:

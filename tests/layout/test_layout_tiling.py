@@ -4,7 +4,10 @@ from itertools import product
 
 import pytest
 from hypothesis import strategies as st
-from layout_strategies import (
+
+from fly.errors import LayoutError
+from fly.layout import Layout
+from tests.layout.strategies import (
     assert_refines,
     compact_layouts,
     coordinates,
@@ -14,9 +17,6 @@ from layout_strategies import (
     power_layouts,
     size,
 )
-
-from fly.errors import LayoutError
-from fly.layout import Layout
 
 # division
 

@@ -1,12 +1,12 @@
 """Swizzles: the definition bit by bit, what they preserve, and the bank conflicts that they remove."""
 
 import pytest
-from bank_conflicts import bank_conflicts
 from hypothesis import strategies as st
-from layout_strategies import coordinates, forall, layouts, power_layouts
 
 from fly.errors import LayoutError
 from fly.layout import ComposedLayout, Layout, Swizzle
+from tests.layout.bank_conflicts import bank_conflicts
+from tests.layout.strategies import coordinates, forall, layouts, power_layouts
 
 
 @st.composite
