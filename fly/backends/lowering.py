@@ -110,15 +110,15 @@ def bits(type_: ir.Type) -> int:
     return type_.width
 
 
-Rule = Callable[[ir.Operation, Builder], "ir.Value | None"]
+Rule = Callable[[ir.Operation, Builder], "ir.Value | tuple[ir.Value, ...] | None"]
 
 
 @dataclass(frozen=True)
 class Lower:
     """Replace every operation named in `rules` by what its rule builds.
 
-    A rule returns the value that stands for the operation's result, or None if it has none. Postcondition: no
-    operation of the `fly` dialect is left.
+    A rule returns the value (or values) that stand for the operation's results, or None if it has none.
+    Postcondition: no operation of the `fly` dialect is left.
     """
 
     name: str
@@ -133,8 +133,9 @@ class Lower:
                     raise CompileError(f"{self.name}: no rule for {op.name}")
                 continue
             result = rule(op, Builder(op, self.target))
-            if result is not None:
-                op.results[0].replace_all_uses_with(result)
+            results = result if isinstance(result, tuple) else () if result is None else (result,)
+            for old, new in zip(op.results, results, strict=False):
+                old.replace_all_uses_with(new)
             op.erase()
 
 

@@ -8,11 +8,14 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.alloc_shared` | a named buffer in shared memory; placed by `plan-shared-memory` |
 | `fly.barrier` | every thread of the block arrives; shared memory is ordered across it |
 | `fly.shuffle` | the value of another lane of the wave, by index or by xor |
+| `fly.pair` | the values of a lane and of its xor partner, in either order |
+| `fly.any_lane` | whether an i1 holds in any lane of the wave; the same in every lane |
 | `fly.mma` | one matrix instruction on a wave's operand and accumulator registers |
 | `fly.load_matrix` | a wave-wide (transposing) load of an operand from shared memory |
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
 | `fly.copy_async` | start global to shared, zero-filled out of bounds; gives a token |
+| `fly.copy_direct` | the same for a whole wave: lane l's bytes land at destination + l * bytes |
 | `fly.join` | a token that stands for several |
 | `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
 | `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |
@@ -57,6 +60,18 @@ irdl.dialect @fly {
     irdl.operands(value: %any, lane: %i32)
     irdl.results(result: %any)
   }
+  irdl.operation @pair {
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "mask" = %int }
+    irdl.operands(value: %any)
+    irdl.results(first: %any, second: %any)
+  }
+  irdl.operation @any_lane {
+    %i1 = irdl.is i1
+    irdl.operands(condition: %i1)
+    irdl.results(result: %i1)
+  }
   irdl.operation @mma {
     %a = irdl.base "!builtin.vector"
     %b = irdl.base "!builtin.vector"
@@ -99,6 +114,16 @@ irdl.dialect @fly {
     %token = irdl.base @fly::@token
     irdl.attributes { "bytes" = %int }
     irdl.operands(destination: %dst, base: %src, offset: %i32, bound: %i32)
+    irdl.results(token: %token)
+  }
+  irdl.operation @copy_direct {
+    %dst = irdl.base "!llvm.ptr"
+    %src = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %int = irdl.base "#builtin.integer"
+    %token = irdl.base @fly::@token
+    irdl.attributes { "bytes" = %int }
+    irdl.operands(destination: %dst, base: %src, offset: %i32, shift: %i32, bound: %i32)
     irdl.results(token: %token)
   }
   irdl.operation @join {

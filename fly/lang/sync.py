@@ -10,7 +10,7 @@ from mlir import ir
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.dtypes import i32
+from fly.ir.dtypes import i1, i32
 from fly.ir.math import maximum
 from fly.ir.memory import i64_attribute, string_attribute
 from fly.ir.value import Traced, Value
@@ -67,9 +67,13 @@ def set_priority(level: int) -> None:
     emit("fly.sched", [], [], {"kind": string_attribute("priority"), "value": i64_attribute(level)})
 
 
-def _exchange(value: Value, lane: Value, mode: str) -> Value:
+def _exchangeable(value: Value) -> None:
     if not isinstance(value, Value) or value.length is not None or value.dtype.bits != 32:
         raise DTypeError(f"lanes exchange 32-bit scalars, not {value!r}; bitcast or pack it first")
+
+
+def _exchange(value: Value, lane: Value, mode: str) -> Value:
+    _exchangeable(value)
     op = emit("fly.shuffle", [value.ir, lane.ir], [value.type], {"mode": string_attribute(mode)})
     return Value(op.results[0], value.dtype)
 
@@ -106,13 +110,30 @@ def shuffle_xor(value: Value, mask: int) -> Value:
 def reduce_lanes(value: Value, combine: Callable[[Value, Value], Value], masks: Sequence[int] | None = None) -> Value:
     """Combine a value over lanes by xor exchanges; every lane gets the result.
 
-    `masks` are the lane bits to reduce over; by default all of the wave.
+    `masks` are the lane bits to reduce over; by default all of the wave. `combine` is commutative.
+
+    Raises:
+        DTypeError: the value is no 32-bit scalar.
     """
+    _exchangeable(value)
     if masks is None:
         masks = [1 << bit for bit in range((current().target.wave_size - 1).bit_length())]
     for mask in masks:
-        value = combine(value, shuffle_xor(value, mask))
+        value = combine(*_pair(value, mask))
     return value
+
+
+def _pair(value: Value, mask: int) -> tuple[Value, Value]:
+    """The values of this lane and of its partner, in an order that the target chooses."""
+    op = emit("fly.pair", [value.ir], [value.type, value.type], {"mask": i64_attribute(mask)})
+    return Value(op.results[0], value.dtype), Value(op.results[1], value.dtype)
+
+
+def any_lane(condition: Value) -> Value:
+    """Whether an i1 holds in any lane of the wave: the same in every lane, so a branch on it does not diverge."""
+    if not isinstance(condition, Value) or condition.dtype is not i1 or condition.length is not None:
+        raise DTypeError(f"any_lane needs a scalar i1 condition, not {condition!r}")
+    return Value(emit("fly.any_lane", [condition.ir], [i1.mlir]).results[0], i1)
 
 
 def lane_sum(value: Value) -> Value:

@@ -11,6 +11,7 @@ from fly.passes.walk import build, kernel_function, operations
 
 # Age of a token whose copies have landed, or that stands for none.
 DONE = 1 << 20
+COPIES = ("fly.copy_async", "fly.copy_direct")
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class InsertWaits:
         function = kernel_function(module)
         body = function.regions[0].blocks[0]
         names = {op.name for op in operations(body)}
-        if not names & {"fly.copy_async", "fly.wait", "fly.join"}:
+        if not names & {*COPIES, "fly.wait", "fly.join"}:
             return
         if self.groups:
             _insert_commits(body)
-        analysis = _Analysis("fly.commit" if self.groups else "fly.copy_async")
+        analysis = _Analysis(self.groups)
         analysis.block(body, _State())
         for op in operations(body):
             if op.name == "fly.wait":
@@ -64,7 +65,7 @@ def _is_token(value: ir.Value) -> bool:
 
 @dataclass
 class _Analysis:
-    unit: str
+    groups: bool
     waits: dict[int, int] = field(default_factory=dict)
 
     def block(self, block: ir.Block, state: _State) -> list[ir.Value]:
@@ -72,9 +73,9 @@ class _Analysis:
         for op in block.operations:
             operation = op.operation
             name = operation.name
-            if name == "fly.copy_async":
-                state.ages[operation.results[0]] = -1 if self.unit == "fly.commit" else 0
-                if self.unit == "fly.copy_async":
+            if name in COPIES:
+                state.ages[operation.results[0]] = -1 if self.groups else 0
+                if not self.groups:
                     self._age(state, operation.results[0])
             elif name == "fly.commit":
                 self._age(state, None)
@@ -136,8 +137,8 @@ def _insert_commits(body: ir.Block) -> None:
     """Close a group after each join of copies, and after each copy that is used otherwise than by joins."""
     for op in operations(body):
         if op.name == "fly.join":
-            direct = any(_owner_name(token) == "fly.copy_async" for token in op.operands)
-        elif op.name == "fly.copy_async":
+            direct = any(_owner_name(token) in COPIES for token in op.operands)
+        elif op.name in COPIES:
             users = [use.owner.operation.name for use in op.results[0].uses]
             direct = not users or any(name != "fly.join" for name in users)
         else:
@@ -165,7 +166,7 @@ def _erase_tokens(body: ir.Block) -> None:
         for result in op.results:
             if not _is_token(result):
                 continue
-            if op.name in ("fly.join", "fly.copy_async"):
+            if op.name in ("fly.join", *COPIES):
                 if zero is None:
                     first = body.operations[0].operation
                     zero = build(first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}).results[0]

@@ -25,12 +25,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class PlanSharedMemory:
-    """Replace `fly.alloc_shared` by offsets into one global.
+    """Replace `fly.alloc_shared` by offsets into globals.
 
     Precondition: allocations are in the kernel's top-level block. Postcondition: no `fly.alloc_shared` is left;
     the function has `fly.shared_bytes`; buffers overlap only if a `fly.barrier` at top level separates all uses
-    of one from all uses of the other. `dynamic` makes the global an external one of unknown size (CUDA's
-    dynamic shared memory) instead of one of the planned size.
+    of one from all uses of the other. `dynamic` makes one external global of unknown size (CUDA's
+    dynamic shared memory); otherwise buffers that share no bytes get globals of their own, which tells LLVM that
+    they do not alias.
     """
 
     limit: int
@@ -51,43 +52,24 @@ class PlanSharedMemory:
         if total > self.limit:
             raise SharedMemoryError(self._table(function, buffers, offsets, total))
         function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, total)
-        align = max(buffer.align for buffer in buffers)
-        self._global(module, 0 if self.dynamic else total, align)
-        for op, offset in zip(allocations, offsets, strict=True):
-            base = build(
-                op,
-                "llvm.mlir.addressof",
-                [],
-                [op.results[0].type],
-                {"global_name": ir.FlatSymbolRefAttr.get(SYMBOL)},
-            )
-            place_ = build(
-                op,
-                "llvm.getelementptr",
-                [base.results[0]],
-                [op.results[0].type],
-                {
-                    "rawConstantIndices": ir.DenseI32ArrayAttr.get([offset]),
-                    "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
-                },
-            )
-            op.results[0].replace_all_uses_with(place_.results[0])
-            op.erase()
+        if self.dynamic:
+            groups = [list(range(len(buffers)))]
+        else:
+            groups = _overlapping(buffers, offsets)
+        for number, group in enumerate(groups):
+            start = min(offsets[i] for i in group)
+            size = max(offsets[i] + buffers[i].bytes for i in group) - start
+            symbol = SYMBOL if len(groups) == 1 else f"{SYMBOL}_{number}"
+            self._global(module, symbol, size, max(buffers[i].align for i in group))
+            for i in group:
+                _replace(allocations[i], symbol, offsets[i] - start)
 
-    def _global(self, module: ir.Module, size: int, align: int) -> None:
-        linkage = "external" if self.dynamic else "internal"
-        value = (
-            ""
-            if self.dynamic
-            else "{ %u = llvm.mlir.undef : "
-            + f"!llvm.array<{size} x i8>"
-            + " llvm.return %u : "
-            + (f"!llvm.array<{size} x i8>" + " }")
-        )
-        text = (
-            f"llvm.mlir.global {linkage} @{SYMBOL}() {{addr_space = 3 : i32, alignment = {align} : i64}} : "
-            f"!llvm.array<{size} x i8> {value}"
-        )
+    def _global(self, module: ir.Module, symbol: str, size: int, align: int) -> None:
+        type_ = f"!llvm.array<{0 if self.dynamic else size} x i8>"
+        linkage, value = "external", ""
+        if not self.dynamic:
+            linkage, value = "internal", f"{{ %u = llvm.mlir.undef : {type_} llvm.return %u : {type_} }}"
+        text = f"llvm.mlir.global {linkage} @{symbol}() {{addr_space = 3 : i32, alignment = {align} : i64}} : {type_} {value}"
         parsed = ir.Module.parse(text)
         parsed.body.operations[0].operation.move_before(module.body.operations[0].operation)
 
@@ -100,6 +82,39 @@ class PlanSharedMemory:
             f"kernel {string(function, 'sym_name')} needs {total} bytes of shared memory; "
             f"{self.arch} offers {self.limit}. Allocations:\n{rows}"
         )
+
+
+def _replace(allocation: ir.Operation, symbol: str, offset: int) -> None:
+    """Let `offset` bytes into a global stand for an allocation."""
+    pointer = allocation.results[0]
+    base = build(
+        allocation, "llvm.mlir.addressof", [], [pointer.type], {"global_name": ir.FlatSymbolRefAttr.get(symbol)}
+    )
+    place = build(
+        allocation,
+        "llvm.getelementptr",
+        [base.results[0]],
+        [pointer.type],
+        {
+            "rawConstantIndices": ir.DenseI32ArrayAttr.get([offset]),
+            "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
+        },
+    )
+    pointer.replace_all_uses_with(place.results[0])
+    allocation.erase()
+
+
+def _overlapping(buffers: list[Buffer], offsets: list[int]) -> list[list[int]]:
+    """Buffers grouped so that two that share bytes are in one group, by address."""
+    groups: list[tuple[int, list[int]]] = []
+    for i in sorted(range(len(buffers)), key=lambda i: offsets[i]):
+        end = offsets[i] + buffers[i].bytes
+        if groups and offsets[i] < groups[-1][0]:
+            reach, members = groups[-1]
+            groups[-1] = (max(reach, end), [*members, i])
+        else:
+            groups.append((end, [i]))
+    return [members for _, members in groups]
 
 
 def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple[list[Buffer], list[int]]:

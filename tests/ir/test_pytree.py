@@ -142,7 +142,9 @@ def test_messages_name_the_path(expected, got, message):
 
 def test_a_changed_type_is_named():
     def body():
-        with pytest.raises(CarryError, match=r"carry\[0\] was <i32> and becomes <f32>; a carried value keeps its type"):
+        with pytest.raises(
+            CarryError, match=r"carry\[0\] was <i32> and becomes <f32>; a carried value keeps its type"
+        ):
             pytree.match((fly.i32(0),), (fly.f32(0.0),), "carry")
         with pytest.raises(CarryError, match=r"was <4 x f32> and becomes 1.0"):
             pytree.match(fly.broadcast(0.0, 4), 1.0, "carry")

@@ -32,6 +32,17 @@ def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(b.intrinsic(f"llvm.nvvm.shfl.sync.{mode}.i32", operands, i32), value.type)
 
 
+def _pair(op: ir.Operation, b: Builder) -> tuple[ir.Value, ir.Value]:
+    value = op.operands[0]
+    i32 = ir.IntegerType.get_signless(32)
+    operands = [b.constant(-1), b.bitcast(value, i32), b.constant(integer(op, "mask")), b.constant(31)]
+    return value, b.bitcast(b.intrinsic("llvm.nvvm.shfl.sync.bfly.i32", operands, i32), value.type)
+
+
+def _any_lane(op: ir.Operation, b: Builder) -> ir.Value:
+    return b.intrinsic("llvm.nvvm.vote.any.sync", [b.constant(-1), op.operands[0]], op.results[0].type)
+
+
 def _struct(element: str, count: int) -> ir.Type:
     return ir.Type.parse(f"!llvm.struct<({', '.join([element] * count)})>")
 
@@ -156,6 +167,8 @@ _RULES = {
     "fly.id": _id,
     "fly.barrier": _barrier,
     "fly.shuffle": _shuffle,
+    "fly.pair": _pair,
+    "fly.any_lane": _any_lane,
     "fly.mma": _mma,
     "fly.load_matrix": _load_matrix,
     "fly.load_bounded": _load_bounded,

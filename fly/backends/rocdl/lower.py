@@ -75,13 +75,42 @@ def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
             return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
         address = b.value("llvm.shl", [lane, b.constant(2)], i32)
         return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
-    if static < 32:  # swizzle within 32 lanes: and 0x1f, or 0, xor mask
-        pattern = b.constant(static << 10 | 0x1F)
+    return _xor(b, value, static)
+
+
+def _xor(b: Builder, value: ir.Value, mask: int) -> ir.Value:
+    """The value of the lane whose index differs in the bits of `mask`."""
+    i32 = ir.IntegerType.get_signless(32)
+    word = b.bitcast(value, i32)
+    if mask < 32:  # swizzle within 32 lanes: and 0x1f, or 0, xor mask
+        pattern = b.constant(mask << 10 | 0x1F)
         return b.bitcast(b.intrinsic("llvm.amdgcn.ds.swizzle", [word, pattern], i32), value.type)
     low = b.intrinsic("llvm.amdgcn.mbcnt.lo", [b.constant(-1), b.constant(0)], i32)
     own = b.intrinsic("llvm.amdgcn.mbcnt.hi", [b.constant(-1), low], i32)
-    address = b.value("llvm.shl", [b.value("llvm.xor", [own, lane], i32), b.constant(2)], i32)
+    address = b.value("llvm.shl", [b.value("llvm.xor", [own, b.constant(mask)], i32), b.constant(2)], i32)
     return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
+
+
+# gfx950 swaps halves (or odd and even rows) of two registers; of one with itself, that is a lane and its partner
+_SWAPS = {32: "llvm.amdgcn.permlane32.swap", 16: "llvm.amdgcn.permlane16.swap"}
+
+
+def _pair(op: ir.Operation, b: Builder) -> tuple[ir.Value, ir.Value]:
+    value, mask = op.operands[0], integer(op, "mask")
+    if b.target.arch != "gfx950" or mask not in _SWAPS:
+        return value, _xor(b, value, mask)
+    i32 = ir.IntegerType.get_signless(32)
+    word, no = b.bitcast(value, i32), b.constant(0, 1)
+    both = b.intrinsic(_SWAPS[mask], [word, word, no, no], ir.Type.parse("!llvm.struct<(i32, i32)>"))
+    halves = [b.value("llvm.extractvalue", [both], i32, {"position": ir.DenseI64ArrayAttr.get([i])}) for i in (0, 1)]
+    return b.bitcast(halves[0], value.type), b.bitcast(halves[1], value.type)
+
+
+def _any_lane(op: ir.Operation, b: Builder) -> ir.Value:
+    i1, i64 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(64)
+    lanes = b.intrinsic("llvm.amdgcn.ballot.i64", [op.operands[0]], i64)
+    not_equal = ir.IntegerAttr.get(i64, 1)
+    return b.value("llvm.icmp", [lanes, b.constant(0, 64)], i1, {"predicate": not_equal})
 
 
 def _constant(value: ir.Value) -> int | None:
@@ -167,6 +196,27 @@ def _store_bounded(op: ir.Operation, b: Builder) -> None:
         b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.store.{suffix}", [part, descriptor, at, zero, zero], None)
 
 
+def _copy_direct(op: ir.Operation, b: Builder) -> None:
+    destination, base, offset, shift, bound = op.operands
+    zero = b.constant(0)
+    operands = [
+        _descriptor(b, base, bound),
+        destination,
+        b.constant(integer(op, "bytes")),
+        offset,
+        shift,
+        zero,
+        zero,
+    ]
+    b.intrinsic("llvm.amdgcn.raw.ptr.buffer.load.lds", operands, None)
+
+
+def _wait_count(op: ir.Operation, b: Builder) -> None:
+    # all other counters at their maximum: s_waitcnt vmcnt(n) alone (gfx9 encoding, ISA manual "S_WAITCNT")
+    newer = min(integer(op, "newer"), 63)
+    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(0x0F70 | (newer & 15) | (newer >> 4) << 14)], None)
+
+
 def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
     value, result = op.operands[0], ir.VectorType(op.results[0].type)
     if b.target.arch != "gfx942" or str(result.element_type) != "bf16":
@@ -201,6 +251,10 @@ _RULES = {
     "fly.id": _id,
     "fly.barrier": _barrier,
     "fly.shuffle": _shuffle,
+    "fly.pair": _pair,
+    "fly.any_lane": _any_lane,
+    "fly.copy_direct": _copy_direct,
+    "fly.wait_count": _wait_count,
     "fly.mma": _mma,
     "fly.load_matrix": _load_matrix,
     "fly.load_bounded": _load_bounded,
