@@ -8,6 +8,7 @@ Neither imports torch or numpy; whoever passes their values has.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from fly.lang.signature import MAX_ALIGNMENT, Parameter, ScalarSpec, Signature, 
 from fly.runtime.device import CPU, Allocation, DeviceKey
 
 _MAX_SIZE = 2**31
+_MAX_LAYOUTS = 4096  # strides remembered, of all kernels together
 _INT_RANGES = {"i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
 
 # numpy and torch spell these types alike, ml_dtypes' names are numpy's
@@ -284,52 +286,53 @@ def _collect_view(view_of: _ViewOf) -> _Collect:
     return collect_view
 
 
-def _collect_torch(torch: Any) -> _Collect:
-    sizes = {dtype: dtype.itemsize for name in _DTYPES if (dtype := getattr(torch, name, None)) is not None}
-
-    def collect_torch(value: Any, values: list) -> object:
-        # what `_View` computes, without the objects: this runs five times in a ten-microsecond launch
-        dtype = value.dtype
-        shape = value.shape
-        strides = value.stride()
-        address = value.data_ptr()
-        if value.is_neg() or (not address and 0 not in shape):
-            raise ArgumentError("a negated view, or no memory")
-        unit = strides[-1:] == (1,)
-        if unit:
-            strides = strides[:-1]
-        bits = 0
-        for stride in strides:
-            bits |= stride
-        bits = bits * sizes[dtype] | address | MAX_ALIGNMENT
-        values.append(address)
-        values += shape
-        values += strides
-        return dtype, len(shape), bits & -bits, unit, value.device
-
-    return collect_torch
-
-
 _collect_interface = _collect_view(_interface_view)
 
 
 class _Collectors(dict):
-    """Class of a value -> how it is collected; filled as classes are met."""
+    """Class of a value -> how it is collected, None for torch's own tensors; filled as classes are met."""
 
-    def __missing__(self, cls: type) -> _Collect:
+    def __missing__(self, cls: type) -> _Collect | None:
         view_of = _view_of_class(cls)
-        torch = sys.modules.get("torch")
-        if view_of is _torch_view and cls in (torch.Tensor, torch.nn.Parameter):
-            collect = _collect_torch(torch)
-        elif view_of is not None:
-            collect = _collect_view(view_of)
-        else:
-            collect = _collect_other
+        collect = _collect_other if view_of is None else _collect_view(view_of)
+        if view_of is _torch_view:
+            torch = sys.modules["torch"]
+            collect = None if cls in (torch.Tensor, torch.nn.Parameter) else collect
         self[cls] = collect
         return collect
 
 
 _collectors = _Collectors({type(None): _collect_none, int: _collect_int, float: _collect_float})
+
+_Strides = tuple[int, ...]
+_Layout = tuple[_Strides, tuple[int, ...], bool]
+
+
+class _Layouts(dict):
+    """(torch dtype, strides) -> (flat strides, spec number by low four bits of the address, may be negated).
+
+    Equal specs have equal numbers, and those are quicker to hash than specs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[TensorSpec, int] = {}
+        self._next = itertools.count()
+
+    def __missing__(self, key: tuple[Any, _Strides]) -> _Layout:
+        dtype, strides = key
+        spelled = _DTYPES[str(dtype).removeprefix("torch.")]
+        views = [_View(spelled, dtype.itemsize, low, strides, strides, None) for low in range(MAX_ALIGNMENT)]
+        numbers = [self._numbers.setdefault(view.spec(), next(self._next)) for view in views]
+        # the imaginary part of a conjugated tensor is negated lazily, and has one of these types
+        negatable = spelled in ("f16", "f32", "f64")
+        if len(self) >= _MAX_LAYOUTS:
+            self.clear()
+        layout = self[key] = (views[0].values()[1 + len(strides) :], tuple(numbers), negatable)
+        return layout
+
+
+_layouts = _Layouts()
 
 
 def collect(arguments: Sequence[Any], values: list[int | float]) -> tuple[object, ...]:
@@ -337,4 +340,24 @@ def collect(arguments: Sequence[Any], values: list[int | float]) -> tuple[object
 
     Errors of any kind mean that `describe_all` will name what is wrong.
     """
-    return tuple([_collectors[argument.__class__](argument, values) for argument in arguments])
+    key: list[object] = []
+    place = None
+    for argument in arguments:
+        collect_one = _collectors[argument.__class__]
+        if collect_one is not None:
+            key.append(collect_one(argument, values))
+            continue
+        # what `_View` computes, without the objects: this runs five times in a ten-microsecond launch
+        address = argument.data_ptr()
+        strides, numbers, negatable = _layouts[argument.dtype, argument.stride()]
+        device = argument.device
+        if place is None:
+            place = device
+        if device != place or (negatable and argument.is_neg()) or (not address and argument.numel()):
+            raise ArgumentError("torch tensors on two devices, negated, or without memory")
+        values.append(address)
+        values += argument.shape
+        values += strides
+        key.append(numbers[address & 15])
+    key.append(place)
+    return tuple(key)

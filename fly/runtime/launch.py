@@ -229,12 +229,11 @@ def _exact(value: Any) -> object:
 
 def static_key(statics: Mapping[str, Any]) -> tuple[object, ...]:
     """A key of static values that is equal only where the values are the same, not just equal."""
-    return tuple(
-        [
-            (name, value.__class__, value if value.__class__ in _SELF_EVIDENT else _exact(value))
-            for name, value in statics.items()
-        ]
-    )
+    values = tuple(statics.values())
+    classes = tuple(map(type, values))
+    if not _SELF_EVIDENT.issuperset(classes):
+        values = tuple(map(_exact, values))
+    return tuple(statics), classes, values
 
 
 def stream_handle(stream: Any, device: DeviceKey) -> int:
