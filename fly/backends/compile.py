@@ -73,7 +73,7 @@ def compile_module(
         from fly.backends.rocdl import codegen as rocdl_codegen
 
         emitted, binary = rocdl_codegen.generate(text, target.arch, options)
-        resources = rocdl_codegen.resources(emitted.assembly)
+        resources = rocdl_codegen.resources(emitted.assembly, target)
         dynamic = 0
     else:
         from fly.backends.nvvm import codegen as nvvm_codegen

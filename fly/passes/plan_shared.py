@@ -29,9 +29,9 @@ class PlanSharedMemory:
 
     Precondition: allocations are in the kernel's top-level block. Postcondition: no `fly.alloc_shared` is left;
     the function has `fly.shared_bytes`; buffers overlap only if a `fly.barrier` at top level separates all uses
-    of one from all uses of the other. `dynamic` makes one external global of unknown size (CUDA's
-    dynamic shared memory); otherwise buffers that share no bytes get globals of their own, which tells LLVM that
-    they do not alias.
+    of one from all uses of the other. A buffer with copies that nobody waits for is in use to the end.
+    `dynamic` makes one external global of unknown size (CUDA's dynamic shared memory); otherwise buffers that
+    share no bytes get globals of their own, which tells LLVM that they do not alias.
     """
 
     limit: int
@@ -145,6 +145,9 @@ def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple
                     continue
                 seen.add(hash(user))
                 uses.append(position[hash(user)])
+                if user.name == "fly.copy_async" and not _waited_for(user.results[0], frozenset()):
+                    # it may land at any time: nobody else gets the place
+                    uses.append(len(block.operations))
                 # derived addresses (and tokens of copies into the buffer) keep it alive
                 pending.extend(user.results)
                 if user.name == "scf.yield":
@@ -162,6 +165,38 @@ def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple
             )
         )
     return buffers, barriers
+
+
+def _waited_for(token: ir.Value, assumed: frozenset[ir.Value]) -> bool:
+    """Whether each way that a token of copies can take ends in a wait; taken to be so of those in `assumed`.
+
+    Only uses in the token's own block count: a wait in a branch may not happen.
+    """
+    if token in assumed:
+        return True
+    assumed |= {token}
+    home = token.owner if isinstance(token, ir.BlockArgument) else token.owner.operation.block
+    for use in token.uses:
+        user = use.owner.operation
+        if user.block != home:
+            continue
+        if user.name == "fly.wait":
+            return True
+        if all(_waited_for(value, assumed) for value in _becomes(user, use.operand_number)):
+            return True
+    return False
+
+
+def _becomes(user: ir.Operation, operand: int) -> list[ir.Value]:
+    """The tokens that stand for an operand of a join, a yield or a loop from there on."""
+    if user.name == "fly.join":
+        return [user.results[0]]
+    if user.name == "scf.for":
+        return [user.regions[0].blocks[0].arguments[operand - 2], user.results[operand - 3]]
+    parent = user.parent.operation
+    if parent.name == "scf.for":
+        return [parent.regions[0].blocks[0].arguments[operand + 1], parent.results[operand]]
+    return [parent.results[operand]]
 
 
 def place(buffers: list[Buffer], barriers: list[int]) -> list[int]:

@@ -15,9 +15,12 @@ from pathlib import Path
 from fly import config
 from fly.backends.artefact import Resources
 from fly.backends.llvm import Emitted, Machine, emit
+from fly.backends.target import Target
 from fly.errors import CompileError, DeviceError
 
 TRIPLE = "amdgcn-amd-amdhsa"
+# of one SIMD, whatever they use
+_MAX_WAVES = 8
 
 
 def generate(text: str, arch: str, options: tuple[str, ...]) -> tuple[Emitted, bytes]:
@@ -76,24 +79,30 @@ def link(object_code: bytes) -> bytes:
         return output.read_bytes()
 
 
-def resources(assembly: str) -> Resources:
-    """Registers, spills and memory from the metadata that LLVM writes into the assembly."""
+def resources(assembly: str, target: Target) -> Resources:
+    """Registers, spills and memory as LLVM writes them into the assembly, and what they let reside on a SIMD."""
 
     def number(key: str) -> int:
-        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        found = re.search(rf"\.{key}(?::\s+|, )(\d+)$", assembly, re.M)
         if found is None:
-            raise CompileError(f"LLVM's assembly has no .{key} metadata")
+            raise CompileError(f"LLVM's assembly has no .{key}")
         return int(found.group(1))
 
-    accum = number("agpr_count")
-    total = re.search(r"^; TotalNumVgprs: (\d+)", assembly, re.M)
-    occupancy = re.search(r"^; Occupancy: (\d+)", assembly, re.M)
+    shared = number("group_segment_fixed_size")
     return Resources(
-        registers=int(total.group(1)) - accum if total else number("vgpr_count"),
-        accum_registers=accum,
+        registers=number("num_vgpr"),
+        accum_registers=number("num_agpr"),
         scalar_registers=number("sgpr_count"),
         spills=number("vgpr_spill_count") + number("sgpr_spill_count"),
         scratch_bytes=number("private_segment_fixed_size"),
-        shared_bytes=number("group_segment_fixed_size"),
-        occupancy=int(occupancy.group(1)) if occupancy else None,
+        shared_bytes=shared,
+        occupancy=_occupancy(target, number("vgpr_count"), shared, number("max_flat_workgroup_size")),
     )
+
+
+def _occupancy(target: Target, registers: int, shared: int, threads: int) -> int:
+    """Waves that a SIMD holds, at most: registers are handed out in eights, and 4 SIMDs share the memory."""
+    by_registers = target.registers // max(8, -(-registers // 8) * 8)
+    waves = -(-threads // target.wave_size)
+    by_memory = -(-(target.shared_bytes // shared) * waves // 4) if shared else _MAX_WAVES
+    return min(_MAX_WAVES, by_registers, by_memory)
