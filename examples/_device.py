@@ -19,11 +19,16 @@ from fly.backends.target import target
 ARCHS = ("gfx942", "gfx950", "sm_80", "sm_90a")
 
 
+def has_emulator() -> bool:
+    """Whether CPU tensors can be computed with."""
+    return find_spec("fly.runtime.emulated") is not None
+
+
 def place() -> str | None:
     """The torch device to run on: "cuda", "cpu" (emulated), or None where there is neither."""
     if torch.cuda.is_available():
         return "cuda"
-    return "cpu" if find_spec("fly.runtime.emulated") else None
+    return "cpu" if has_emulator() else None
 
 
 def show(kernel: Any, *specs: Any, block: int, **statics: Any) -> None:
