@@ -1,4 +1,4 @@
-"""Every example and the demo run: emulated where the emulator is there, and always as far as code for every target."""
+"""Every example and the demo run: emulated where the emulator is there, and always as far as code."""
 
 from __future__ import annotations
 
@@ -65,13 +65,12 @@ def _first(pattern: str, replacement: str):
     ("damage", "complaint"),
     [
         (_first(r"^\s+v_mfma.*\n", ""), "31 matrix instructions a key tile instead of 32"),
-        (_first(r"^\s+s_cbranch.*\n", ""), "loops with matrix instructions"),
+        (lambda isa: re.sub(r"s_cbranch\w+", "s_nop", isa), "0 loops with matrix instructions instead of 2"),
         (_first(r"buffer_load_dwordx4", "buffer_load_ushort"), "buffer_load_ushort loads single elements"),
     ],
 )
 def test_demo_notices_bad_code(damage, complaint, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setenv("FLY_CACHE", "0")
     import demo
 
     monkeypatch.setattr(demo, "FAILURES", [])
@@ -87,7 +86,6 @@ def test_demo_notices_bad_code(damage, complaint, monkeypatch, capsys):
 
 def test_demo_notices_spills(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setenv("FLY_CACHE", "0")
     import demo
 
     monkeypatch.setattr(demo, "FAILURES", [])
