@@ -211,6 +211,12 @@ class RowView:
         """The address of a row, in 64-bit arithmetic."""
         return self.pointer.offset(wide(index) * self.stride * self.dtype.bytes)
 
+    def beside(self, index: Any) -> RowView:
+        """The view moved to the right by `index` times its columns."""
+        step = self.columns * self.dtype.bytes
+        alignment = min(self.alignment, step & -step)
+        return replace(self, pointer=self.pointer.offset(wide(index) * step), alignment=alignment)
+
     def tile(self, index: Any, rows: int) -> Window:
         """Tile number `index` of `rows` rows, counted from the first row."""
         return self.window(index * rows, rows)
@@ -250,13 +256,12 @@ class Panel:
 
     @property
     def alignment(self) -> int:
-        step = self.columns * self.dtype.bytes
-        return min(self.view.alignment, step & -step)
+        """Bytes that divide the address of every row of every tile."""
+        return self.view.beside(0).alignment
 
     def tile(self, index: Any, rows: int) -> Window:
         """Tile number `index`, `rows` rows high; zeros past the last row and past the last whole tile."""
-        step = wide(index) * (self.columns * self.dtype.bytes)
-        window = replace(self.view, pointer=self.view.pointer.offset(step)).window(self.first, rows)
+        window = self.view.beside(index).window(self.first, rows)
         exists = wide(index) * self.columns + self.columns <= wide(self.width)
         return replace(window, bound=select(exists, window.bound, 0))
 

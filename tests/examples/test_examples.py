@@ -1,0 +1,95 @@
+"""Every example and the demo run: emulated where the emulator is there, and always as far as code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NUMBERED = sorted(EXAMPLES.glob("[0-9]*.py"))
+needs_emulator = pytest.mark.skipif(find_spec("fly.emulator") is None, reason="needs the emulator (fly.emulator)")
+examples = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+
+
+def run(path: Path, *flags: str) -> str:
+    """A script's output; it must succeed."""
+    done = subprocess.run([sys.executable, str(path), *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_are_examples():
+    assert [path.name[:3] for path in NUMBERED] == ["01_", "02_", "03_"]
+
+
+@examples
+def test_compiles_for_every_target(path):
+    shown = run(path, "--compile")
+    for arch in ("gfx942", "gfx950"):
+        assert re.search(rf"^{arch}: \d+ registers, \d+ shared bytes, 0 spills\n +s_load", shown, re.M), shown
+    for arch in ("sm_80", "sm_90a"):
+        assert re.search(rf"^{arch}: .* registers, \d+ shared bytes, \w+ spills\n +ld\.param", shown, re.M), shown
+
+
+@examples
+@needs_emulator
+def test_is_right(path):
+    shown = run(path)
+    assert len(re.findall(r"largest error", shown)) >= 4, shown
+
+
+@examples
+def test_is_short_enough_to_read(path):
+    assert len(path.read_text().splitlines()) <= 150
+
+
+def test_demo():
+    shown = run(EXAMPLES / "demo.py")
+    assert shown.endswith("All checks passed.\n"), shown
+    for arch in ("gfx942", "gfx950", "sm_80", "sm_90a"):
+        for head_dim in (64, 128):
+            assert len(re.findall(rf"^  {arch} D{head_dim} ", shown, re.M)) == 2, shown
+
+
+def _first(pattern: str, replacement: str):
+    return lambda isa: re.sub(pattern, replacement, isa, count=1, flags=re.M)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (_first(r"^\s+v_mfma.*\n", ""), "31 matrix instructions a key tile instead of 32"),
+        (lambda isa: re.sub(r"s_cbranch\w+", "s_nop", isa), "0 loops with matrix instructions instead of 2"),
+        (_first(r"buffer_load_dwordx4", "buffer_load_ushort"), "buffer_load_ushort loads single elements"),
+    ],
+)
+def test_demo_notices_bad_code(damage, complaint, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    monkeypatch.setattr(demo, "FAILURES", [])
+    built = demo.build("gfx950", 128)
+    demo.check_build(built)
+    assert demo.FAILURES == []
+    isa = built.artefact.isa
+    assert damage(isa) != isa
+    demo.check_build(replace(built, artefact=replace(built.artefact, isa=damage(isa))))
+    assert any(complaint in failure for failure in demo.FAILURES), demo.FAILURES
+    capsys.readouterr()
+
+
+def test_demo_notices_spills(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    monkeypatch.setattr(demo, "FAILURES", [])
+    built = demo.build("gfx942", 64)
+    spilled = replace(built.artefact, resources=replace(built.artefact.resources, spills=3))
+    demo.check_build(replace(built, artefact=spilled))
+    assert demo.FAILURES == ["gfx942 D64: 3 spills, 0 bytes of scratch"]

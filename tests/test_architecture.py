@@ -1,0 +1,188 @@
+"""The shape of the code base: who may import whom, what `import fly` costs, and that what is public is there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fly
+from fly import config
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 600
+
+BASE = ("fly.errors", "fly.config", "fly.int_tuple", "fly.swizzle", "fly.layout")
+COMPILER = ("fly.ir", "fly.lang", "fly.passes", "fly.backends")
+# What each part may import besides itself; `fly` alone is the package's front, which loads the rest on first use.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "fly.errors": (),
+    "fly.config": ("fly.errors",),
+    "fly.int_tuple": ("fly.errors",),
+    "fly.swizzle": ("fly.errors", "fly.int_tuple"),
+    "fly.layout": ("fly.errors", "fly.int_tuple", "fly.swizzle"),
+    "fly.ir": BASE,
+    "fly.lang": (*BASE, "fly.ir"),
+    "fly.passes": (*BASE, "fly.ir"),
+    "fly.backends": (*BASE, "fly.ir", "fly.lang", "fly.passes"),
+    "fly.emulator": (*BASE, *COMPILER),
+    "fly.runtime": ("fly", *BASE, *COMPILER, "fly.emulator"),
+    "fly.__init__": (*BASE, *COMPILER, "fly.runtime"),
+    "fly.__main__": ("fly.runtime",),
+    "kernels": ("fly",),
+}
+# Imports against the order, each with its reason.
+EXCEPTIONS = {
+    ("fly.runtime.cli", "kernels.flash_attn_generic"): "the command line knows one kernel by a short name",
+}
+# Where third-party packages that are heavy or not always there may be imported.
+EXTERNAL: dict[str, tuple[str, ...]] = {
+    "mlir": COMPILER,
+    "llvmlite": ("fly.backends",),
+    "torch": ("fly.runtime", "kernels"),
+    "cuda": ("fly.runtime",),
+    "tinygrad": ("fly.emulator",),
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(dotted name, path) of every module of the package and the kernels."""
+    for top in ("fly", "kernels"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name if name == "fly.__init__" else name.removesuffix(".__init__"), path
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from executed(node)
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Dotted names that a module imports, anywhere in it: statements, and `import_module` of a constant."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in executed(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                # `from fly import config` imports a module, `from fly.errors import FlyError` a name of one
+                inner = ROOT.joinpath(*module.split("."), alias.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+                yield f"{module}.{alias.name}" if is_module else module
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function == "import_module" and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def within(module: str, part: str) -> bool:
+    return module == part or (part != "fly" and module.startswith(part + "."))
+
+
+def part_of(module: str) -> str:
+    return next(part for part in ALLOWED if within(module, part))
+
+
+def violations(name: str, path: Path) -> list[str]:
+    """Imports of a module that the order does not allow."""
+    own = part_of(name)
+    found = []
+    for imported in imports(name, path):
+        top = imported.split(".")[0]
+        if top in EXTERNAL and own not in EXTERNAL[top]:
+            found.append(f"{name} imports {imported}")
+        if top not in ("fly", "kernels", "tests", "benchmarks", "examples") or (name, imported) in EXCEPTIONS:
+            continue
+        everything = own == "kernels" and top == "fly"
+        if not everything and not any(within(imported, part) for part in (own, *ALLOWED[own])):
+            found.append(f"{name} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_import_order(name, path):
+    assert violations(name, path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("fly.ir.math", "from fly.lang import tensor"),
+        ("fly.ir.math", "import fly"),
+        ("fly.lang.tensor", "def f():\n    import fly.backends.target"),
+        ("fly.lang.tensor", "from ..passes.walk import build"),
+        ("fly.passes.walk", "from fly.lang.signature import Field"),
+        ("fly.backends.target", "import importlib\nimportlib.import_module('fly.runtime.cuda')"),
+        ("fly.runtime.launch", "from kernels import mask"),
+        ("fly.emulator.wave", "from fly.runtime.device import Device"),
+        ("fly.lang.tensor", "import llvmlite.binding"),
+        ("fly.ir.math", "def f():\n    import torch"),
+        ("kernels.mask", "from tests.kernels import reference"),
+        ("fly.config", "from fly import layout"),
+        ("fly.config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fly.ir\nimport fly.lang"),
+    ],
+)
+def test_the_order_has_teeth(name, source, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert len(violations(name, path)) == 1
+
+
+def test_exceptions_are_still_needed():
+    found = {(name, imported) for name, path in modules() for imported in imports(name, path)}
+    assert set(EXCEPTIONS) <= found
+
+
+def loaded_by(program: str) -> set[str]:
+    """Top-level modules that a program leaves loaded, in a fresh interpreter."""
+    program += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_import_fly_is_light():
+    assert not loaded_by("import fly; fly.Layout; fly.TensorSpec") & {"mlir", "llvmlite", "torch", "numpy", *EXTERNAL}
+
+
+def test_an_exported_kernel_needs_no_compiler(tmp_path):
+    @fly.kernel
+    def fill(x: fly.Tensor):
+        x.store(fly.f32(1.0), fly.thread_id.x)
+
+    vector = fly.TensorSpec("f32", rank=1, alignment=16, unit_stride=True)
+    path = tmp_path / "fill.fly"
+    fly.compile(fill, vector, block=64, target="gfx950").save(path)
+    assert not loaded_by(f"import fly; fly.load({str(path)!r})") & {"mlir", "llvmlite", "torch", "tinygrad", "cuda"}
+
+
+@pytest.mark.parametrize("name", fly.__all__)
+def test_public_names_are_there(name):
+    assert getattr(fly, name) is not None
+
+
+def test_no_other_names_are_public():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fly.nothing
+
+
+@pytest.mark.parametrize("variable", config.VARIABLES, ids=lambda variable: variable.name)
+def test_environment_variables_are_documented(variable):
+    assert f"`{variable.name}`" in (ROOT / "README.md").read_text()
+
+
+def test_files_are_short_enough_to_read():
+    tops = ("fly", "kernels", "tests", "benchmarks", "examples")
+    lengths = {path: len(path.read_text().splitlines()) for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert lengths
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
