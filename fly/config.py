@@ -64,6 +64,9 @@ def _directory(text: str) -> Path:
 ARCH = Variable("FLY_ARCH", "gfx950", str, "AMD architecture that is emulated for CPU tensors")
 DUMP = Variable("FLY_DUMP", "", str, "dump the IR after a pass: a pass name, or 'all'")
 DUMP_DIR = Variable("FLY_DUMP_DIR", "fly_dump", _directory, "directory that dumps are written to")
+EMULATOR_CHECKS = Variable(
+    "FLY_EMULATOR_CHECKS", "1", _boolean, "0 turns the emulator's checks (races, missing waits, hazards) off"
+)
 CACHE = Variable("FLY_CACHE", "1", _boolean, "0 turns the disk cache off")
 CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of the disk cache")
 CACHE_SIZE = Variable("FLY_CACHE_SIZE_MB", "512", _megabytes, "bound on the disk cache's size, megabytes")

@@ -119,3 +119,15 @@ class ArtefactError(FlyError, ValueError):
 
 class ConfigError(FlyError, ValueError):
     """An environment variable with a value that is not accepted."""
+
+
+class EmulatorError(FlyError, RuntimeError):
+    """Code that the emulator cannot execute, or a fault that stops it (unknown instruction, bad address)."""
+
+
+class EmulatorReportError(EmulatorError):
+    """What the emulator's checks found in a kernel; `.reports` holds one `Report` per finding."""
+
+    def __init__(self, message: str, reports: tuple = ()):
+        super().__init__(message)
+        self.reports = reports

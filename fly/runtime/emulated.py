@@ -1,0 +1,96 @@
+"""The emulated AMD GPU: what CPU tensors run on (`FLY_ARCH` names the architecture)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from fly import config
+from fly.backends.artefact import Artefact
+from fly.emulator import Program, Region, RunResult
+from fly.errors import DeviceError
+from fly.runtime.device import Allocation, Dim3
+
+EMULATED = ("gfx942", "gfx950")
+# a run that takes longer than this shows a progress bar
+_QUIET_SECONDS = 5.0
+
+
+class EmulatedDevice:
+    """An emulated gfx942 or gfx950; kernels have finished when `launch` returns.
+
+    Raises:
+        DeviceError: an architecture that is not emulated.
+    """
+
+    needs_allocations = True
+
+    def __init__(self, arch: str):
+        if arch not in EMULATED:
+            raise DeviceError(f"FLY_ARCH={arch!r} is not emulated; CPU tensors run on one of {', '.join(EMULATED)}")
+        self.target = arch
+        self.last: RunResult | None = None
+
+    def load(self, artefact: Artefact) -> EmulatedKernel:
+        """Decode an artefact's code object.
+
+        Raises:
+            EmulatorError: the binary is not a code object for this architecture.
+        """
+        return EmulatedKernel(self, artefact)
+
+
+class EmulatedKernel:
+    """A decoded kernel; see `fly.runtime.device.LoadedKernel`."""
+
+    def __init__(self, device: EmulatedDevice, artefact: Artefact):
+        self.device, self.artefact = device, artefact
+        self.program = Program(artefact.binary, device.target)
+
+    def launch(
+        self, grid: Dim3, block: Dim3, packed: bytearray, stream: int = 0, allocations: Sequence[Allocation] = ()
+    ) -> None:
+        """Run the kernel; `stream` has no meaning here.
+
+        Raises:
+            EmulatorError: a fault, such as an access outside `allocations`, or an instruction without semantics.
+            EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
+        """
+        regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
+        with _Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
+            self.device.last = self.program.launch(
+                self.artefact.kernel,
+                grid,
+                block,
+                bytes(packed),
+                regions,
+                dynamic_lds=self.artefact.dynamic_shared,
+                checks=config.EMULATOR_CHECKS.get(),
+                progress=progress,
+            )
+
+
+class _Progress:
+    """A tqdm bar over workgroups that appears when a run turns out to be long."""
+
+    def __init__(self, total: int, title: str):
+        self.total, self.title, self.done = total, title, 0
+        self.begin = time.monotonic()
+        self.bar: object | None = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self.update
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()  # type: ignore[attr-defined]
+
+    def update(self, workgroups: int) -> None:
+        """Count finished workgroups."""
+        self.done += workgroups
+        if self.bar is None and time.monotonic() - self.begin > _QUIET_SECONDS and self.done < self.total:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=self.total, initial=self.done, desc=f"emulating {self.title}", unit="workgroup")
+        elif self.bar is not None:
+            self.bar.update(workgroups)  # type: ignore[attr-defined]
