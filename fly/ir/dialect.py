@@ -133,11 +133,14 @@ irdl.dialect @fly {
   }
   irdl.operation @wait {
     %token = irdl.base @fly::@token
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "loads" = %int }
     irdl.operands(token: %token)
   }
   irdl.operation @wait_count {
-    %int = irdl.base "#builtin.integer"
-    irdl.attributes { "newer" = %int }
+    %newer = irdl.base "#builtin.integer"
+    %loads = irdl.base "#builtin.integer"
+    irdl.attributes { "newer" = %newer, "loads" = %loads }
   }
   irdl.operation @commit { }
   irdl.operation @narrow {

@@ -221,9 +221,12 @@ class RowView:
         """Tile number `index` of `rows` rows, counted from the first row."""
         return self.window(index * rows, rows)
 
-    def window(self, first: Any, rows: int) -> Window:
-        """Rows [first, first + rows); those that do not exist read as zero and drop stores."""
-        valid = maximum(minimum(self.count - first, rows), 0)
+    def window(self, first: Any, rows: int | None) -> Window:
+        """Rows [first, first + rows), or all from `first` on; those that do not exist read as zero and drop stores."""
+        # not a clamp to [0, rows]: LLVM makes that a vector instruction on AMD, and the bound is scalar
+        valid = self.count - minimum(self.count, first)
+        if rows is not None:
+            valid = minimum(valid, rows)
         pitch = self.pitch
         bound = (valid - 1) * pitch + self.columns * self.dtype.bytes
         return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, valid, self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mlir import ir
 
 from fly.ir.dialect import token_type
-from fly.passes.walk import build, kernel_function, operations
+from fly.passes.walk import build, integer, kernel_function, operations
 
 # Age of a token whose copies have landed, or that stands for none.
 DONE = 1 << 20
@@ -41,9 +41,10 @@ class InsertWaits:
         analysis.block(body, _State())
         for op in operations(body):
             if op.name == "fly.wait":
-                newer = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), analysis.waits[hash(op)])
-                if analysis.waits[hash(op)] < DONE:
-                    build(op, "fly.wait_count", [], [], {"newer": newer})
+                newer = analysis.waits[hash(op)]
+                if newer < DONE or integer(op, "loads"):
+                    attribute = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), newer)
+                    build(op, "fly.wait_count", [], [], {"newer": attribute, "loads": op.attributes["loads"]})
                 op.erase()
         _erase_tokens(body)
 

@@ -212,9 +212,10 @@ def _copy_direct(op: ir.Operation, b: Builder) -> None:
 
 
 def _wait_count(op: ir.Operation, b: Builder) -> None:
-    # all other counters at their maximum: s_waitcnt vmcnt(n) alone (gfx9 encoding, ISA manual "S_WAITCNT")
+    # gfx9 encoding (ISA manual, S_WAITCNT): vmcnt in bits 3:0 and 15:14, expcnt 6:4, lgkmcnt 11:8; all ones: no wait
     newer = min(integer(op, "newer"), 63)
-    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(0x0F70 | (newer & 15) | (newer >> 4) << 14)], None)
+    lgkm = 0 if integer(op, "loads") else 15
+    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(newer & 15 | 7 << 4 | lgkm << 8 | (newer >> 4) << 14)], None)
 
 
 def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
