@@ -63,10 +63,11 @@ def test_commands_of_the_readme_run(command, capsys):
 
 
 @pytest.mark.skipif(find_spec("fly.emulator") is None, reason="needs the emulator (fly.emulator)")
-def test_code_of_the_readme_runs(tmp_path):
+def test_code_of_the_readme_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert len(blocks) == 3
     program = tmp_path / "tour.py"
     program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, check=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
