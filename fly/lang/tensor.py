@@ -212,7 +212,11 @@ class RowView:
         return self.pointer.offset(wide(index) * self.stride * self.dtype.bytes)
 
     def beside(self, index: Any) -> RowView:
-        """The view moved to the right by `index` times its columns."""
+        """The view moved to the right by `index` times its columns.
+
+        Where that reaches past the end of the rows, a window's bound does not tell one row from the next: such
+        columns, and rows from `rows_left` on, are for the caller to mask.
+        """
         step = self.columns * self.dtype.bytes
         alignment = min(self.alignment, step & -step)
         return replace(self, pointer=self.pointer.offset(wide(index) * step), alignment=alignment)
