@@ -32,9 +32,11 @@ def scaled(a: fly.Tensor, out: fly.Tensor, factor: fly.f32, *, waves=None, regis
 
 
 @fly.kernel
-def reversed_block(a: fly.Tensor, out: fly.Tensor, factor: fly.f32, *, align=16):
-    """Every block's 256 elements of `a` backwards, through shared memory."""
-    buffer = fly.SharedMemory("line", fly.f32, 256, align=align)
+def reversed_block(a: fly.Tensor, out: fly.Tensor, factor: fly.f32, *, elements=256, flush=False):
+    """Every block's 256 elements of `a` backwards, through a shared buffer of at least as many `elements`."""
+    if flush:
+        fly.flush_denormals()
+    buffer = fly.SharedMemory("line", fly.f32, elements)
     thread = fly.thread_id.x
     first = fly.block_id.x * 256
     buffer.store(a.load(first + thread), thread)
