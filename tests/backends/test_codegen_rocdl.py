@@ -70,6 +70,16 @@ def test_resources(arch):
         assert (resources.spills, resources.scratch_bytes, resources.occupancy) == (0, 0, 8)
 
 
+@pytest.mark.parametrize("arch", AMD)
+def test_barrier_waits_for_shared_memory(arch):
+    """Stores have landed before it, and nothing is read ahead of it."""
+    code = [line.strip() for line in cached(reversed_block, arch).isa.splitlines()]
+    barrier = code.index("s_barrier")
+    store, load = (next(i for i, line in enumerate(code) if line.startswith(x)) for x in ("ds_write", "ds_read"))
+    assert store < barrier < load
+    assert any("lgkmcnt(0)" in line for line in code[store + 1 : barrier])
+
+
 def test_accumulation_registers_are_counted_apart():
     text = """
     define amdgpu_kernel void @k(ptr addrspace(1) %p) {
