@@ -19,6 +19,7 @@ _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
 _REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
 _LAUNCH_PARAM_END = 0
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
 @functools.cache
@@ -51,16 +52,22 @@ def _status_text(driver: Any, status: Any) -> str:
     return ": ".join(text.decode() for text in texts if text) or f"error {int(status)}"
 
 
-def ordinal_of(address: int, driver: Any = None) -> int:
+def ordinal_of(address: int) -> int:
     """The ordinal of the device that an address of device memory belongs to.
 
     Raises:
         DeviceError: the driver does not know the address, or is missing.
     """
-    driver = driver or _driver()
-    call(driver, "cuInit", 0)
-    what = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(call(driver, "cuPointerGetAttribute", what, address))
+    call(_driver(), "cuInit", 0)
+    ordinal = ctypes.c_int()
+    # past the bindings: those of 13.3 return 0 here whatever the driver says
+    query = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    status = query(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    if status != 0:
+        raise DeviceError(
+            f"address {address:#x} is no GPU memory that the CUDA driver knows (error {status})"
+        )
+    return ordinal.value
 
 
 class CudaDevice:
