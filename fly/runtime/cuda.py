@@ -114,11 +114,19 @@ class CudaDevice:
         if int(self._call("cuCtxGetCurrent")) == self.context_address:
             yield
             return
-        self._call("cuCtxPushCurrent", self._context)
+        self.push()
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent")
+            self.pop()
+
+    def push(self) -> None:
+        """Make the device's primary context current in this thread until `pop`."""
+        self._call("cuCtxPushCurrent", self._context)
+
+    def pop(self) -> None:
+        """Undo `push`."""
+        self._call("cuCtxPopCurrent")
 
     def load(self, artefact: Artefact) -> CudaKernel:
         """Load a kernel from PTX, which the driver compiles, or from a cubin; it is never unloaded.
@@ -197,7 +205,10 @@ class CudaKernel:
         if int(self._get_current()[1]) == self._context_address:
             (status,) = self._launch(*arguments)
         else:
-            with self._device.current():
+            self._device.push()
+            try:
                 (status,) = self._launch(*arguments)
+            finally:
+                self._device.pop()
         if status != 0:
             raise DeviceError(f"{self._name}: cuLaunchKernel: {_status_text(self._device.driver, status)}")

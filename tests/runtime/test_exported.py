@@ -78,6 +78,8 @@ def test_other_bad_launches_are_named(device):
         scale[1, 64](x, x, 0.5)
     with pytest.raises(LaunchError, match=r"block is \(32, 1, 1\), compiled for \(64, 1, 1\)"):
         scale[1, 32](x, None, 0.5)
+    with pytest.raises(LaunchError, match=r"scale\[5\]; accepted: scale\[grid, block\]"):
+        scale[5]
     with pytest.raises(ArgumentError, match="unexpected argument 'causal'; static parameters: none"):
         scale[1, 64](x, None, 0.5, causal=True)
     with pytest.raises(LaunchError, match="compiled for sm_90a, the tensors are on gfx950"):
