@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
@@ -64,9 +65,7 @@ def ordinal_of(address: int) -> int:
     query = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
     status = query(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
     if status != 0:
-        raise DeviceError(
-            f"address {address:#x} is no GPU memory that the CUDA driver knows (error {status})"
-        )
+        raise DeviceError(f"address {address:#x} is no GPU memory that the CUDA driver knows (error {status})")
     return ordinal.value
 
 

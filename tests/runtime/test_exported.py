@@ -126,9 +126,7 @@ def test_no_compiler_is_loaded(tmp_path):
 
 
 def test_the_runtime_imports_no_driver_compiler_or_tensor_library():
-    program = (
-        "import sys, fly.runtime, fly.runtime.cuda, fly.runtime.hip, fly.runtime.cache; print(*sys.modules)"
-    )
+    program = "import sys, fly.runtime, fly.runtime.cuda, fly.runtime.hip, fly.runtime.cache; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "fly" in loaded

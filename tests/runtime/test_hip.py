@@ -147,9 +147,7 @@ def test_sizes_above_the_limits_are_named(make, grid, block, text):
 def test_each_architecture_has_its_shared_memory(make):
     large = dataclasses.replace(ARTEFACT, resources=Resources(shared_bytes=160 * 1024))
     make(0).load(large)
-    with pytest.raises(
-        LaunchError, match=r"shared memory bytes: 163840; cuda:1 \(gfx942\) takes at most 65536"
-    ):
+    with pytest.raises(LaunchError, match=r"shared memory bytes: 163840; cuda:1 \(gfx942\) takes at most 65536"):
         make(1).load(large)
 
 
