@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.rocdl.intrinsics import s_barrier, s_setprio, sched_barrier
+from fly.backends.rocdl.intrinsics import s_barrier, s_setprio, s_waitcnt_lds, sched_barrier
 from fly.errors import ShapeError
 from kernels.attention_tiles import group_size, load_queries, store_lse, store_output
 from kernels.mask import KeyRange
@@ -202,7 +202,8 @@ class Tiles:
         # cluster 0
         k_operands = [self._read_k(parity, n) for n in range(self.key_tiles)]
         k_flight = self.k_copy.issue(state.k_at, self.k[1 - parity])
-        fly.wait(state.v_flight, loads=True)
+        fly.wait(state.v_flight)
+        s_waitcnt_lds()
         self._boundary()
         # cluster 1
         self._priority(1)
@@ -213,7 +214,8 @@ class Tiles:
         # cluster 2
         v_operands = self._read_v(1 - parity)
         v_flight = self.v_copy.issue(state.v_at, self.v[parity])
-        fly.wait(k_flight, loads=True)
+        fly.wait(k_flight)
+        s_waitcnt_lds()
         self._boundary()
         # cluster 3
         self._priority(1)

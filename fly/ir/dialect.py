@@ -133,14 +133,11 @@ irdl.dialect @fly {
   }
   irdl.operation @wait {
     %token = irdl.base @fly::@token
-    %int = irdl.base "#builtin.integer"
-    irdl.attributes { "loads" = %int }
     irdl.operands(token: %token)
   }
   irdl.operation @wait_count {
-    %newer = irdl.base "#builtin.integer"
-    %loads = irdl.base "#builtin.integer"
-    irdl.attributes { "newer" = %newer, "loads" = %loads }
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "newer" = %int }
   }
   irdl.operation @commit { }
   irdl.operation @narrow {

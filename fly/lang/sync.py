@@ -39,17 +39,16 @@ def join(tokens: Sequence[Token]) -> Token:
     return Token(emit("fly.join", [t.ir for t in tokens], [token_type()]).results[0])
 
 
-def wait(token: Token, *, loads: bool = False) -> None:
+def wait(token: Token) -> None:
     """Until the copies of `token` that this thread issued have landed in shared memory.
 
-    With `loads`, also until the wave's own loads from shared memory have arrived, in the same instruction.
 
     The compiler turns it into the wait with the largest count of newer copies that is still correct. Other
     threads' copies need a `barrier` after it.
     """
     if not isinstance(token, Token):
         raise DTypeError(f"wait takes a copy token, not {token!r}")
-    emit("fly.wait", [token.ir], [], {"loads": i64_attribute(int(loads))})
+    emit("fly.wait", [token.ir], [])
 
 
 def barrier() -> None:

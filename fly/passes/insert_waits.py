@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mlir import ir
 
 from fly.ir.dialect import token_type
-from fly.passes.walk import build, integer, kernel_function, operations
+from fly.passes.walk import build, kernel_function, operations
 
 # Age of a token whose copies have landed, or that stands for none.
 DONE = 1 << 20
@@ -42,9 +42,9 @@ class InsertWaits:
         for op in operations(body):
             if op.name == "fly.wait":
                 newer = analysis.waits[hash(op)]
-                if newer < DONE or integer(op, "loads"):
+                if newer < DONE:
                     attribute = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), newer)
-                    build(op, "fly.wait_count", [], [], {"newer": attribute, "loads": op.attributes["loads"]})
+                    build(op, "fly.wait_count", [], [], {"newer": attribute})
                 op.erase()
         _erase_tokens(body)
 

@@ -46,7 +46,7 @@ def s_barrier() -> None:
 
 
 def s_waitcnt_lds() -> None:
-    """Until this wave's shared-memory loads have arrived: S_WAITCNT lgkmcnt(0)."""
+    """Until this wave's shared-memory loads have arrived: S_WAITCNT lgkmcnt(0). LLVM merges it with a `fly.wait`."""
     _call("llvm.amdgcn.s.waitcnt", i32(0xC07F).ir)
 
 

@@ -232,8 +232,7 @@ def _copy_direct(op: ir.Operation, b: Builder) -> None:
 def _wait_count(op: ir.Operation, b: Builder) -> None:
     # gfx9 encoding (ISA manual, S_WAITCNT): vmcnt in bits 3:0 and 15:14, expcnt 6:4, lgkmcnt 11:8; all ones: no wait
     newer = min(integer(op, "newer"), 63)
-    lgkm = 0 if integer(op, "loads") else 15
-    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(newer & 15 | 7 << 4 | lgkm << 8 | (newer >> 4) << 14)], None)
+    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(newer & 15 | 7 << 4 | 15 << 8 | (newer >> 4) << 14)], None)
 
 
 def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
