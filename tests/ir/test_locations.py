@@ -46,7 +46,7 @@ def test_operations_are_at_the_authors_line():
         "fly.barrier": {tags["barrier"]},
         "math.exp2": {tags["store"]},
         "llvm.store": {tags["store"]},
-        "fly.shuffle": {tags["sum"]},
+        "fly.pair": {tags["sum"]},
         "fly.alloc_shared": {tags["buffer"]},
     }
     assert {name: found[name] for name in expected} == expected

@@ -69,15 +69,15 @@ def _barrier(op: ir.Operation, b: Builder) -> None:
 
 def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
     value, lane = op.operands
+    static = _constant(lane)
+    if string(op, "mode") == "xor":
+        return _xor(b, value, static)
     i32 = ir.IntegerType.get_signless(32)
     word = b.bitcast(value, i32)
-    static = _constant(lane)
-    if string(op, "mode") == "idx":
-        if static == 0:
-            return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
-        address = b.value("llvm.shl", [lane, b.constant(2)], i32)
-        return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
-    return _xor(b, value, static)
+    if static == 0:
+        return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
+    address = b.value("llvm.shl", [lane, b.constant(2)], i32)
+    return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
 
 
 def _xor(b: Builder, value: ir.Value, mask: int) -> ir.Value:
