@@ -7,6 +7,8 @@ cos take revolutions; hardware is accurate to 2^-20 absolute or so, here it is t
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,7 @@ def exp2(x: Any) -> np.ndarray:
 
 def log2(x: Any) -> np.ndarray:
     """V_LOG_F32."""
-    return np.log2(flush(x))
+    return positive_nan(np.log2(flush(x)), x)
 
 
 def rcp(x: Any) -> np.ndarray:
@@ -85,12 +87,25 @@ def rcp(x: Any) -> np.ndarray:
 
 def rsq(x: Any) -> np.ndarray:
     """V_RSQ_F32."""
-    return (1.0 / np.sqrt(flush(x).astype(np.float64))).astype(np.float32)
+    return positive_nan((1.0 / np.sqrt(flush(x).astype(np.float64))).astype(np.float32), x)
+
+
+def positive_nan(result: Any, x: Any) -> np.ndarray:
+    """The hardware's NaN for an invalid operation is positive; x86 makes a negative one."""
+    made = np.isnan(result) & ~np.isnan(x)
+    if np.any(made):
+        return np.where(made, np.abs(result), result)
+    return result
+
+
+def root(x: Any) -> np.ndarray:
+    """Square root of any width, correctly rounded."""
+    return positive_nan(np.sqrt(x), x)
 
 
 def sqrt(x: Any) -> np.ndarray:
     """V_SQRT_F32."""
-    return np.sqrt(flush(x))
+    return root(flush(x))
 
 
 def turns(function: Any) -> Any:
@@ -124,6 +139,8 @@ def frexp_mantissa(x: Any) -> np.ndarray:
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
+    if x.dtype == np.float16:
+        return (np.ascontiguousarray(x).view(np.uint16) >> np.uint16(10) & np.uint16(31)).astype(np.int32)
     if x.dtype == np.float32:
         return (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23) & np.uint32(255)).astype(np.int32)
     return (np.ascontiguousarray(x).view(np.uint64) >> np.uint64(52) & np.uint64(2047)).astype(np.int32)
@@ -172,9 +189,26 @@ def div_fmas(s0: Any, s1: Any, s2: Any, scale: Any, kind: str) -> np.ndarray:
     if not np.any(scale):
         return result
     bias, shift = (127, 64) if kind == "f32" else (1023, 128)
-    s2 = np.broadcast_to(s2, result.shape)
-    scaled = np.ldexp(result, np.where(_exponent(s2) > bias, shift, -shift))
+    a, b, c = (np.broadcast_to(x, result.shape) for x in (s0, s1, s2))
+    power = np.where(_exponent(c) > bias, shift, -shift)
+    # the scaled sum is rounded once, also where it is subnormal
+    small = scale & (np.abs(np.ldexp(result, power)) < 2 * np.finfo(result.dtype).tiny)
+    scaled = np.ldexp(result, power)
+    for at in np.argwhere(small & np.isfinite(result)):
+        i = tuple(at)
+        scaled[i] = _exact_scaled_sum(float(a[i]), float(b[i]), float(c[i]), int(power[i]), result.dtype)
     return np.where(scale, scaled, result)
+
+
+def _exact_scaled_sum(a: float, b: float, c: float, power: int, dtype: np.dtype) -> float:
+    """(a·b + c)·2^power rounded once to float32 or float64, by integer arithmetic."""
+    exact = (Fraction(a) * Fraction(b) + Fraction(c)) * Fraction(2) ** power
+    info = np.finfo(dtype)
+    lowest = info.minexp - info.nmant
+    units = exact / Fraction(2) ** lowest
+    if abs(units) < 2 ** (info.nmant + 1):  # subnormal or just above: the spacing is the smallest one
+        return math.copysign(float(abs(round(units))) * 2.0**lowest, exact if exact else 1.0)
+    return float(dtype.type(float(exact)))
 
 
 def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
@@ -183,14 +217,17 @@ def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
     sign = np.signbit(s1) ^ np.signbit(s2)
     kind = s0.dtype.type
     negative_nan = -np.abs(kind(np.nan))
+    far = _exponent(s2) - _exponent(s1) < {2: -26, 4: -150, 8: -1075}[s0.dtype.itemsize]
     cases = [
         np.isnan(s2),
         np.isnan(s1),
         ((s1 == 0) & (s2 == 0)) | (np.isinf(s1) & np.isinf(s2)),
         (s1 == 0) | np.isinf(s2),
-        np.isinf(s1) | (s2 == 0),
+        np.isinf(s1) | (s2 == 0) | far,
+        np.isnan(s0),  # the refinement overflowed
     ]
-    values = [s2, s1, np.full_like(s0, negative_nan), np.full_like(s0, np.inf), np.zeros_like(s0)]
+    infinite, zero = np.full_like(s0, np.inf), np.zeros_like(s0)
+    values = [s2, s1, np.full_like(s0, negative_nan), infinite, zero, infinite]
     magnitude = np.select(cases[2:], values[2:], np.abs(s0))
     signed = np.where(sign & ~cases[2], -np.abs(magnitude), magnitude)
     return np.select(cases[:2], values[:2], signed)
