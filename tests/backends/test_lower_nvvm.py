@@ -6,6 +6,7 @@ import pytest
 
 from fly.backends.target import target
 from fly.errors import CompileError
+from fly.passes.insert_waits import DONE
 from tests.backends.lowering import lowered
 from tests.filecheck import filecheck
 
@@ -134,11 +135,35 @@ def test_copies_read_nothing_out_of_bounds(size, kind):
 
 def test_groups():
     check(
-        '"fly.commit"() : () -> ()\n"fly.wait_count"() {newer = 3} : () -> ()',
+        '"fly.commit"() : () -> ()\n"fly.wait_count"() {newer = 3, loads = 0} : () -> ()',
         """
         CHECK: "llvm.nvvm.cp.async.commit.group"()
         CHECK: %[[NEWER:.*]] = llvm.mlir.constant(3 : i32)
         CHECK: "llvm.nvvm.cp.async.wait.group"(%[[NEWER]])
+        """,
+    )
+
+
+def test_waits_for_loads_alone_are_nothing():
+    check(f'"fly.wait_count"() {{newer = {DONE}, loads = 1}} : () -> ()', "CHECK: arith.constant\nCHECK-NOT: llvm.")
+
+
+def test_pairs_and_votes():
+    check(
+        """
+        %x = llvm.mlir.poison : f32
+        %own, %partner = "fly.pair"(%x) {mask = 16} : (f32) -> (f32, f32)
+        %any = "fly.any_lane"(%c) : (i1) -> i1
+        %sum = arith.addf %own, %partner : f32
+        """,
+        """
+        CHECK: %[[X:.*]] = llvm.mlir.poison : f32
+        CHECK: llvm.mlir.constant(16 : i32)
+        CHECK: "llvm.nvvm.shfl.sync.bfly.i32"
+        CHECK: %[[PARTNER:.*]] = llvm.bitcast %{{.*}} : i32 to f32
+        CHECK: %[[ALL:.*]] = llvm.mlir.constant(-1 : i32)
+        CHECK: "llvm.nvvm.vote.any.sync"(%[[ALL]], %{{.*}}) : (i32, i1) -> i1
+        CHECK: arith.addf %[[X]], %[[PARTNER]]
         """,
     )
 
