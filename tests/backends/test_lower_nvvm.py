@@ -6,7 +6,6 @@ import pytest
 
 from fly.backends.target import target
 from fly.errors import CompileError
-from fly.passes.insert_waits import DONE
 from tests.backends.lowering import lowered
 from tests.filecheck import filecheck
 
@@ -135,17 +134,13 @@ def test_copies_read_nothing_out_of_bounds(size, kind):
 
 def test_groups():
     check(
-        '"fly.commit"() : () -> ()\n"fly.wait_count"() {newer = 3, loads = 0} : () -> ()',
+        '"fly.commit"() : () -> ()\n"fly.wait_count"() {newer = 3} : () -> ()',
         """
         CHECK: "llvm.nvvm.cp.async.commit.group"()
         CHECK: %[[NEWER:.*]] = llvm.mlir.constant(3 : i32)
         CHECK: "llvm.nvvm.cp.async.wait.group"(%[[NEWER]])
         """,
     )
-
-
-def test_waits_for_loads_alone_are_nothing():
-    check(f'"fly.wait_count"() {{newer = {DONE}, loads = 1}} : () -> ()', "CHECK: arith.constant\nCHECK-NOT: llvm.")
 
 
 def test_pairs_and_votes():

@@ -8,7 +8,7 @@
 | `barrier` | `fly.barrier` |
 | `%t = copy` or `%t = copy %p` | `fly.copy_async` into `%dst` or `%p` |
 | `%t = join %a, %b` | `fly.join` |
-| `wait %t` or `wait %t and loads` | `fly.wait` |
+| `wait %t` | `fly.wait` |
 | `mark N` | an operation that the passes leave alone (`fly.sched`) |
 
 In scope: `%src` (global pointer), `%dst` (shared pointer), `%i` (i32), `%n`, `%c0`, `%c1` (index), `%c` (i1).
@@ -39,8 +39,7 @@ _NOTATION = (
         r'\1 = "fly.copy_async"(\2, %src, %i, %i) {bytes = 16} : '
         rf"({SHARED}, !llvm.ptr<1>, i32, i32) -> !fly.token",
     ),
-    (rf"wait {_V}$", r'"fly.wait"(\1) {loads = 0} : (!fly.token) -> ()'),
-    (rf"wait {_V} and loads$", r'"fly.wait"(\1) {loads = 1} : (!fly.token) -> ()'),
+    (rf"wait {_V}$", r'"fly.wait"(\1) : (!fly.token) -> ()'),
     (r"mark (\d+)$", r'"fly.sched"() {kind = "mark", value = \1} : () -> ()'),
 )
 

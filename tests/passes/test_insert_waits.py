@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fly.passes.insert_waits import DONE, InsertWaits
+from fly.passes.insert_waits import InsertWaits
 from tests.filecheck import filecheck
 from tests.passes.modules import apply, parse
 
@@ -39,9 +39,9 @@ def test_straight_line_counts_newer_copies():
         CHECK-LABEL: func.func @kernel
         CHECK-COUNT-3: "fly.copy_async"
         CHECK: value = 1 : i64
-        CHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 2 : i64}
+        CHECK-NEXT: "fly.wait_count"() {newer = 2 : i64}
         CHECK: value = 2 : i64
-        CHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK-NEXT: "fly.wait_count"() {newer = 0 : i64}
         CHECK-NOT: fly.wait
         """,
     )
@@ -51,7 +51,7 @@ def test_second_wait_for_the_same_copies_is_dropped():
     filecheck(
         waits("%a = copy\n%b = copy\nwait %a\nwait %a\nmark 1"),
         """
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
+        CHECK: "fly.wait_count"() {newer = 1 : i64}
         CHECK-NEXT: "fly.sched"
         CHECK-NOT: fly.wait
         """,
@@ -63,19 +63,9 @@ def test_wait_covers_what_is_older():
     filecheck(
         waits("%a = copy\n%b = copy\nwait %b\nwait %a\nmark 1"),
         """
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK: "fly.wait_count"() {newer = 0 : i64}
         CHECK-NEXT: "fly.sched"
         CHECK-NOT: fly.wait
-        """,
-    )
-
-
-def test_waits_for_loads_remain_where_no_copy_is_left():
-    filecheck(
-        waits("%a = copy\n%b = copy\nwait %a and loads\nwait %a and loads"),
-        f"""
-        CHECK: "fly.wait_count"() {{loads = 1 : i64, newer = 1 : i64}}
-        CHECK: "fly.wait_count"() {{loads = 1 : i64, newer = {DONE} : i64}}
         """,
     )
 
@@ -85,7 +75,7 @@ def test_join_is_as_new_as_its_newest_part():
         waits("%a = copy\n%b = copy\n%d = copy\n%j = join %a, %b\n%k = join %j\nwait %k"),
         """
         CHECK-NOT: fly.join
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
+        CHECK: "fly.wait_count"() {newer = 1 : i64}
         CHECK-NOT: fly.join
         """,
     )
@@ -104,10 +94,10 @@ def test_tile_ring(stages, groups):
         f"""
         CHECK-COUNT-{stages - 1}: "fly.copy_async"
         CHECK: scf.for
-        CHECK: "fly.wait_count"() {{loads = 0 : i64, newer = {stages - 2} : i64}}
+        CHECK: "fly.wait_count"() {{newer = {stages - 2} : i64}}
         CHECK: "fly.copy_async"
         CHECK: scf.yield
-        CHECK: "fly.wait_count"() {{loads = 0 : i64, newer = {stages - 2} : i64}}
+        CHECK: "fly.wait_count"() {{newer = {stages - 2} : i64}}
         """,
     )
 
@@ -133,7 +123,7 @@ def test_branches_count_the_fewest(started):
         CHECK: value = 1
         CHECK-NOT: fly.wait
         CHECK: value = 2
-        CHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK-NEXT: "fly.wait_count"() {newer = 0 : i64}
         """,
     )
 
@@ -149,7 +139,7 @@ def test_branches_that_both_start_copies():
     }
     wait %a
     """
-    filecheck(waits(body), 'CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}')
+    filecheck(waits(body), 'CHECK: "fly.wait_count"() {newer = 1 : i64}')
 
 
 def test_token_from_a_branch():
@@ -170,7 +160,7 @@ def test_token_from_a_branch():
         waits(body),
         """
         CHECK: scf.if %{{.*}} -> (i32)
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
+        CHECK: "fly.wait_count"() {newer = 1 : i64}
         """,
     )
 
@@ -181,9 +171,9 @@ def test_wait_in_one_branch_does_not_count_after_it():
         waits(body),
         """
         CHECK: scf.if
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
+        CHECK: "fly.wait_count"() {newer = 1 : i64}
         CHECK: }
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
+        CHECK: "fly.wait_count"() {newer = 1 : i64}
         """,
     )
 
@@ -219,12 +209,12 @@ def test_swapped_tokens_take_the_newer_age():
       scf.yield %s#1, %s#0 : !fly.token, !fly.token
     }
     """
-    filecheck(waits(body), 'CHECK: value = 1\nCHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}')
+    filecheck(waits(body), 'CHECK: value = 1\nCHECK-NEXT: "fly.wait_count"() {newer = 0 : i64}')
 
 
 def test_loop_that_may_not_run_ages_nothing():
     body = "%a = copy\nscf.for %j = %c0 to %n step %c1 {\n%x = copy\n}\nwait %a"
-    filecheck(waits(body), 'CHECK: scf.for\nCHECK: }\nCHECK: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}')
+    filecheck(waits(body), 'CHECK: scf.for\nCHECK: }\nCHECK: "fly.wait_count"() {newer = 0 : i64}')
 
 
 def test_groups_count_joins_not_copies():
@@ -236,8 +226,8 @@ def test_groups_count_joins_not_copies():
         CHECK: "fly.commit"
         CHECK-COUNT-2: "fly.copy_async"
         CHECK: "fly.commit"
-        CHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 1 : i64}
-        CHECK-NEXT: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK-NEXT: "fly.wait_count"() {newer = 1 : i64}
+        CHECK-NEXT: "fly.wait_count"() {newer = 0 : i64}
         CHECK-NOT: fly.commit
         """,
     )
@@ -250,10 +240,10 @@ def test_copy_that_is_waited_for_before_it_is_joined_has_its_own_group():
         """
         CHECK: "fly.copy_async"
         CHECK: "fly.commit"
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK: "fly.wait_count"() {newer = 0 : i64}
         CHECK: "fly.copy_async"
         CHECK: "fly.commit"
-        CHECK: "fly.wait_count"() {loads = 0 : i64, newer = 0 : i64}
+        CHECK: "fly.wait_count"() {newer = 0 : i64}
         """,
     )
 

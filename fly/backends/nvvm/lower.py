@@ -9,7 +9,6 @@ from mlir import ir
 
 from fly.backends.lowering import Builder, Lower, per_element
 from fly.backends.target import Target
-from fly.passes.insert_waits import DONE
 from fly.passes.walk import integer, string
 
 _IDS = {"thread_id": "tid", "block_id": "ctaid", "grid_dim": "nctaid"}
@@ -153,9 +152,7 @@ def _commit(op: ir.Operation, b: Builder) -> None:
 
 
 def _wait_count(op: ir.Operation, b: Builder) -> None:
-    # loads from shared memory need no wait of their own here: their registers are tracked
-    if integer(op, "newer") < DONE:
-        b.intrinsic("llvm.nvvm.cp.async.wait.group", [b.constant(integer(op, "newer"))], None)
+    b.intrinsic("llvm.nvvm.cp.async.wait.group", [b.constant(integer(op, "newer"))], None)
 
 
 def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
