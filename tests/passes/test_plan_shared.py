@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.errors import SharedMemoryError
@@ -235,6 +235,7 @@ def buffers(draw: st.DrawFn) -> list[Buffer]:
     return result
 
 
+@settings(deadline=None)
 @given(buffers(), st.sets(st.integers(0, 28)))
 def test_place_separates_live_buffers(buffers, barriers):
     places = place(buffers, sorted(barriers))
@@ -247,6 +248,7 @@ def test_place_separates_live_buffers(buffers, barriers):
         assert separated or not overlap
 
 
+@settings(deadline=None)
 @given(buffers())
 def test_place_wastes_no_more_than_alignment(buffers):
     places = place(buffers, [])
@@ -254,6 +256,7 @@ def test_place_wastes_no_more_than_alignment(buffers):
     assert max(at + b.bytes for at, b in zip(places, buffers, strict=True)) <= padded
 
 
+@settings(deadline=None)
 @given(buffers())
 def test_place_reuses_where_everything_is_separated(buffers):
     """One after the other with barriers between: all start at 0."""
@@ -270,6 +273,7 @@ def kernels(draw: st.DrawFn) -> str:
     return "\n".join([*lines, *draw(st.lists(st.sampled_from([*uses, "barrier", "barrier"]), max_size=12))])
 
 
+@settings(deadline=None)
 @given(kernels(), st.integers(1200, 3000))
 def test_globals_hold_their_buffers(body, limit):
     """Each lies inside its global, as aligned as it asked for, and apart from those in use at the same time."""
