@@ -178,7 +178,11 @@ def div_fmas(s0: Any, s1: Any, s2: Any, scale: Any, kind: str) -> np.ndarray:
 
 
 def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
-    """V_DIV_FIXUP: the special cases of s2 / s1, whose refined quotient is s0."""
+    """V_DIV_FIXUP: the special cases of s2 / s1, whose refined quotient is s0.
+
+    A quotient beyond the largest number makes infinity in the refinement and then infinity minus infinity, so a NaN
+    in s0 between finite operands stands for an overflow. (The manual's pseudocode does not say where it handles this.)
+    """
     s0, s1, s2 = np.broadcast_arrays(s0, s1, s2)
     sign = np.signbit(s1) ^ np.signbit(s2)
     kind = s0.dtype.type
@@ -189,8 +193,10 @@ def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
         ((s1 == 0) & (s2 == 0)) | (np.isinf(s1) & np.isinf(s2)),
         (s1 == 0) | np.isinf(s2),
         np.isinf(s1) | (s2 == 0),
+        np.isnan(s0),
     ]
-    values = [s2, s1, np.full_like(s0, negative_nan), np.full_like(s0, np.inf), np.zeros_like(s0)]
+    infinity = np.full_like(s0, np.inf)
+    values = [s2, s1, np.full_like(s0, negative_nan), infinity, np.zeros_like(s0), infinity]
     magnitude = np.select(cases[2:], values[2:], np.abs(s0))
     signed = np.where(sign & ~cases[2], -np.abs(magnitude), magnitude)
     return np.select(cases[:2], values[:2], signed)

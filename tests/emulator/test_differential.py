@@ -11,8 +11,9 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from fly.backends.rocdl.codegen import generate
+from fly.backends.rocdl.codegen import link
 from fly.emulator import Program, Region
+from tests.emulator import toolchain
 from tests.emulator.random_ir import GPU, HOST, IN_BYTES, OUT_BYTES, programs
 
 LANES = 64
@@ -93,7 +94,7 @@ def gpu_module(seed: int, first: int, number: int) -> str:
 
 def gpu_results(seed: int, first: int, number: int, data: np.ndarray, arch: str, checks: bool) -> np.ndarray:
     """uint8 (programs, 64, OUT_BYTES) of emulated machine code."""
-    program = Program(generate(gpu_module(seed, first, number), arch, ())[1], arch)
+    program = Program(link(toolchain.emit(gpu_module(seed, first, number), arch)), arch)
     out = np.zeros((number, LANES, OUT_BYTES), np.uint8)
     kernarg = struct.pack("<2Q", data.ctypes.data, out.ctypes.data)
     regions = [Region(data.ctypes.data, data.nbytes, "in", False), Region(out.ctypes.data, out.nbytes, "out")]
