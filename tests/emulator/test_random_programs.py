@@ -14,7 +14,7 @@ import pytest
 from fly.backends.rocdl.codegen import link
 from fly.emulator import Program, Region
 from tests.emulator import toolchain
-from tests.emulator.random_ir import GPU, HOST, IN_BYTES, OUT_BYTES, programs
+from tests.emulator.random_programs import GPU, HOST, IN_BYTES, OUT_BYTES, programs
 
 LANES = 64
 CHUNKS, EACH, KERNEL = 20, 105, 7  # programs in all: CHUNKS·EACH; KERNEL of them make one kernel
