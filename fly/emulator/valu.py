@@ -180,7 +180,7 @@ def compile_vop(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
         acc_high = inst.get("opsel") >> 3 & 1 if inst.form == "VOP3" else 0
         reads.append(reader(machine, inst.get("vdst") + VGPR, op.sources[-1], None, False, acc_high))
     function = op.function
-    if inst.get("clmp") and op.saturates and "SDWA" not in inst.form:
+    if inst.get("clmp") and op.saturates:
         return _general(_saturated(op), reads, destination(inst, machine, op.result), None, False)
     after = _output(inst, op, machine)
     plain = after is None and "SDWA" not in inst.form and "DPP" not in inst.form

@@ -284,7 +284,8 @@ class Builder:
             sign = self.visible(kind, self.pick(kind, False))
             sign = self.emit(f"bitcast {integers(kind)} {sign} to {kind}", kind, False)
             self.call(f"llvm.copysign.{name}", kind, (kind, a), (kind, sign))
-        elif roll < 0.9:
+        elif roll < 0.9 and kind != "<2 x float>":
+            # LLVM 22.1 drops one half of some packed f32 negations of selected values
             self.emit(f"fneg {kind} {a}", kind)
         elif kind[0] != "<" and roll < 0.95:
             self.emit(f"fdiv {kind} {a}, {self.pick(kind)}", kind)
