@@ -40,9 +40,7 @@ def constant_bits(code: int, kind: str, literal: int | None) -> int:
     if 193 <= code <= 208:
         return (192 - code) & ((1 << width) - 1)
     if code in FLOATS:
-        # integer operands take the bits of a float of their width, 16-bit ones those of a 32-bit float
-        form = "32" if kind in ("u16", "i16") else kind[1:]
-        return int.from_bytes(struct.pack(_FLOAT_FORMAT[form], FLOATS[code]), "little") & ((1 << width) - 1)
+        return int.from_bytes(struct.pack(_FLOAT_FORMAT[kind[1:]], FLOATS[code]), "little") & ((1 << width) - 1)
     if code == LITERAL and literal is not None:
         if kind == "f64":
             return literal << 32
@@ -93,7 +91,9 @@ def reader(
     if code in (235, 236, 237, 238):  # shared/private base and limit apertures
         value = constant(machine.apertures[code] & ((1 << width) - 1) if width == 64 else 0, kind)
         return lambda g: value
-    bits = constant_bits(code, kind if width != 16 or code != LITERAL else "u32", literal)
+    # a constant of a 16-bit operation fills 32 bits, of which op_sel picks a half; only float16 ones lie in the low half
+    as_kind = "u32" if width == 16 and not (kind == "f16" and code in FLOATS) else kind
+    bits = constant_bits(code, as_kind, literal)
     if width == 16 and high:
         bits >>= 16
     value = constant(bits & ((1 << width) - 1), kind)
