@@ -254,7 +254,14 @@ class Checker:
     # ---- LDS --------------------------------------------------------------------------------------------------------
 
     def lds(
-        self, g: Group, inst: Instruction, index: np.ndarray, size: int, mask: np.ndarray | None, write: bool, dma: bool
+        self,
+        g: Group,
+        inst: Instruction,
+        index: np.ndarray,
+        size: int,
+        mask: np.ndarray | None,
+        write: bool,
+        dma: bool,
     ) -> None:
         """An LDS access, before it happens."""
         active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))

@@ -53,8 +53,10 @@ def footprint(inst: Instruction, machine: Machine) -> Footprint:
     """The registers of any instruction."""
     form = inst.form
     if form.startswith("S"):
-        return _scalar(inst, machine) if form not in ("SMEM", "SCRATCH") else (
-            _smem(inst) if form == "SMEM" else _flat(inst, machine)
+        return (
+            _scalar(inst, machine)
+            if form not in ("SMEM", "SCRATCH")
+            else (_smem(inst) if form == "SMEM" else _flat(inst, machine))
         )
     if form == "VOP3P_MFMA" and not inst.name.startswith("v_accvgpr"):
         return _matrix(inst, machine)

@@ -210,9 +210,7 @@ class Machine:
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
-    def fault(
-        self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str
-    ) -> EmulatorError:
+    def fault(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> EmulatorError:
         """The error that stops a run: kernel, instruction, first wave and lane concerned."""
         from fly.emulator.report import describe
 

@@ -72,7 +72,11 @@ class Memory:
         region = self.regions[at]
         where = f"{region.name or 'allocation'} ({region.address:#x}, {region.nbytes} bytes)"
         offset = address - region.address
-        return f"byte {offset} of {where}" if offset < region.nbytes else f"{offset - region.nbytes} bytes behind {where}"
+        return (
+            f"byte {offset} of {where}"
+            if offset < region.nbytes
+            else f"{offset - region.nbytes} bytes behind {where}"
+        )
 
     def check(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> None:
         """Raise AccessError unless every active lane's [address, address + size) lies in one region.
@@ -88,8 +92,10 @@ class Memory:
         if at >= 0 and high <= self.ends[at]:
             return
         index = np.searchsorted(self._starts, address, side="right").astype(np.int64) - 1
-        inside = (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)]) if self.starts else (
-            np.zeros(address.shape, bool)
+        inside = (
+            (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)])
+            if self.starts
+            else (np.zeros(address.shape, bool))
         )
         bad = ~inside if mask is None else ~inside & mask
         if bad.any():

@@ -92,7 +92,9 @@ class Scheduler:
         if inst is not None and inst.name in BRANCHES:
             target = branch_target(inst)
             if target not in machine.index:
-                raise EmulatorError(f"{machine.kernel.name}: `{inst.text}` branches outside the kernel, to {target:#x}")
+                raise EmulatorError(
+                    f"{machine.kernel.name}: `{inst.text}` branches outside the kernel, to {target:#x}"
+                )
             block.target = machine.index[target]
         self.blocks[first] = block
         return block

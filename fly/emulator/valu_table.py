@@ -336,12 +336,8 @@ VOP3: dict[str, Op] = {
     "v_max_f64": _op("f64 f64", "f64", floats.maximum),
     "v_ldexp_f64": _op("f64 i32", "f64", floats.ldexp),
     "v_ldexp_f32": _op("f32 i32", "f32", floats.ldexp, flushes=True),
-    "v_minimum3_f32": _op(
-        "f32 f32 f32", "f32", lambda a, b, c: floats.ieee_minimum(floats.ieee_minimum(a, b), c)
-    ),
-    "v_maximum3_f32": _op(
-        "f32 f32 f32", "f32", lambda a, b, c: floats.ieee_maximum(floats.ieee_maximum(a, b), c)
-    ),
+    "v_minimum3_f32": _op("f32 f32 f32", "f32", lambda a, b, c: floats.ieee_minimum(floats.ieee_minimum(a, b), c)),
+    "v_maximum3_f32": _op("f32 f32 f32", "f32", lambda a, b, c: floats.ieee_maximum(floats.ieee_maximum(a, b), c)),
     "v_div_fixup_f32": _op("f32 f32 f32", "f32", floats.div_fixup),
     "v_div_fixup_f64": _op("f64 f64 f64", "f64", floats.div_fixup),
     "v_div_fixup_f16": _op("f16 f16 f16", "f16", floats.div_fixup),
@@ -357,7 +353,8 @@ VOP3: dict[str, Op] = {
     "v_bfe_i32": _op("i32 u32 u32", "i32", _bfe_i),
     "v_bfi_b32": _op("u32 u32 u32", "u32", lambda a, b, c: (a & b) | (~a & c)),
     "v_bfm_b32": _op(
-        "u32 u32", "u32",
+        "u32 u32",
+        "u32",
         lambda a, b: ((np.uint32(1) << (a & np.uint32(31))) - np.uint32(1)) << (b & np.uint32(31)),
     ),
     "v_alignbit_b32": _op("u32 u32 u32", "u32", _align(1)),
@@ -389,7 +386,9 @@ VOP3: dict[str, Op] = {
         "f32 f32", "u32", lambda a, b: convert.pack16(convert.to_f16_rtz(a), convert.to_f16_rtz(b))
     ),
     "v_cvt_pk_f16_f32": _op(
-        "f32 f32", "u32", lambda a, b: convert.pack16(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16))
+        "f32 f32",
+        "u32",
+        lambda a, b: convert.pack16(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16)),
     ),
     "v_cvt_pk_bf16_f32": _op("f32 f32", "u32", lambda a, b: convert.pack16(convert.to_bf16(a), convert.to_bf16(b))),
     "v_cvt_pk_u16_u32": _op(

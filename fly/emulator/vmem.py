@@ -424,7 +424,6 @@ def _buffer_store(inst: Instruction, machine: Machine, suffix: str, locate: Call
     return run
 
 
-
 def _atomic(inst: Instruction, machine: Machine, suffix: str, address: Address, data: int, returns: bool) -> Run:
     operation, _, rest = suffix.partition("_")
     wide = rest in ("x2", "f64")
@@ -449,9 +448,7 @@ def _atomic(inst: Instruction, machine: Machine, suffix: str, address: Address, 
     def run(g: Group) -> None:
         where, mask = address(g)
         mask = np.ones((g.waves, 64), bool) if mask is None else mask
-        values = [
-            join_words([g.vu[source + i * count + j] for j in range(count)], dtype) for i in range(operands)
-        ]
+        values = [join_words([g.vu[source + i * count + j] for j in range(count)], dtype) for i in range(operands)]
         where = np.broadcast_to(where, mask.shape)
         old = machine.memory.atomic(where, values, dtype, function, mask)
         if target is not None:
