@@ -31,22 +31,6 @@ def matrix_shape(name: str, arch: str) -> MatrixShape | None:
     return MatrixShape(int(match[2]), int(match[3]), int(match[4]), int(match[5] or 1), a, b)
 
 
-def passes(name: str, arch: str) -> int:
-    """Passes (4 cycles each) of a matrix instruction, from LLVM's scheduling models of gfx940 and gfx950."""
-    shape = matrix_shape(name, arch)
-    if shape is None:
-        return 16 if "32x32" in name else 8
-    if shape.m == 4:
-        return 2
-    work = shape.m * shape.n * shape.k * shape.blocks
-    rate = {"f32": 64, "f16": 512, "bf16": 512, "i8": 1024}.get(shape.a, 1024)
-    if arch == "gfx950" and shape.m == 32 and shape.k == 16 and shape.a in ("f16", "bf16"):
-        rate = 2048 // 2 * 2
-    table = {(32, 1): 1, (16, 1): 1}
-    count = max(work // (rate * 4 * table.get((shape.m, shape.blocks), 1)), 4)
-    return min(max(count, 4), 16)
-
-
 def register_counts(shape: MatrixShape) -> tuple[int, int, int]:
     """32-bit registers of A, B, and C or D."""
     a = shape.m * shape.k * shape.blocks * ELEMENT_BITS[shape.a] // (64 * 32)

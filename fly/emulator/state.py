@@ -43,8 +43,8 @@ class Group:
     """
 
     __slots__ = (
-        "address", "barrier", "clock", "flush32", "full", "lgkm", "machine", "mask", "mfma", "mode", "pc", "pending",
-        "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "v", "vf", "vi", "vm", "vu", "wave",
+        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode", "pc", "pending",
+        "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v", "vf", "vi", "vm", "vu", "wave",
         "wg", "written",
     )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Group:
         self.barrier = False
         self.set_mode(0xF0)
         self.written, self.pending, self.clock = 0, 0, 0
+        self.ticks, self.hazard = 0, 0
         self.vm: deque = deque()
         self.lgkm: deque = deque()
         self.mfma: list = []
@@ -115,13 +116,15 @@ class Group:
         other.machine, other.pc, other.barrier = a.machine, a.pc, a.barrier
         other.mode, other.flush32 = a.mode, a.flush32
         other.written, other.pending, other.clock, other.mfma = a.written, a.pending, a.clock, list(a.mfma)
+        other.ticks, other.hazard = a.ticks, a.hazard
         return other
 
     def mergeable(self, other: Group) -> bool:
         """Whether two groups at one instruction agree in everything that is kept once for a group."""
         return (
-            self.mode == other.mode and len(self.vm) == len(other.vm) and len(self.lgkm) == len(other.lgkm)
-            and self.barrier == other.barrier
+            self.mode == other.mode and self.barrier == other.barrier
+            and [e.inst for e in self.vm] == [e.inst for e in other.vm]
+            and [e.inst for e in self.lgkm] == [e.inst for e in other.lgkm]
         )  # fmt: skip
 
     @staticmethod
@@ -134,6 +137,8 @@ class Group:
             setattr(other, name, np.concatenate([getattr(a, name), getattr(b, name)]))
         other.written, other.pending = a.written & b.written, a.pending | b.pending
         other.clock = max(a.clock, b.clock)
+        other.mfma = a.mfma + [m.shifted(a.ticks - b.ticks) for m in b.mfma]
+        other.hazard = a.hazard | b.hazard
         other.vm = deque(x.join(y) for x, y in zip(a.vm, b.vm))
         other.lgkm = deque(x.join(y) for x, y in zip(a.lgkm, b.lgkm))
         if a.root is b.root and a.start + a.waves == b.start:

@@ -1,0 +1,276 @@
+"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in `lds_checks`.
+
+Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width) retires
+it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so the queues
+are kept once for a group and cost one integer test an instruction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fly.emulator import hazards
+from fly.emulator.decode import SGPR_BIT, VCC, Instruction, wait_counts
+from fly.emulator.footprint import footprint, scalar_bits
+from fly.emulator.lds_checks import LdsShadow
+from fly.emulator.report import Report, describe, place
+from fly.emulator.state import Group
+from fly.errors import EmulatorReportError
+
+if TYPE_CHECKING:
+    from fly.emulator.machine import Machine
+
+Run = Callable[[Group], None]
+_LIMIT = 64  # distinct findings kept
+VM_MAX, LGKM_MAX = 63, 15  # what the counters can hold; issue stalls beyond
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """An operation on a counter's queue: the registers it will write, and the LDS bytes it reads or writes."""
+
+    inst: Instruction
+    registers: int
+    kind: str  # "vm", "lds", "smem" or "flat"
+    lds: tuple[Access, ...] = ()
+
+    def take(self, index: np.ndarray) -> Pending:
+        """The part of the waves at `index`."""
+        return replace(self, lds=tuple(a.take(index) for a in self.lds)) if self.lds else self
+
+    def join(self, other: Pending) -> Pending:
+        """This operation in two groups that merge."""
+        lds = tuple(a.join(b) for a, b in zip(self.lds, other.lds))
+        return replace(self, registers=self.registers | other.registers, lds=lds)
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """LDS bytes that an operation touches: indices int64 (W, 64), bytes a lane, active lanes, direction."""
+
+    index: np.ndarray
+    size: int
+    mask: np.ndarray
+    write: bool
+
+    def take(self, index: np.ndarray) -> Access:
+        """The waves at `index`."""
+        return Access(self.index[index], self.size, self.mask[index], self.write)
+
+    def join(self, other: Access) -> Access:
+        """Concatenation along the waves."""
+        return Access(
+            np.concatenate([self.index, other.index]), self.size, np.concatenate([self.mask, other.mask]), self.write
+        )
+
+
+def register_names(machine: Machine, bits: int) -> str:
+    """Names of the registers in a bit mask, the first few."""
+    names = []
+    while bits and len(names) < 4:
+        low = (bits & -bits).bit_length() - 1
+        bits &= bits - 1
+        if low >= SGPR_BIT:
+            code = low - SGPR_BIT
+            names.append({VCC: "vcc_lo", VCC + 1: "vcc_hi", 124: "m0"}.get(code, f"s{code}"))
+        else:
+            acc = low >= machine.accum_offset
+            names.append(f"a{low - machine.accum_offset}" if acc else f"v{low}")
+    return ", ".join(names) + (", …" if bits else "")
+
+
+class Checker:
+    """The checks of one launch. `finish` raises when anything was found."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.reports: list[Report] = []
+        self._seen: set[tuple[str, int]] = set()
+        self.shadow = LdsShadow(self)
+        self._accesses: list[Access] = []
+
+    # ---- findings ---------------------------------------------------------------------------------------------------
+
+    def report(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> None:
+        """Note a finding; one for each kind and instruction."""
+        key = (kind, inst.address)
+        if key in self._seen or len(self.reports) >= _LIMIT:
+            return
+        self._seen.add(key)
+        workgroup, wave, lane = place(self.machine, g, lanes)
+        text = describe(self.machine, g, inst, kind, lanes, message)
+        self.reports.append(
+            Report(kind, self.machine.kernel.name, inst.text, inst.address, workgroup, wave, lane, text)
+        )
+
+    def finish(self) -> None:
+        """Raise with all findings, if any."""
+        if self.reports:
+            head = f"{len(self.reports)} finding(s) in {self.machine.kernel.name} on {self.machine.arch}:\n"
+            raise EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
+
+    # ---- hooks of the scheduler -------------------------------------------------------------------------------------
+
+    def start(self, workgroups: int) -> None:
+        """A new batch of workgroups."""
+        self.shadow.start(workgroups)
+
+    def control(self, g: Group, inst: Instruction | None) -> None:
+        """A branch; VCC must not be the target of an outstanding load."""
+        g.ticks += 1
+        if inst is not None and g.pending and "vcc" in inst.name:
+            self._check_pending(g, inst, scalar_bits(VCC, 2))
+
+    def barrier(self, g: Group, inst: Instruction | None) -> None:
+        """Arrival at a barrier."""
+        g.ticks += 1
+        for entry in (*g.lgkm, *g.vm):
+            for access in entry.lds:
+                self.shadow.keep_open(g, access)
+
+    def passed(self, g: Group) -> None:
+        """A group leaves a barrier; nothing to note, phases live in the group."""
+
+    def end(self, g: Group, inst: Instruction | None, arrived: np.ndarray) -> None:
+        """Waves end while others of their workgroup wait at a barrier."""
+        stuck = arrived[g.wg] > 0
+        if stuck.any() and inst is not None:
+            self.report(
+                g, inst, "barrier-divergence", stuck[:, None],
+                "a wave ends while other waves of its workgroup wait at a barrier",
+            )  # fmt: skip
+
+    # ---- instructions -----------------------------------------------------------------------------------------------
+
+    def wrap(self, inst: Instruction, run: Run) -> Run:
+        """The instruction with its checks."""
+        if inst.name == "s_waitcnt":
+            return self._wait(inst)
+        if inst.name == "s_nop":
+            ticks = (inst.get("simm16") & 15) + 1
+
+            def nop(g: Group) -> None:
+                g.ticks += ticks
+
+            return nop
+        queue = _queue(inst)
+        touched = footprint(inst, self.machine)
+        reads, writes = touched.reads, touched.writes
+        # results of one queue return in order, so a newer load may name the register of an older one
+        both = reads if queue else reads | writes
+        before = hazards.before(inst, self, touched)
+        after = hazards.after(inst, self, touched)
+
+        def checked(g: Group) -> None:
+            g.ticks += 1
+            fresh = reads & ~g.written
+            if fresh:
+                self._uninitialised(g, inst, fresh)
+            if g.pending & both:
+                self._check_pending(g, inst, both)
+            if g.hazard:
+                before(g)
+            run(g)
+            g.written |= writes
+            if after is not None:
+                after(g)
+
+        if not queue:
+            return checked
+
+        def queued(g: Group) -> None:
+            checked(g)
+            entry = Pending(inst, writes, queue, tuple(self._accesses))
+            self._accesses = []
+            self._issue(g, entry)
+
+        return queued
+
+    def _uninitialised(self, g: Group, inst: Instruction, bits: int) -> None:
+        self.report(
+            g, inst, "uninitialised-register", None,
+            f"reads {register_names(self.machine, bits)}, which nothing has written",
+        )  # fmt: skip
+        g.written |= bits
+
+    def _check_pending(self, g: Group, inst: Instruction, bits: int) -> None:
+        for entry in (*g.vm, *g.lgkm):
+            hit = entry.registers & bits
+            if hit:
+                counter = "lgkmcnt" if entry.kind in ("lds", "smem") else "vmcnt"
+                self.report(
+                    g, inst, "missing-wait", None,
+                    f"uses {register_names(self.machine, hit)} while `{entry.inst.text}` at "
+                    f"{entry.inst.address:#x} is outstanding ({counter})",
+                )  # fmt: skip
+
+    # ---- counters ---------------------------------------------------------------------------------------------------
+
+    def _issue(self, g: Group, entry: Pending) -> None:
+        g.pending |= entry.registers
+        if entry.kind in ("vm", "flat"):
+            g.vm.append(entry)
+            if len(g.vm) > VM_MAX:
+                self._retire(g, [g.vm.popleft()])
+        if entry.kind in ("lds", "smem", "flat"):
+            g.lgkm.append(entry)
+            if len(g.lgkm) > LGKM_MAX and not any(e.kind != "lds" for e in g.lgkm):
+                self._retire(g, [g.lgkm.popleft()])
+
+    def _wait(self, inst: Instruction) -> Run:
+        vm, lgkm = wait_counts(inst.get("simm16"))
+
+        def run(g: Group) -> None:
+            g.ticks += 1
+            done: list[Pending] = []
+            while len(g.vm) > vm:
+                done.append(g.vm.popleft())
+            if lgkm == 0:
+                done += g.lgkm
+                g.lgkm.clear()
+            elif all(e.kind == "lds" for e in g.lgkm):
+                # scalar loads return out of order: with one outstanding, only a count of zero says anything
+                while len(g.lgkm) > lgkm:
+                    done.append(g.lgkm.popleft())
+            if done:
+                self._retire(g, done)
+
+        return run
+
+    def _retire(self, g: Group, done: list[Pending]) -> None:
+        left: deque[Any] = deque([*g.vm, *g.lgkm])
+        g.pending = 0
+        for entry in left:
+            g.pending |= entry.registers
+        for entry in done:
+            for access in entry.lds:
+                self.shadow.close(g, access)
+
+    # ---- LDS --------------------------------------------------------------------------------------------------------
+
+    def lds(
+        self, g: Group, inst: Instruction, index: np.ndarray, size: int, mask: np.ndarray | None, write: bool, dma: bool
+    ) -> None:
+        """An LDS access, before it happens."""
+        active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))
+        access = Access(np.broadcast_to(index, active.shape), size, active, write)
+        self._accesses.append(access)
+        self.shadow.access(g, inst, access, dma)
+
+
+def _queue(inst: Instruction) -> str:
+    """The counter that an instruction is on: "vm", "lds", "smem", "flat" (both), or empty."""
+    if inst.form == "SMEM":
+        return "smem" if inst.name.startswith(("s_load", "s_buffer_load", "s_mem")) else ""
+    if inst.form == "DS":
+        return "lds" if inst.name != "ds_nop" else ""
+    if inst.form == "FLAT":
+        return "flat"
+    if inst.form in ("GLOBAL", "SCRATCH", "MUBUF") and inst.name not in ("buffer_inv", "buffer_wbl2"):
+        return "vm"
+    return ""
