@@ -170,8 +170,12 @@ class Scheduler:
             if g.clock > self.budget:
                 raise self._endless(g, block)
             kind = block.kind
-            if kind == "fall" or kind == "s_branch":
-                g.pc = block.end if kind == "fall" else block.target
+            if kind == "fall":
+                g.pc = block.end
+            elif kind == "s_branch":
+                if self.machine.checker is not None:
+                    self.machine.checker.control(g, block.inst)
+                g.pc = block.target
             elif kind in BRANCHES:
                 if not self._branch(g, block):
                     return
