@@ -75,7 +75,7 @@ def exp2(x: Any) -> np.ndarray:
 
 def log2(x: Any) -> np.ndarray:
     """V_LOG_F32."""
-    return np.log2(flush(x))
+    return positive_nan(np.log2(flush(x)), x)
 
 
 def rcp(x: Any) -> np.ndarray:
@@ -85,12 +85,25 @@ def rcp(x: Any) -> np.ndarray:
 
 def rsq(x: Any) -> np.ndarray:
     """V_RSQ_F32."""
-    return (1.0 / np.sqrt(flush(x).astype(np.float64))).astype(np.float32)
+    return positive_nan((1.0 / np.sqrt(flush(x).astype(np.float64))).astype(np.float32), x)
+
+
+def positive_nan(result: Any, x: Any) -> np.ndarray:
+    """The hardware's NaN for an invalid operation is positive; x86 makes a negative one."""
+    made = np.isnan(result) & ~np.isnan(x)
+    if np.any(made):
+        return np.where(made, np.abs(result), result)
+    return result
+
+
+def root(x: Any) -> np.ndarray:
+    """Square root of any width, correctly rounded."""
+    return positive_nan(np.sqrt(x), x)
 
 
 def sqrt(x: Any) -> np.ndarray:
     """V_SQRT_F32."""
-    return np.sqrt(flush(x))
+    return root(flush(x))
 
 
 def turns(function: Any) -> Any:
@@ -124,6 +137,8 @@ def frexp_mantissa(x: Any) -> np.ndarray:
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
+    if x.dtype == np.float16:
+        return (np.ascontiguousarray(x).view(np.uint16) >> np.uint16(10) & np.uint16(31)).astype(np.int32)
     if x.dtype == np.float32:
         return (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23) & np.uint32(255)).astype(np.int32)
     return (np.ascontiguousarray(x).view(np.uint64) >> np.uint64(52) & np.uint64(2047)).astype(np.int32)
@@ -183,14 +198,17 @@ def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
     sign = np.signbit(s1) ^ np.signbit(s2)
     kind = s0.dtype.type
     negative_nan = -np.abs(kind(np.nan))
+    far = _exponent(s2) - _exponent(s1) < {2: -26, 4: -150, 8: -1075}[s0.dtype.itemsize]
     cases = [
         np.isnan(s2),
         np.isnan(s1),
         ((s1 == 0) & (s2 == 0)) | (np.isinf(s1) & np.isinf(s2)),
         (s1 == 0) | np.isinf(s2),
-        np.isinf(s1) | (s2 == 0),
+        np.isinf(s1) | (s2 == 0) | far,
+        np.isnan(s0),  # the refinement overflowed
     ]
-    values = [s2, s1, np.full_like(s0, negative_nan), np.full_like(s0, np.inf), np.zeros_like(s0)]
+    infinite, zero = np.full_like(s0, np.inf), np.zeros_like(s0)
+    values = [s2, s1, np.full_like(s0, negative_nan), infinite, zero, infinite]
     magnitude = np.select(cases[2:], values[2:], np.abs(s0))
     signed = np.where(sign & ~cases[2], -np.abs(magnitude), magnitude)
     return np.select(cases[:2], values[:2], signed)
