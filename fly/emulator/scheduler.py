@@ -40,7 +40,7 @@ class Scheduler:
     Args:
         machine: prepared for a launch.
         progress: called with the number of finished workgroups after each batch.
-        trace: called with (group, instruction) after every instruction, or None.
+        trace: called with (group, instruction) before every instruction, or None.
         budget: instructions a wave may execute.
     """
 
@@ -107,8 +107,8 @@ class Scheduler:
         trace = self.trace
 
         def traced(g: Group) -> None:
-            run(g)
             trace(g, inst)
+            run(g)
 
         return traced
 
@@ -170,6 +170,8 @@ class Scheduler:
             if g.clock > self.budget:
                 raise self._endless(g, block)
             kind = block.kind
+            if self.trace is not None and block.inst is not None:
+                self.trace(g, block.inst)
             if kind == "fall":
                 g.pc = block.end
             elif kind == "s_branch":

@@ -37,22 +37,21 @@ class Tracer:
     """Called by the scheduler before every instruction; writes a line when the followed wave goes on.
 
     Args:
-        machine: the kernel, prepared for its launch.
+        machine: the kernel.
         place: which wave.
         write: takes each line.
     """
 
     def __init__(self, machine: Machine, place: Place, write: Callable[[str], None]):
         self.machine, self.place, self.write = machine, place, write
-        grid = machine.grid
-        x, y, z = place.workgroup
-        self.linear = x + grid[0] * (y + grid[1] * z)
         self.steps = 0
-        self._open: tuple[Instruction, str, tuple[Operand, ...]] | None = None
+        self._open: tuple[Instruction, str, bool] | None = None
 
     def __call__(self, g: Group, inst: Instruction) -> None:
         """Note that a group is about to execute an instruction."""
-        rows = np.flatnonzero((g.wg == self.linear - self.machine.first_group) & (g.wave == self.place.wave))
+        grid, (x, y, z) = self.machine.grid, self.place.workgroup
+        workgroup = x + grid[0] * (y + grid[1] * z) - self.machine.first_group
+        rows = np.flatnonzero((g.wg == workgroup) & (g.wave == self.place.wave))
         if not rows.size:
             return
         row = int(rows[0])
@@ -66,29 +65,31 @@ class Tracer:
             values.append(f"scc={int(g.scc[row, 0])}")
         if not g.mask[row].all() and not inst.form.startswith("S"):
             values.append(f"exec={int(g.s64[EXEC_PAIR][row, 0]):#x}")
-        line = self.machine.code.source_line(inst.address)
         head = f"{self.steps:>6} {inst.address:#07x}  {inst.text:<48} {' '.join(v for v in values if v)}".rstrip()
-        self._open = inst, head + (f"  [{line}]" if line else ""), tuple(o for o in every if o.target)
+        self._open = inst, head, bool(g.scc[row, 0])
 
     def _close(self, g: Group, row: int, following: Instruction) -> None:
         """Write the instruction before, with what it has left in its targets."""
         if self._open is None:
             return
-        inst, head, targets = self._open
+        inst, head, scc = self._open
         kind = _kinds(inst)[1]
-        results = [_show(g, row, o, kind, self.place.lanes) for o in targets]
-        if inst.form in ("SOP1", "SOP2", "SOPC", "SOPK") and not inst.name.startswith(("s_mov", "s_getpc", "s_cselect")):
+        results = [_show(g, row, o, kind, self.place.lanes) for o in operands(inst) if o.target]
+        if inst.form == "SOPC" or g.scc[row, 0] != scc:
             results.append(f"scc={int(g.scc[row, 0])}")
         if inst.name in BRANCHES and inst.name != "s_branch":
             results.append("not taken" if following.address == inst.next else "taken")
-        self.write(f"{head} -> {' '.join(results)}" if results else head)
+        self._line(inst, f"{head} -> {' '.join(results)}" if results else head)
+
+    def _line(self, inst: Instruction, text: str) -> None:
+        source = self.machine.code.source_line(inst.address)
+        self.write(f"{text}  [{source}]" if source else text)
         self._open = None
 
     def finish(self) -> None:
         """Write the last instruction, which ended the wave or faulted."""
         if self._open is not None:
-            self.write(self._open[1])
-            self._open = None
+            self._line(*self._open[:2])
 
 
 def _accumulates(inst: Instruction) -> bool:
@@ -127,8 +128,7 @@ def _show(g: Group, row: int, operand: Operand, kind: str, lanes: Sequence[int])
         return _scalar(g, row, operand, kind)
     start = operand.index + (g.machine.accum_offset if operand.bank == "a" else 0)
     words = [np.ascontiguousarray(g.vu[start + i][row]) for i in range(operand.count)]
-    name = f"{operand.bank}{operand.index}"
-    if operand.count == 2 and (kind.endswith("64") or kind == "b32" and not operand.target):
+    if operand.count == 2 and (kind.endswith("64") or (kind == "b32" and not operand.target)):
         pair = words[0] | words[1].astype(np.uint64) << np.uint64(32)
         view = _VIEWS.get(kind, np.uint64)
         view = view if np.dtype(view).itemsize == 8 else np.uint64

@@ -57,7 +57,7 @@ class EmulatedKernel:
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
-        with _Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
+        with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
             self.device.last = self.program.launch(
                 self.artefact.kernel,
                 grid,
@@ -70,7 +70,7 @@ class EmulatedKernel:
             )
 
 
-class _Progress:
+class Progress:
     """A tqdm bar over workgroups that appears when a run turns out to be long."""
 
     def __init__(self, total: int, title: str):

@@ -32,6 +32,7 @@ k:
 .p2align 6
 .amdhsa_kernel k
   .amdhsa_group_segment_fixed_size {lds}
+  .amdhsa_kernarg_size 64
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
   .amdhsa_system_sgpr_workgroup_id_x 1
   .amdhsa_next_free_vgpr {registers}

@@ -176,7 +176,9 @@ class Generator:
             self.values[target].append(self.call(target, name, (kind, self.pick(kind))))
         elif what == "int-float":
             kind, source = r.choice(["float", "double"]), r.choice(["i16", "i32", "i64"])
-            self.values[kind].append(self.op(f"{r.choice(['sitofp', 'uitofp'])} {source} {self.pick(source)} to {kind}"))
+            self.values[kind].append(
+                self.op(f"{r.choice(['sitofp', 'uitofp'])} {source} {self.pick(source)} to {kind}")
+            )
         elif what == "extend":
             narrow, wide = r.choice([("half", "float"), ("float", "double"), ("half", "double")])
             self.values[wide].append(self.op(f"fpext {narrow} {self.pick(narrow)} to {wide}"))
@@ -189,7 +191,9 @@ class Generator:
         else:
             narrow, wide = r.choice([("i16", "i32"), ("i32", "i64"), ("i16", "i64")])
             if r.random() < 0.5:
-                self.values[wide].append(self.op(f"{r.choice(['sext', 'zext'])} {narrow} {self.pick(narrow)} to {wide}"))
+                self.values[wide].append(
+                    self.op(f"{r.choice(['sext', 'zext'])} {narrow} {self.pick(narrow)} to {wide}")
+                )
             else:
                 self.values[narrow].append(self.op(f"trunc {wide} {self.pick(wide)} to {narrow}"))
 
@@ -248,7 +252,7 @@ def _function(seed: int, program: Body, target: str) -> str:
     work += "\n".join(program.lines) + "\n" + stores
     if target == "amdgpu":
         return (
-            f'define amdgpu_kernel void @k{seed}(ptr addrspace(1) %in, ptr addrspace(1) %out) '
+            f"define amdgpu_kernel void @k{seed}(ptr addrspace(1) %in, ptr addrspace(1) %out) "
             f'"amdgpu-flat-work-group-size"="64,64" {{\n'
             f"  %t = call i32 @llvm.amdgcn.workitem.id.x()\n  %g = call i32 @llvm.amdgcn.workgroup.id.x()\n"
             f"  %g64 = mul i32 %g, 64\n  %i32 = add i32 %g64, %t\n  %i = zext i32 %i32 to i64\n{work}\n  ret void\n}}"
