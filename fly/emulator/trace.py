@@ -32,6 +32,27 @@ class Place:
     wave: int = 0
     lanes: tuple[int, ...] = (0, 1, 2, 3)
 
+    @classmethod
+    def parse(cls, text: str, lanes: Sequence[int] = (0, 1, 2, 3)) -> Place:
+        """`X[,Y,Z][:WAVE]`.
+
+        Raises:
+            ValueError: not of that form, or lanes outside 0 to 63.
+        """
+        group, _, wave = text.partition(":")
+        parts = [*group.split(","), wave or "0"]
+        if not 2 <= len(parts) <= 4 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(f"wave {text!r}; expected X[,Y,Z]:WAVE")
+        if not lanes or not all(0 <= lane < 64 for lane in lanes):
+            raise ValueError(f"lanes {','.join(map(str, lanes))}; expected some of 0 to 63")
+        x, y, z = (*map(int, parts[:-1]), 0, 0)[:3]
+        return cls((x, y, z), int(parts[-1]), tuple(lanes))
+
+    def inside(self, grid: Sequence[int], block: Sequence[int]) -> bool:
+        """Whether a launch has this wave."""
+        waves = (block[0] * block[1] * block[2] + 63) // 64
+        return self.wave < waves and all(at < size for at, size in zip(self.workgroup, grid))
+
 
 class Tracer:
     """Called by the scheduler before every instruction; writes a line when the followed wave goes on.

@@ -12,7 +12,6 @@ from fly.runtime.emulate_arguments import HELP, Argument, describe, pack, parse,
 
 if TYPE_CHECKING:
     from fly.emulator import Program, RunResult
-    from fly.emulator.trace import Place
 
 _DESCRIPTION = """\
 Run a kernel of a linked AMDGPU code object (or of an artefact that fly.compile saved) instruction by instruction, on
@@ -145,33 +144,15 @@ def _listing(program: Program, name: str) -> str:
 
 
 def _tracer(options: argparse.Namespace, machine: Any, grid: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    from fly.emulator.trace import Tracer
+    from fly.emulator.trace import Place, Tracer
 
-    place = parse_place(options.trace_wave, _numbers("--trace-lanes", options.trace_lanes))
-    waves = (block[0] * block[1] * block[2] + 63) // 64
-    if any(at >= size for at, size in zip(place.workgroup, grid)) or place.wave >= waves:
-        raise ArgumentError(
-            f"--trace-wave {options.trace_wave!r} is outside the grid {grid} with {waves} wave(s) a workgroup"
-        )
+    try:
+        place = Place.parse(options.trace_wave, _numbers("--trace-lanes", options.trace_lanes))
+    except ValueError as error:
+        raise ArgumentError(f"--trace-wave, --trace-lanes: {error}") from None
+    if not place.inside(grid, block):
+        raise ArgumentError(f"--trace-wave {options.trace_wave!r} is outside the grid {grid} of blocks {block}")
     return Tracer(machine, place, lambda line: print(line, flush=True))
-
-
-def parse_place(text: str, lanes: tuple[int, ...] = (0, 1, 2, 3)) -> Place:
-    """`X[,Y,Z]:WAVE` as the wave to follow.
-
-    Raises:
-        ArgumentError: not of that form, or lanes outside 0 to 63.
-    """
-    from fly.emulator.trace import Place
-
-    group, colon, wave = text.partition(":")
-    axes, number = _numbers("--trace-wave", group), _numbers("--trace-wave", wave) if colon else (0,)
-    if not 1 <= len(axes) <= 3 or len(number) != 1 or min(axes + number) < 0:
-        raise ArgumentError(f"--trace-wave {text!r}; expected X[,Y,Z]:WAVE")
-    if not lanes or not all(0 <= lane < 64 for lane in lanes):
-        raise ArgumentError(f"--trace-lanes {','.join(map(str, lanes))!r}; expected lanes from 0 to 63")
-    x, y, z = (*axes, 0, 0)[:3]
-    return Place((x, y, z), number[0], lanes)
 
 
 def _save(arguments: list[Argument]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.emulator import Program, Region, RunResult
-from fly.errors import DeviceError
+from fly.emulator.trace import Place, Tracer
+from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 
 EMULATED = ("gfx942", "gfx950")
@@ -57,6 +59,7 @@ class EmulatedKernel:
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
+        tracer = self._tracer(grid, block)
         with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
             self.device.last = self.program.launch(
                 self.artefact.kernel,
@@ -67,7 +70,21 @@ class EmulatedKernel:
                 dynamic_lds=self.artefact.dynamic_shared,
                 checks=config.EMULATOR_CHECKS.get(),
                 progress=progress,
+                trace=tracer,
             )
+
+    def _tracer(self, grid: Dim3, block: Dim3) -> Tracer | None:
+        wave = config.EMULATOR_TRACE.get()
+        if not wave:
+            return None
+        try:
+            place = Place.parse(wave)
+        except ValueError as error:
+            raise ConfigError(f"{config.EMULATOR_TRACE.name}: {error}") from None
+        if not place.inside(grid, block):
+            return None
+        machine = self.program.machine(self.artefact.kernel)
+        return Tracer(machine, place, lambda line: print(line, file=sys.stderr))
 
 
 class Progress:

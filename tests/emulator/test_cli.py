@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 import fly
-from fly.errors import ArgumentError
+from fly.emulator.trace import Place
 from fly.runtime.cli import main
 from fly.runtime.emulate_arguments import parse
-from fly.runtime.emulate_cli import parse_place
 from tests.emulator.assembly import assemble
 from tests.emulator.toolchain import build
 
@@ -182,12 +181,17 @@ def test_options_that_do_not_fit(files, capsys, options, complaint):
 def test_a_trace_outside_the_grid(files, capsys):
     arguments = ("a.npy", "b.npy", "b.npy", "i32:3", "f32:1")
     assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "0:2") == 1
-    assert "outside the grid (3, 1, 1) with 2 wave(s)" in capsys.readouterr().err
-    with pytest.raises(ArgumentError, match="X\\[,Y,Z\\]:WAVE"):
-        parse_place("1,2,3,4:0")
-    with pytest.raises(ArgumentError, match="lanes from 0 to 63"):
-        parse_place("0", (64,))
-    assert parse_place("1,2:3").workgroup == (1, 2, 0) and parse_place("1,2:3").wave == 3
+    assert "'0:2' is outside the grid (3, 1, 1) of blocks (128, 1, 1)" in capsys.readouterr().err
+    assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "1,2,3,4:0") == 1
+    assert "expected X[,Y,Z]:WAVE" in capsys.readouterr().err
+    assert emulate(*RUN, *arguments, "--trace", "--trace-lanes", "0,64") == 1
+    assert "expected some of 0 to 63" in capsys.readouterr().err
+
+
+def test_places():
+    assert Place.parse("1,2:3") == Place((1, 2, 0), 3) and Place.parse("4") == Place((4, 0, 0), 0)
+    assert Place((1, 2, 0), 3).inside((2, 3, 1), (64, 4, 1)) and not Place((1, 2, 0), 3).inside((2, 3, 1), (64, 3, 1))
+    assert not Place((1, 2, 0), 3).inside((2, 2, 1), (64, 4, 1))
 
 
 @pytest.mark.parametrize("text", ["f16:1.5", "u64:0xffffffffffffffff", "i8:-3", "f64:1e300", "ptr:0x1000", "null"])
