@@ -7,6 +7,8 @@ cos take revolutions; hardware is accurate to 2^-20 absolute or so, here it is t
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -187,9 +189,26 @@ def div_fmas(s0: Any, s1: Any, s2: Any, scale: Any, kind: str) -> np.ndarray:
     if not np.any(scale):
         return result
     bias, shift = (127, 64) if kind == "f32" else (1023, 128)
-    s2 = np.broadcast_to(s2, result.shape)
-    scaled = np.ldexp(result, np.where(_exponent(s2) > bias, shift, -shift))
+    a, b, c = (np.broadcast_to(x, result.shape) for x in (s0, s1, s2))
+    power = np.where(_exponent(c) > bias, shift, -shift)
+    # the scaled sum is rounded once, also where it is subnormal
+    small = scale & (np.abs(np.ldexp(result, power)) < 2 * np.finfo(result.dtype).tiny)
+    scaled = np.ldexp(result, power)
+    for at in np.argwhere(small & np.isfinite(result)):
+        i = tuple(at)
+        scaled[i] = _exact_scaled_sum(float(a[i]), float(b[i]), float(c[i]), int(power[i]), result.dtype)
     return np.where(scale, scaled, result)
+
+
+def _exact_scaled_sum(a: float, b: float, c: float, power: int, dtype: np.dtype) -> float:
+    """(a·b + c)·2^power rounded once to float32 or float64, by integer arithmetic."""
+    exact = (Fraction(a) * Fraction(b) + Fraction(c)) * Fraction(2) ** power
+    info = np.finfo(dtype)
+    lowest = info.minexp - info.nmant
+    units = exact / Fraction(2) ** lowest
+    if abs(units) < 2 ** (info.nmant + 1):  # subnormal or just above: the spacing is the smallest one
+        return math.copysign(float(abs(round(units))) * 2.0**lowest, exact if exact else 1.0)
+    return float(dtype.type(float(exact)))
 
 
 def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:

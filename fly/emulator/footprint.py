@@ -136,6 +136,9 @@ def _vector(inst: Instruction, machine: Machine) -> Footprint:
             reads |= _packed_pair(inst, machine, i)
         elif name == "v_cndmask_b32" and i == 2:
             reads |= scalar_bits(code, 2)
+        elif name in ("v_mad_u64_u32", "v_mad_i64_i32") and i == 2:
+            # LLVM computes 32-bit products so, with anything in the high half of the addend
+            reads |= _source(machine, code, 1)
         else:
             reads |= _source(machine, code, inst.sizes.get(field, 1), acc)
     if (name == "v_cndmask_b32" and form != "VOP3") or name in _READS_VCC:

@@ -40,8 +40,8 @@ def constant_bits(code: int, kind: str, literal: int | None) -> int:
     if 193 <= code <= 208:
         return (192 - code) & ((1 << width) - 1)
     if code in FLOATS:
-        # integer operands take the 32-bit float's bits
-        form = kind[1:] if kind[0] == "f" else "32"
+        # integer operands take the bits of the float of their width, 16-bit ones those of the 32-bit float
+        form = kind[1:] if kind != "u16" and kind != "i16" else "32"
         return int.from_bytes(struct.pack(_FLOAT_FORMAT[form], FLOATS[code]), "little") & ((1 << width) - 1)
     if code == LITERAL and literal is not None:
         if kind == "f64":

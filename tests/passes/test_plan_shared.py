@@ -20,25 +20,48 @@ def plan(body: str, *, limit: int = 65536, dynamic: bool = False) -> str:
 
 
 def offsets(body: str) -> list[int]:
-    """The offsets of the buffers, in the order of their allocations."""
-    found = re.findall(r"llvm.getelementptr %\w+\[(\d+)\] : \(!llvm.ptr<3>\)", plan(body))
+    """The offsets of the buffers in one block of memory, in the order of their allocations."""
+    found = re.findall(r"llvm.getelementptr %\w+\[(\d+)\] : \(!llvm.ptr<3>\)", plan(body, dynamic=True))
     assert len(found) == body.count("alloc")
     return [int(offset) for offset in found]
 
 
 def test_buffers_in_use_together_are_side_by_side():
-    text = plan("%a = alloc a 64 16\n%b = alloc b 4096 16\ntouch %a\ntouch %b\ntouch %a")
+    text = plan("%a = alloc a 64 16\n%b = alloc b 4096 16\ntouch %a\ntouch %b\ntouch %a", dynamic=True)
     filecheck(
         text,
         """
-        CHECK: llvm.mlir.global internal @fly_shared() {addr_space = 3 : i32, alignment = 16 : i64}
-        CHECK-SAME: : !llvm.array<4160 x i8>
-        CHECK-NEXT: llvm.mlir.undef
+        CHECK: llvm.mlir.global external @fly_shared() {addr_space = 3 : i32, alignment = 16 : i64}
         CHECK: func.func @kernel({{.*}}fly.shared_bytes = 4160 : i64
         CHECK: %[[BASE:.*]] = llvm.mlir.addressof @fly_shared : !llvm.ptr<3>
         CHECK-NEXT: llvm.getelementptr %[[BASE]][4096] : (!llvm.ptr<3>) -> !llvm.ptr<3>, i8
         CHECK: llvm.getelementptr %{{.*}}[0] : (!llvm.ptr<3>) -> !llvm.ptr<3>, i8
         CHECK-NOT: fly.alloc_shared
+        """,
+    )
+
+
+def test_static_buffers_that_share_no_bytes_are_globals_of_their_own():
+    filecheck(
+        plan("%a = alloc a 64 16\n%b = alloc b 4096 32\ntouch %a\ntouch %b\ntouch %a"),
+        """
+        CHECK-DAG: internal @[[B:fly_shared_[01]]]() {addr_space = 3 : i32, alignment = 32 : i64} : !llvm.array<4096 x i8>
+        CHECK-DAG: internal @[[A:fly_shared_[01]]]() {addr_space = 3 : i32, alignment = 16 : i64} : !llvm.array<64 x i8>
+        CHECK: llvm.mlir.addressof @[[A]] : !llvm.ptr<3>
+        CHECK-NEXT: llvm.getelementptr %{{.*}}[0]
+        CHECK: llvm.mlir.addressof @[[B]] : !llvm.ptr<3>
+        CHECK-NEXT: llvm.getelementptr %{{.*}}[0]
+        """,
+    )
+
+
+def test_static_buffers_that_share_bytes_are_one_global():
+    filecheck(
+        plan("%a = alloc a 64 16\n%b = alloc b 128 16\ntouch %a\nbarrier\ntouch %b"),
+        """
+        CHECK: llvm.mlir.global internal @fly_shared() {addr_space = 3 : i32, alignment = 16 : i64}
+        CHECK-SAME: : !llvm.array<128 x i8>
+        CHECK-NEXT: llvm.mlir.undef
         """,
     )
 
