@@ -57,21 +57,26 @@ class EmulatedKernel:
         Raises:
             EmulatorError: a fault, such as an access outside `allocations`, or an instruction without semantics.
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
+            ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
         tracer = self._tracer(grid, block)
-        with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
-            self.device.last = self.program.launch(
-                self.artefact.kernel,
-                grid,
-                block,
-                bytes(packed),
-                regions,
-                dynamic_lds=self.artefact.dynamic_shared,
-                checks=config.EMULATOR_CHECKS.get(),
-                progress=progress,
-                trace=tracer,
-            )
+        try:
+            with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
+                self.device.last = self.program.launch(
+                    self.artefact.kernel,
+                    grid,
+                    block,
+                    bytes(packed),
+                    regions,
+                    dynamic_lds=self.artefact.dynamic_shared,
+                    checks=config.EMULATOR_CHECKS.get(),
+                    progress=progress,
+                    trace=tracer,
+                )
+        finally:
+            if tracer is not None:
+                tracer.finish()
 
     def _tracer(self, grid: Dim3, block: Dim3) -> Tracer | None:
         wave = config.EMULATOR_TRACE.get()
