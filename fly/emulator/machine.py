@@ -142,6 +142,7 @@ class Machine:
             hidden[f"hidden_group_size_{axis}"] = ("<H", self.block[i])
             hidden[f"hidden_remainder_{axis}"] = ("<H", 0)
             hidden[f"hidden_global_offset_{axis}"] = ("<Q", 0)
+        hidden["hidden_dynamic_lds_size"] = ("<I", self.lds_bytes - self.kernel.lds_bytes)
         hidden["hidden_shared_base"] = ("<I", self.apertures[235] >> 32)
         hidden["hidden_private_base"] = ("<I", self.apertures[237] >> 32)
         for arg in self.kernel.args:
