@@ -126,9 +126,15 @@ class Checker:
         if inst is not None and g.pending and "vcc" in inst.name:
             self._check_pending(g, inst, scalar_bits(VCC, 2))
 
-    def barrier(self, g: Group, inst: Instruction | None) -> None:
-        """Arrival at a barrier."""
+    def barrier(self, g: Group, inst: Instruction | None, live: np.ndarray) -> None:
+        """Arrival at a barrier; `live` counts the waves of each workgroup that have not ended."""
         g.ticks += 1
+        short = live[g.wg] < self.machine.waves_per_group
+        if short.any() and inst is not None:
+            self.report(
+                g, inst, "barrier-divergence", short[:, None],
+                "waits at a barrier after other waves of its workgroup have ended",
+            )  # fmt: skip
         for entry in (*g.lgkm, *g.vm):
             for access in entry.lds:
                 self.shadow.keep_open(g, access)
@@ -183,13 +189,27 @@ class Checker:
         if not queue:
             return checked
 
+        memory = self.machine.memory
+
         def queued(g: Group) -> None:
             checked(g)
+            if memory.unaligned is not None or memory.unwritten is not None:
+                self._memory_findings(g, inst)
             entry = Pending(inst, writes, queue, tuple(self._accesses))
             self._accesses = []
             self._issue(g, entry)
 
         return queued
+
+    def _memory_findings(self, g: Group, inst: Instruction) -> None:
+        memory = self.machine.memory
+        if memory.unaligned is not None:
+            where = memory.describe(memory.unaligned)
+            self.report(g, inst, "unaligned", None, f"address {memory.unaligned:#x} is not aligned: {where}")
+        if memory.unwritten is not None:
+            where = memory.describe(memory.unwritten)
+            self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
+        memory.unaligned = memory.unwritten = None
 
     def _uninitialised(self, g: Group, inst: Instruction, bits: int) -> None:
         self.report(
@@ -258,6 +278,9 @@ class Checker:
     ) -> None:
         """An LDS access, before it happens."""
         active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))
+        low = active & ((index & (min(size, 4) - 1)) != 0)
+        if low.any():
+            self.report(g, inst, "unaligned", low, f"LDS address is not a multiple of {min(size, 4)}")
         access = Access(np.broadcast_to(index, active.shape), size, active, write)
         self._accesses.append(access)
         self.shadow.access(g, inst, access, dma)

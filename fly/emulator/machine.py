@@ -123,9 +123,9 @@ class Machine:
         self.scratch_bytes = (self.kernel.scratch_bytes + 15) // 16 * 16
         self._arguments(kernarg)
         own = [
-            Region(self.code.base, len(self.code.image), "code object", False),
-            Region(self.kernarg.ctypes.data, self.kernarg.nbytes, "kernel arguments", False),
-            Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet", False),
+            Region(self.code.base, len(self.code.image), "code object"),
+            Region(self.kernarg.ctypes.data, self.kernarg.nbytes, "kernel arguments"),
+            Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet"),
         ]
         self.memory = Memory(own + regions)
 

@@ -216,7 +216,7 @@ class Scheduler:
 
     def _barrier(self, g: Group, block: Block) -> None:
         if self.machine.checker is not None:
-            self.machine.checker.barrier(g, block.inst)
+            self.machine.checker.barrier(g, block.inst, self.live)
         g.pc, g.barrier = block.end, True
         np.add.at(self.arrived, g.wg, 1)
         self.blocked.append(g)
