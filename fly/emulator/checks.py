@@ -1,8 +1,9 @@
-"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in `lds_checks`.
+"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in
+`lds_checks`.
 
-Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width) retires
-it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so the queues
-are kept once for a group and cost one integer test an instruction.
+Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width)
+retires it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so
+the queues are kept once for a group and cost one integer test an instruction.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Checker:
         self.shadow = LdsShadow(self)
         self._accesses: list[Access] = []
 
-    # ---- findings ---------------------------------------------------------------------------------------------------
+    # ---- findings ----
 
     def report(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> None:
         """Note a finding; one for each kind and instruction."""
@@ -114,7 +115,7 @@ class Checker:
             head = f"{len(self.reports)} finding(s) in {self.machine.kernel.name} on {self.machine.arch}:\n"
             raise EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
 
-    # ---- hooks of the scheduler -------------------------------------------------------------------------------------
+    # ---- hooks of the scheduler ----
 
     def start(self, workgroups: int) -> None:
         """A new batch of workgroups."""
@@ -151,7 +152,7 @@ class Checker:
                 "a wave ends while other waves of its workgroup wait at a barrier",
             )  # fmt: skip
 
-    # ---- instructions -----------------------------------------------------------------------------------------------
+    # ---- instructions ----
 
     def wrap(self, inst: Instruction, run: Run) -> Run:
         """The instruction with its checks."""
@@ -229,7 +230,7 @@ class Checker:
                     f"{entry.inst.address:#x} is outstanding ({counter})",
                 )  # fmt: skip
 
-    # ---- counters ---------------------------------------------------------------------------------------------------
+    # ---- counters ----
 
     def _issue(self, g: Group, entry: Pending) -> None:
         g.pending |= entry.registers
@@ -271,10 +272,17 @@ class Checker:
             for access in entry.lds:
                 self.shadow.close(g, access)
 
-    # ---- LDS --------------------------------------------------------------------------------------------------------
+    # ---- LDS ----
 
     def lds(
-        self, g: Group, inst: Instruction, index: np.ndarray, size: int, mask: np.ndarray | None, write: bool, dma: bool
+        self,
+        g: Group,
+        inst: Instruction,
+        index: np.ndarray,
+        size: int,
+        mask: np.ndarray | None,
+        write: bool,
+        dma: bool,
     ) -> None:
         """An LDS access, before it happens."""
         active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))

@@ -1,7 +1,7 @@
 """Decoding of CDNA3 / CDNA4 machine code into plain records.
 
-The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA; nothing
-outside this file knows about that package.
+The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA;
+nothing outside this file knows about that package.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def _text(inst: Instruction) -> str:
             code = inst.fields[name]
             if code in (249, 250):
                 code = inst.fields["vsrc0"] + VGPR
-            is_acc = inst.form == "VOP3P_MFMA" and (
-                bool(get("acc") >> i & 1) if i < 2 else bool(get("acc_cd"))
-            )
+            is_acc = inst.form == "VOP3P_MFMA" and (bool(get("acc") >> i & 1) if i < 2 else bool(get("acc_cd")))
             parts.append(_operand(code, inst.sizes.get(name, 1), inst.literal, is_acc))
     if "vsrc1" in inst.fields:
         parts.append(_operand(inst.fields["vsrc1"] + VGPR, inst.sizes.get("vsrc1", 1), None))

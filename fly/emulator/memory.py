@@ -17,8 +17,9 @@ _TOP = 1 << 47
 
 @dataclass(frozen=True)
 class Region:
-    """A range of host memory that a kernel may touch; the checks follow which bytes of one that is not `initialised`
-    have been written."""
+    """A range of host memory that a kernel may touch; the checks follow which bytes of one that is not
+    `initialised` have been written.
+    """
 
     address: int
     nbytes: int
@@ -77,7 +78,11 @@ class Memory:
         region = self.regions[at]
         where = f"{region.name or 'allocation'} ({region.address:#x}, {region.nbytes} bytes)"
         offset = address - region.address
-        return f"byte {offset} of {where}" if offset < region.nbytes else f"{offset - region.nbytes} bytes behind {where}"
+        return (
+            f"byte {offset} of {where}"
+            if offset < region.nbytes
+            else f"{offset - region.nbytes} bytes behind {where}"
+        )
 
     def check(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> None:
         """Raise AccessError unless every active lane's [address, address + size) lies in one region.
@@ -93,8 +98,10 @@ class Memory:
         if at >= 0 and high <= self.ends[at]:
             return
         index = np.searchsorted(self._starts, address, side="right").astype(np.int64) - 1
-        inside = (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)]) if self.starts else (
-            np.zeros(address.shape, bool)
+        inside = (
+            (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)])
+            if self.starts
+            else (np.zeros(address.shape, bool))
         )
         bad = ~inside if mask is None else ~inside & mask
         if bad.any():
@@ -114,7 +121,7 @@ class Memory:
                     self.unwritten = start + int(offset[~seen][0]) + i
 
     def load(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> list[np.ndarray]:
-        """32-bit words loaded from checked addresses: `size` bytes each, 1 or 2 (zero-extended) or a multiple of 4."""
+        """32-bit words loaded from checked addresses: `size` bytes each, 1 or 2 or a multiple of 4."""
         self.check(address, size, mask)
         if self.shadows:
             self._follow(address, size, mask, False)

@@ -20,13 +20,15 @@ declare void @llvm.amdgcn.s.waitcnt(i32)
 declare void @llvm.amdgcn.global.load.lds(ptr addrspace(1), ptr addrspace(3), i32, i32, i32)
 declare <4 x float> @llvm.amdgcn.mfma.f32.16x16x4f32(float, float, <4 x float>, i32, i32, i32)
 declare i32 @llvm.amdgcn.readfirstlane(i32)
+attributes #0 = { "amdgpu-flat-work-group-size"="256,256" }
+attributes #1 = { "amdgpu-flat-work-group-size"="64,64" }
 """
 
 # out[i] = a[255 - i] of each block of 256, in `n` elements, through LDS, twice over
 REVERSE = (
     """
 @lds = internal addrspace(3) global [256 x float] poison, align 16
-define amdgpu_kernel void @reverse(ptr addrspace(1) %a, ptr addrspace(1) %out, i32 %n) "amdgpu-flat-work-group-size"="256,256" {
+define amdgpu_kernel void @reverse(ptr addrspace(1) %a, ptr addrspace(1) %out, i32 %n) #0 {
 entry:
   %t = call i32 @llvm.amdgcn.workitem.id.x()
   %g = call i32 @llvm.amdgcn.workgroup.id.x()
@@ -74,14 +76,15 @@ done:
 # out = a (16x4) times b (4x16) + the bias of the lane, a and b from memory
 MATRIX = (
     """
-define amdgpu_kernel void @matrix(ptr addrspace(1) %a, ptr addrspace(1) %b, ptr addrspace(1) %out) "amdgpu-flat-work-group-size"="64,64" {
+define amdgpu_kernel void @matrix(ptr addrspace(1) %a, ptr addrspace(1) %b, ptr addrspace(1) %out) #1 {
   %t = call i32 @llvm.amdgcn.workitem.id.x()
   %t64 = zext i32 %t to i64
   %pa = getelementptr float, ptr addrspace(1) %a, i64 %t64
   %pb = getelementptr float, ptr addrspace(1) %b, i64 %t64
   %x = load float, ptr addrspace(1) %pa
   %y = load float, ptr addrspace(1) %pb
-  %d = call <4 x float> @llvm.amdgcn.mfma.f32.16x16x4f32(float %x, float %y, <4 x float> zeroinitializer, i32 0, i32 0, i32 0)
+  %d = call <4 x float> @llvm.amdgcn.mfma.f32.16x16x4f32(
+      float %x, float %y, <4 x float> zeroinitializer, i32 0, i32 0, i32 0)
   %e = call <4 x float> @llvm.amdgcn.mfma.f32.16x16x4f32(float %x, float %y, <4 x float> %d, i32 0, i32 0, i32 0)
   %s = fadd <4 x float> %e, splat (float 1.0)
   %po = getelementptr <4 x float>, ptr addrspace(1) %out, i64 %t64
@@ -96,7 +99,7 @@ define amdgpu_kernel void @matrix(ptr addrspace(1) %a, ptr addrspace(1) %b, ptr 
 DIRECT = (
     """
 @lds = internal addrspace(3) global [256 x float] poison, align 16
-define amdgpu_kernel void @direct(ptr addrspace(1) %a, ptr addrspace(1) %out) "amdgpu-flat-work-group-size"="256,256" {
+define amdgpu_kernel void @direct(ptr addrspace(1) %a, ptr addrspace(1) %out) #0 {
   %t = call i32 @llvm.amdgcn.workitem.id.x()
   %t64 = zext i32 %t to i64
   %wave = lshr i32 %t, 6

@@ -1,4 +1,6 @@
-"""Bugs planted in correct kernels: each is found by the check that is meant for it, the correct kernel gives no report."""
+"""Bugs planted in correct kernels: each is found by the check that is meant for it, the correct kernel gives no
+report.
+"""
 
 from __future__ import annotations
 
@@ -143,14 +145,14 @@ def test_a_missing_bounds_clamp_is_a_fault_that_names_the_allocation(arch: str) 
 def test_reads_of_uninitialised_memory_are_found(arch: str) -> None:
     a, out = np.zeros(512, np.float32), np.zeros(512, np.float32)
     fresh = Region(a.ctypes.data, a.nbytes, "a", initialised=False)
-    with pytest.raises(EmulatorReportError, match="uninitialised-memory.*global_load"):
+    with pytest.raises(EmulatorReportError, match=r"uninitialised-memory.*global_load"):
         run(build(REVERSE, arch), "reverse", (2,), (256,), [fresh, out, 512])
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_unaligned_global_memory_is_found(arch: str) -> None:
     a, out = np.zeros(2052, np.uint8), np.zeros(512, np.float32)
-    with pytest.raises(EmulatorReportError, match="unaligned.*global_load"):
+    with pytest.raises(EmulatorReportError, match=r"unaligned.*global_load"):
         run(build(REVERSE, arch), "reverse", (2,), (256,), [a[2:], out, 512])
 
 
@@ -197,7 +199,7 @@ def test_a_barrier_that_some_waves_skip_is_found(arch: str) -> None:
 def test_an_endless_loop_stops_at_the_budget(arch: str) -> None:
     code = build(DIVERGENT, arch)
     run(code, "endless", (1,), (256,), [1])
-    with pytest.raises(EmulatorError, match="endless-loop.*endless.*10000"):
+    with pytest.raises(EmulatorError, match=r"endless-loop.*endless.*10000"):
         run(code, "endless", (1,), (256,), [0], budget=10000)
 
 

@@ -20,9 +20,7 @@ def _initialise() -> None:
 def emit(ir: str, arch: str, kind: str = "object", opt: int = 3) -> bytes | str:
     """Optimise LLVM IR for `arch` and emit an object, or assembly text with kind="asm"."""
     _initialise()
-    machine = llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(
-        cpu=arch, opt=opt, reloc="pic"
-    )
+    machine = llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(cpu=arch, opt=opt, reloc="pic")
     module = llvm.parse_assembly(ir)
     module.triple = "amdgcn-amd-amdhsa"
     module.data_layout = str(machine.target_data)
