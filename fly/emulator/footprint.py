@@ -1,6 +1,7 @@
 """Which registers an instruction reads and writes, as bit masks: what the checks reason about.
 
-Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar registers.
+Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar
+registers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LDS shadow: who wrote and read each dword, in which barrier phase, and whether the write has completed.
 
-A wave's phase is the number of barriers that it has passed. Two accesses of different waves, one of them a write, are
-ordered when their phases differ and the earlier one was waited for before its barrier; otherwise they race. Tags hold
-`phase << 5 | wave`; wave 31 stands for several readers, wave 30 for a write smaller than a dword: neighbouring bytes of
-different waves do not race, so such writes are followed for initialisation only.
+A wave's phase is the number of barriers that it has passed. Two accesses of different waves, one of them a write,
+are ordered when their phases differ and the earlier one was waited for before its barrier; otherwise they race.
+Tags hold `phase << 5 | wave`; wave 31 stands for several readers, wave 30 for a write smaller than a dword:
+neighbouring bytes of different waves do not race, so such writes are followed for initialisation only.
 """
 
 from __future__ import annotations

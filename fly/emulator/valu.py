@@ -12,7 +12,17 @@ from fly.emulator.bits import bit_count
 from fly.emulator.decode import VCC, VGPR, Instruction
 from fly.emulator.lanes import dpp_reader
 from fly.emulator.operands import (
-    KINDS, Reader, Writer, modified, pair, reader, store, unknown, vector_row, write_scalar, writer,
+    KINDS,
+    Reader,
+    Writer,
+    modified,
+    pair,
+    reader,
+    store,
+    unknown,
+    vector_row,
+    write_scalar,
+    writer,
 )  # fmt: skip
 from fly.emulator.state import Group, pack, unpack
 from fly.emulator.valu_table import OPS, Op
@@ -252,7 +262,7 @@ def _general(
     return run
 
 
-# ---- operations with a scalar or mask operand, or other shapes ------------------------------------------------------
+# ---- operations with a scalar or mask operand, or other shapes ----
 
 
 def _cndmask(inst: Instruction, machine: Machine) -> Callable[[Group], None]:

@@ -180,6 +180,10 @@ def _f32_f16(a: Any) -> Any:
     return np.asarray(a).astype(np.float32)
 
 
+def _ubyte(i: int) -> Callable:
+    return lambda a: (a >> np.uint32(8 * i) & np.uint32(255)).astype(np.float32)
+
+
 VOP1: dict[str, Op] = {
     "v_mov_b32": _op("u32", "u32", np.positive),
     "v_mov_b64": _op("u64", "u64", np.positive),
@@ -195,7 +199,7 @@ VOP1: dict[str, Op] = {
         ),
     ),
     "v_sat_pk_u8_i16": _op("u32", "u32", _sat_pk_u8),
-    "v_prng_b32": _op("u32", "u32", lambda a: a << np.uint32(1) ^ np.where(a >> np.uint32(31), 197, 0).astype(np.uint32)),
+    "v_prng_b32": _op("u32", "u32", lambda a: a << np.uint32(1) ^ (a >> np.uint32(31)) * np.uint32(197)),
     "v_cvt_f32_i32": _op("i32", "f32", lambda a: np.asarray(a).astype(np.float32)),
     "v_cvt_f32_u32": _op("u32", "f32", lambda a: np.asarray(a).astype(np.float32)),
     "v_cvt_u32_f32": _op("f32", "u32", convert.to_int(32, False)),
@@ -248,9 +252,7 @@ VOP1: dict[str, Op] = {
 } | {
     f"v_frexp_mant_{k}": _op(k, k, floats.frexp_mantissa) for k in ("f32", "f64")
 } | {
-    f"v_cvt_f32_ubyte{i}": _op(
-        "u32", "f32", lambda a, s=np.uint32(8 * i): (a >> s & np.uint32(255)).astype(np.float32)
-    )
+    f"v_cvt_f32_ubyte{i}": _op("u32", "f32", _ubyte(i))
     for i in range(4)
 }  # fmt: skip
 

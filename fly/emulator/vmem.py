@@ -34,7 +34,7 @@ _STORES: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
-# ---- scalar memory --------------------------------------------------------------------------------------------------
+# ---- scalar memory ----
 
 
 def compile_smem(inst: Instruction, machine: Machine) -> Run:
@@ -89,7 +89,7 @@ def compile_smem(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------
+# ---- addresses ----
 
 
 def _signed(value: int, bits: int) -> int:
@@ -158,7 +158,7 @@ def _scratch_address(inst: Instruction, machine: Machine) -> Callable[[Group], n
     return run
 
 
-# ---- scratch --------------------------------------------------------------------------------------------------------
+# ---- scratch ----
 
 
 def _scratch_index(g: Group, inst: Instruction, offset: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
@@ -187,7 +187,7 @@ def _scratch_store(g: Group, index: np.ndarray, words: list[np.ndarray], size: i
         views[unit][slot + i] = word[mask].astype(views[unit].dtype)
 
 
-# ---- global, flat, scratch ------------------------------------------------------------------------------------------
+# ---- global, flat, scratch ----
 
 
 def _access(inst: Instruction, machine: Machine) -> tuple[str, str]:
@@ -352,7 +352,7 @@ def deposit(
     write_words(g.machine, index, values, step, inside)
 
 
-# ---- buffers --------------------------------------------------------------------------------------------------------
+# ---- buffers ----
 
 
 def compile_mubuf(inst: Instruction, machine: Machine) -> Run:

@@ -1,4 +1,4 @@
-"""Packed operations (CDNA3 ISA, section 16.11): two 16-bit halves, packed f32 pairs, dot products, mixed precision."""
+"""Packed operations (CDNA3 ISA 16.11): two 16-bit halves, packed f32 pairs, dot products, mixed precision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random straight-line LLVM IR functions whose results are defined bit for bit on every target.
 
-A program reads eight 64-bit words and writes four. Shifts are masked, divisors are made non-zero, conversions saturate,
-and a NaN is made canonical before its bits can be seen, so x86 and AMDGPU must agree exactly.
+A program reads eight 64-bit words and writes four. Shifts are masked, divisors are made non-zero, conversions
+saturate, and a NaN is made canonical before its bits can be seen, so x86 and AMDGPU must agree exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Generator:
         self.program.declarations.add(f"declare {result} @{name}({types})")
         return self.op(f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})")
 
-    # ---- values of a type -------------------------------------------------------------------------------------------
+    # ---- values of a type  ----------
 
     def pick(self, kind: str) -> str:
         """A value of a type, made from another one when there is none or by chance."""
@@ -70,7 +70,7 @@ class Generator:
     def integer(self, kind: str) -> str:
         return self.constant(kind) if self.random.random() < 0.2 else self.pick(kind)
 
-    # ---- operations -------------------------------------------------------------------------------------------------
+    # ---- operations  ----------
 
     def step(self) -> None:
         choose = self.random.random()
@@ -133,8 +133,8 @@ class Generator:
         r, kind = self.random, self.random.choice(["half", "float", "float", "float", "double"])
         suffix = _FLOATS[kind][0]
         a, b = self.pick(kind), self.pick(kind)
-        what = r.choice(["arith"] * 4 + ["fma"] * 2 + ["compare", "select", "sign", "round", "minmax", "divide", "sqrt",
-                                        "scale"])  # fmt: skip
+        what = r.choice(["arith"] * 4 + ["fma"] * 2 + ["compare", "select", "sign", "round", "minmax", "divide",
+                                        "sqrt", "scale"])  # fmt: skip
         if what == "arith":
             value = self.op(f"{r.choice(['fadd', 'fsub', 'fmul'])} {kind} {a}, {b}")
         elif what == "fma" and kind != "half":  # on x86 a half fma calls a library function that MCJIT does not have
