@@ -277,8 +277,8 @@ def next_without_carry(x: fly.Tensor, n: fly.i32, f: fly.f32):
 
 @mistake(
     ControlFlowError,
-    r"loop\.next\(\.\.\.\) inside fly\.when; call it at the loop body's own level, with the results of an inner loop, "
-    r"fly\.cond or fly\.select",
+    r"loop\.next\(\.\.\.\) inside fly\.when; call it at the loop body's own level, with the results of an inner "
+    r"loop, fly\.cond or fly\.select",
 )
 def next_inside_when(x: fly.Tensor, n: fly.i32, f: fly.f32):
     for _j, s in (loop := fly.range(n, carry=f)):
