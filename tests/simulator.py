@@ -257,6 +257,15 @@ def _barrier(b: _Block, node: Node) -> None:
     assert b.mask.all(), "a barrier that not every thread reaches"
 
 
+def _intrinsic(b: _Block, node: Node) -> None:
+    """Waves go in lock-step: what only orders or paces them has nothing to do."""
+    name = node.attributes["intrin"]
+    assert name in _PACE, f"the simulator does not know {name}"
+
+
+_PACE = {f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier")}
+
+
 def _shuffle(b: _Block, node: Node, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
     b.whole_waves("shuffle")
     size = b.target.wave_size
@@ -479,6 +488,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.narrow": _cast,
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
+    "llvm.call_intrinsic": lambda b, node, *operands: _intrinsic(b, node),
     "llvm.load": _load,
     "llvm.store": _store,
     "llvm.getelementptr": lambda b, node, base, offset: base + offset.astype(np.int64),
