@@ -1,8 +1,9 @@
-"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in `lds_checks`.
+"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in
+`lds_checks`.
 
-Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width) retires
-it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so the queues
-are kept once for a group and cost one integer test an instruction.
+Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width)
+retires it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so
+the queues are kept once for a group and cost one integer test an instruction.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Checker:
         self.shadow = LdsShadow(self)
         self._accesses: list[Access] = []
 
-    # ---- findings ---------------------------------------------------------------------------------------------------
+    # ---- findings ----
 
     def report(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> None:
         """Note a finding; one for each kind and instruction."""
@@ -114,7 +115,7 @@ class Checker:
             head = f"{len(self.reports)} finding(s) in {self.machine.kernel.name} on {self.machine.arch}:\n"
             raise EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
 
-    # ---- hooks of the scheduler -------------------------------------------------------------------------------------
+    # ---- hooks of the scheduler ----
 
     def start(self, workgroups: int) -> None:
         """A new batch of workgroups."""
@@ -126,9 +127,15 @@ class Checker:
         if inst is not None and g.pending and "vcc" in inst.name:
             self._check_pending(g, inst, scalar_bits(VCC, 2))
 
-    def barrier(self, g: Group, inst: Instruction | None) -> None:
-        """Arrival at a barrier."""
+    def barrier(self, g: Group, inst: Instruction | None, live: np.ndarray) -> None:
+        """Arrival at a barrier; `live` counts the waves of each workgroup that have not ended."""
         g.ticks += 1
+        short = live[g.wg] < self.machine.waves_per_group
+        if short.any() and inst is not None:
+            self.report(
+                g, inst, "barrier-divergence", short[:, None],
+                "waits at a barrier after other waves of its workgroup have ended",
+            )  # fmt: skip
         for entry in (*g.lgkm, *g.vm):
             for access in entry.lds:
                 self.shadow.keep_open(g, access)
@@ -145,7 +152,7 @@ class Checker:
                 "a wave ends while other waves of its workgroup wait at a barrier",
             )  # fmt: skip
 
-    # ---- instructions -----------------------------------------------------------------------------------------------
+    # ---- instructions ----
 
     def wrap(self, inst: Instruction, run: Run) -> Run:
         """The instruction with its checks."""
@@ -183,13 +190,27 @@ class Checker:
         if not queue:
             return checked
 
+        memory = self.machine.memory
+
         def queued(g: Group) -> None:
             checked(g)
+            if memory.unaligned is not None or memory.unwritten is not None:
+                self._memory_findings(g, inst)
             entry = Pending(inst, writes, queue, tuple(self._accesses))
             self._accesses = []
             self._issue(g, entry)
 
         return queued
+
+    def _memory_findings(self, g: Group, inst: Instruction) -> None:
+        memory = self.machine.memory
+        if memory.unaligned is not None:
+            where = memory.describe(memory.unaligned)
+            self.report(g, inst, "unaligned", None, f"address {memory.unaligned:#x} is not aligned: {where}")
+        if memory.unwritten is not None:
+            where = memory.describe(memory.unwritten)
+            self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
+        memory.unaligned = memory.unwritten = None
 
     def _uninitialised(self, g: Group, inst: Instruction, bits: int) -> None:
         self.report(
@@ -209,7 +230,7 @@ class Checker:
                     f"{entry.inst.address:#x} is outstanding ({counter})",
                 )  # fmt: skip
 
-    # ---- counters ---------------------------------------------------------------------------------------------------
+    # ---- counters ----
 
     def _issue(self, g: Group, entry: Pending) -> None:
         g.pending |= entry.registers
@@ -251,13 +272,23 @@ class Checker:
             for access in entry.lds:
                 self.shadow.close(g, access)
 
-    # ---- LDS --------------------------------------------------------------------------------------------------------
+    # ---- LDS ----
 
     def lds(
-        self, g: Group, inst: Instruction, index: np.ndarray, size: int, mask: np.ndarray | None, write: bool, dma: bool
+        self,
+        g: Group,
+        inst: Instruction,
+        index: np.ndarray,
+        size: int,
+        mask: np.ndarray | None,
+        write: bool,
+        dma: bool,
     ) -> None:
         """An LDS access, before it happens."""
         active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))
+        low = active & ((index & (min(size, 4) - 1)) != 0)
+        if low.any():
+            self.report(g, inst, "unaligned", low, f"LDS address is not a multiple of {min(size, 4)}")
         access = Access(np.broadcast_to(index, active.shape), size, active, write)
         self._accesses.append(access)
         self.shadow.access(g, inst, access, dma)

@@ -1,7 +1,7 @@
 """Decoding of CDNA3 / CDNA4 machine code into plain records.
 
-The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA; nothing
-outside this file knows about that package.
+The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA;
+nothing outside this file knows about that package.
 """
 
 from __future__ import annotations
@@ -69,11 +69,26 @@ def _operand(code: int, count: int, literal: int | None, acc: bool = False) -> s
     return names.get(code) or floats.get(code) or f"src{code}"
 
 
+def _shown(name: str, field: str) -> bool:
+    """Whether a field of a memory instruction means anything for the instruction."""
+    if not name.startswith(("ds_", "global_", "flat_", "scratch_")):
+        return True
+    stores = "_store_" in name or "write" in name
+    if field == "vdst":
+        return not stores and "_lds_" not in name and ("read" in name or "_load_" in name or "_rtn_" in name
+                                                       or "permute" in name or "swizzle" in name)  # fmt: skip
+    if field == "data1":
+        return name.startswith(("ds_write2", "ds_cmpst", "ds_mskor", "ds_wrxchg2"))
+    if field in ("data", "data0"):
+        return not name.startswith(("ds_read", "ds_swizzle")) and "_load_" not in name
+    return True
+
+
 def _text(inst: Instruction) -> str:
     get, parts = inst.get, []
     acc = bool(get("acc")) if not inst.form.startswith("VOP3P") else False
     for name in ("vdst", "sdst", "sdata", "vdata", "data0", "data1", "data", "addr", "vaddr", "srsrc", "sbase"):
-        if name not in inst.fields or (name == "data1" and inst.sizes.get(name) is None):
+        if name not in inst.fields or not _shown(inst.name, name):
             continue
         code = inst.fields[name] * {"srsrc": 4, "sbase": 2}.get(name, 1)
         vector = name in ("vdata", "data0", "data1", "data", "addr", "vaddr") or (
@@ -88,14 +103,14 @@ def _text(inst: Instruction) -> str:
             code = inst.fields[name]
             if code in (249, 250):
                 code = inst.fields["vsrc0"] + VGPR
-            is_acc = inst.form == "VOP3P_MFMA" and (
-                bool(get("acc") >> i & 1) if i < 2 else bool(get("acc_cd"))
-            )
+            is_acc = inst.form == "VOP3P_MFMA" and (bool(get("acc") >> i & 1) if i < 2 else bool(get("acc_cd")))
             parts.append(_operand(code, inst.sizes.get(name, 1), inst.literal, is_acc))
     if "vsrc1" in inst.fields:
         parts.append(_operand(inst.fields["vsrc1"] + VGPR, inst.sizes.get("vsrc1", 1), None))
     for name in ("saddr", "soffset"):
         if name in inst.fields and inst.fields[name] != SADDR_OFF:
+            if name == "soffset" and inst.form == "SMEM" and not inst.get("soffset_en"):
+                continue
             parts.append(_operand(inst.fields[name], 2 if name == "saddr" else 1, inst.literal))
     if "simm16" in inst.fields:
         parts.append(wait_text(inst.fields["simm16"]) if inst.name == "s_waitcnt" else f"{inst.fields['simm16']:#x}")

@@ -7,6 +7,8 @@ cos take revolutions; hardware is accurate to 2^-20 absolute or so, here it is t
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -182,43 +184,31 @@ def div_scale(s0: Any, s1: Any, s2: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def div_fmas(s0: Any, s1: Any, s2: Any, scale: Any, kind: str) -> np.ndarray:
-    """V_DIV_FMAS: fma, scaled back in the lanes that V_DIV_SCALE marked.
-
-    Rounded once: a subnormal quotient is right to the last bit, as IEEE division needs.
-    """
+    """V_DIV_FMAS: fma, scaled back in the lanes that V_DIV_SCALE marked."""
     result = fma(s0, s1, s2, kind)
     if not np.any(scale):
         return result
     bias, shift = (127, 64) if kind == "f32" else (1023, 128)
-    s2 = np.broadcast_to(s2, result.shape)
-    by = np.where(_exponent(s2) > bias, shift, -shift)
-    scaled = np.ldexp(result, by)
-    # what scaling cut off: where it is half a step, the part that the fma rounded away decides
-    cut = result - np.ldexp(scaled, -by)
-    if np.any(scale & (cut != 0) & np.isfinite(cut)):
-        other = np.nextafter(scaled, np.copysign(result.dtype.type(np.inf), cut))
-        tie = (np.ldexp(other, -by) - result == cut) & (cut != 0)
-        scaled = np.where(tie, _break_tie(s0, s1, s2, kind, result, scaled, other), scaled)
+    a, b, c = (np.broadcast_to(x, result.shape) for x in (s0, s1, s2))
+    power = np.where(_exponent(c) > bias, shift, -shift)
+    # the scaled sum is rounded once, also where it is subnormal
+    small = scale & (np.abs(np.ldexp(result, power)) < 2 * np.finfo(result.dtype).tiny)
+    scaled = np.ldexp(result, power)
+    for at in np.argwhere(small & np.isfinite(result)):
+        i = tuple(at)
+        scaled[i] = _exact_scaled_sum(float(a[i]), float(b[i]), float(c[i]), int(power[i]), result.dtype)
     return np.where(scale, scaled, result)
 
 
-def _break_tie(s0: Any, s1: Any, s2: Any, kind: str, result: Any, even: Any, other: Any) -> np.ndarray:
-    """Which of two neighbours, between which `result` lies halfway, s0·s1 + s2 is nearer to."""
-    # the error of a fused multiply-add, exactly (Boldo and Muller)
-    product = s0 * s1
-    low = fma(s0, s1, -product, kind)
-    a, a_error = _two_sum(s2, low)
-    b, b_error = _two_sum(product, a)
-    error = (b - result) + b_error + a_error
-    nearer = np.where(error > 0, np.maximum(even, other), np.minimum(even, other))
-    return np.where(error == 0, even, nearer)
-
-
-def _two_sum(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(a + b rounded, its exact error)."""
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
+def _exact_scaled_sum(a: float, b: float, c: float, power: int, dtype: np.dtype) -> float:
+    """(a·b + c)·2^power rounded once to float32 or float64, by integer arithmetic."""
+    exact = (Fraction(a) * Fraction(b) + Fraction(c)) * Fraction(2) ** power
+    info = np.finfo(dtype)
+    lowest = info.minexp - info.nmant
+    units = exact / Fraction(2) ** lowest
+    if abs(units) < 2 ** (info.nmant + 1):  # subnormal or just above: the spacing is the smallest one
+        return math.copysign(float(abs(round(units))) * 2.0**lowest, exact if exact else 1.0)
+    return float(dtype.type(float(exact)))
 
 
 def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:

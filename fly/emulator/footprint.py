@@ -1,6 +1,7 @@
 """Which registers an instruction reads and writes, as bit masks: what the checks reason about.
 
-Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar registers.
+Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar
+registers.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def footprint(inst: Instruction, machine: Machine) -> Footprint:
     """The registers of any instruction."""
     form = inst.form
     if form.startswith("S"):
-        return _scalar(inst, machine) if form not in ("SMEM", "SCRATCH") else (
-            _smem(inst) if form == "SMEM" else _flat(inst, machine)
+        return (
+            _scalar(inst, machine)
+            if form not in ("SMEM", "SCRATCH")
+            else (_smem(inst) if form == "SMEM" else _flat(inst, machine))
         )
     if form == "VOP3P_MFMA" and not inst.name.startswith("v_accvgpr"):
         return _matrix(inst, machine)
@@ -136,6 +139,9 @@ def _vector(inst: Instruction, machine: Machine) -> Footprint:
             reads |= _packed_pair(inst, machine, i)
         elif name == "v_cndmask_b32" and i == 2:
             reads |= scalar_bits(code, 2)
+        elif name in ("v_mad_u64_u32", "v_mad_i64_i32") and i == 2:
+            # LLVM computes 32-bit products so, with anything in the high half of the addend
+            reads |= _source(machine, code, 1)
         else:
             reads |= _source(machine, code, inst.sizes.get(field, 1), acc)
     if (name == "v_cndmask_b32" and form != "VOP3") or name in _READS_VCC:
