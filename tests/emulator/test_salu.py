@@ -125,12 +125,20 @@ TABLE: dict[str, tuple[str, Callable[..., Result]]] = {
     "s_wqm_b32": ("1 1", nonzero(lambda a: sum(15 * (a >> 4 * i & 15 != 0) << 4 * i for i in range(8)))),
     "s_bitreplicate_b64_b32": ("2 1", silent(lambda a: sum((a >> i & 1) * 3 << 2 * i for i in range(32)))),
 }
-COMPARE = {
-    **{f"s_cmp_{n}_{t}32": (lambda a, b, f=f, t=t: f(s(a), s(b)) if t == "i" else f(a, b))
-       for n, f in (("eq", int.__eq__), ("lg", int.__ne__), ("gt", int.__gt__), ("ge", int.__ge__), ("lt", int.__lt__),
-                    ("le", int.__le__)) for t in "iu"},
-    "s_bitcmp0_b32": lambda a, b: not a >> (b & 31) & 1, "s_bitcmp1_b32": lambda a, b: bool(a >> (b & 31) & 1),
-}  # fmt: skip
+_RELATIONS = {
+    "eq": int.__eq__,
+    "lg": int.__ne__,
+    "gt": int.__gt__,
+    "ge": int.__ge__,
+    "lt": int.__lt__,
+    "le": int.__le__,
+}
+COMPARE: dict[str, Callable[[int, int], bool]] = {
+    **{f"s_cmp_{n}_u32": f for n, f in _RELATIONS.items()},
+    **{f"s_cmp_{n}_i32": (lambda a, b, f=f: f(s(a), s(b))) for n, f in _RELATIONS.items()},
+    "s_bitcmp0_b32": lambda a, b: not a >> (b & 31) & 1,
+    "s_bitcmp1_b32": lambda a, b: bool(a >> (b & 31) & 1),
+}
 # s_NAMEk $0, -100: function of (old value, constant)
 CONSTANT: dict[str, Callable[[int, int], Result]] = {
     "s_movk_i32": lambda a, k: (k, None), "s_addk_i32": lambda a, k: signed_overflow(s(a) + k),
