@@ -81,10 +81,10 @@ def matmul(a: fly.Tensor, b: fly.Tensor, c: fly.Tensor, *, tiling: Tiling):
     total, _ = loop.results
 
     part = c.rows(columns).beside(fly.block_id.x * wave_columns + wave_column)
-    window = part.window(first_row + wave_row * rows, rows)  # drops what is stored to rows past the last
+    window = part.window(first_row + wave_row * rows, rows)
     columns_left = c.shape[1] - (first_column + wave_column * columns)
     for row, column, values in total.map(lambda tile, r, c: tile.to(part.dtype)).runs():
-        with fly.when(column < columns_left):
+        with fly.when((row < window.rows_left) & (column < columns_left)):
             window.store(values, row, column)
 
 

@@ -115,23 +115,63 @@ def time_of(b: Build) -> list[object]:
     return [name, *parts, f"{slowest} {1e3 * stages[slowest]:.0f}"]
 
 
-def run(device: str, where: str, seq_len: int, seq_len_kv: int, heads: int, head_dim: int) -> None:
-    """Flash attention on fresh random input, held against the same mathematics in float32."""
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call with a single sequence."""
+
+    seq_len: int
+    seq_len_kv: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, {self.seq_len} queries, {self.seq_len_kv} keys, D{self.head_dim}"
+
+
+def run(device: str, where: str, shape: Shape) -> tuple[float, float, float]:
+    """Flash attention on fresh random input, held against the same mathematics in float32.
+
+    Returns:
+        The largest error, the largest that is allowed, and the seconds that the call took with compiling.
+    """
     from tests.kernels.reference import check, reference
 
-    q = torch.rand(1, seq_len, heads, head_dim, device=device).mul(2).sub(1).bfloat16()
-    k, v = (torch.rand(1, seq_len_kv, 1, head_dim, device=device).mul(2).sub(1).bfloat16() for _ in range(2))
+    q = torch.rand(1, shape.seq_len, shape.heads, shape.head_dim, device=device).mul(2).sub(1).bfloat16()
+    sizes = (1, shape.seq_len_kv, shape.kv_heads, shape.head_dim)
+    k, v = (torch.rand(sizes, device=device).mul(2).sub(1).bfloat16() for _ in range(2))
     start = time.perf_counter()
     out, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     report = check(out, reference(q, k, v, causal=True), lse)
-    shape = f"{heads} heads, {seq_len} queries, {seq_len_kv} keys, D{head_dim}"
-    print(
-        f"  {where}, {shape}: error {report.error:.1e}, allowed {report.bound:.1e} ({seconds:.1f} s with compiling)"
-    )
     require(report.ok, f"{where}, {shape}: {report}")
+    return report.error, report.bound, seconds
+
+
+def emulate(shape: Shape) -> None:
+    """Run the machine code of every emulated target on the CPU, and show what it executed."""
+    from fly.emulator.scheduler import describe_mix
+    from fly.runtime.device import CPU, device_for
+
+    print(f"On the CPU, the machine code emulated instruction by instruction, with all checks on ({shape}):\n")
+    rows, mixes = [], {}
+    for arch in EMULATED:
+        os.environ["FLY_ARCH"] = arch
+        error, bound, seconds = run("cpu", arch, shape)
+        done = device_for(CPU).last
+        times = f"{seconds:.1f} s", f"{done.seconds:.1f} s"
+        rows.append([arch, f"{error:.1e}", f"{bound:.1e}", *times, f"{done.executed:,}", f"{done.rate / 1e6:.2f} M"])
+        mixes[arch] = describe_mix(done.mix)
+    table(["target", "error", "allowed", "call", "of it running", "wave-instructions", "a second"], rows)
+    kinds = sorted(
+        {kind for mix in mixes.values() for kind in mix}, key=lambda kind: -mixes[EMULATED[0]].get(kind, 0)
+    )
+    shares = [
+        [arch, *(f"{100 * mix.get(k, 0) / sum(mix.values()):.1f}%" for k in kinds)] for arch, mix in mixes.items()
+    ]
+    table(["executed", *kinds], shares)
 
 
 def main() -> int:
@@ -147,14 +187,13 @@ def main() -> int:
 
     place = _device.place()
     if _device.has_emulator():
-        print("On the CPU, emulated instruction by instruction:")
-        for arch in EMULATED:
-            os.environ["FLY_ARCH"] = arch
-            run("cpu", arch, seq_len=100, seq_len_kv=150, heads=2, head_dim=64)
+        emulate(Shape(512, 512, 4, 4, 128))
     if place == "cuda":
         print(f"On {torch.cuda.get_device_name()}:")
         for head_dim in HEAD_DIMS:
-            run("cuda", "GPU", seq_len=1000, seq_len_kv=1500, heads=8, head_dim=head_dim)
+            shape = Shape(1000, 1500, 8, 1, head_dim)
+            error, bound, seconds = run("cuda", "GPU", shape)
+            print(f"  {shape}: error {error:.1e}, allowed {bound:.1e} ({seconds:.1f} s with compiling)")
     if place is None:
         print("Nothing here can run the kernels: that needs a GPU, or fly's emulator.")
     print(f"\n{len(FAILURES)} checks failed" if FAILURES else "\nAll checks passed.")

@@ -28,7 +28,8 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.operand": "OperandLoader OperandPlan plan_operand operand_coordinates require_plan mma",
         "fly.lang.chain": "Chain chain",
         "fly.lang.copy": "RowCopy TransposedCopy TileRing",
-        "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor lane_sum lane_max reduce_lanes"
+        "fly.lang.direct_copy": "DirectCopy",
+        "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id wave_id wave_size first_lane target",
         "fly.lang.signature": "TensorSpec ScalarSpec",

@@ -67,6 +67,9 @@ DUMP_DIR = Variable("FLY_DUMP_DIR", "fly_dump", _directory, "directory that dump
 EMULATOR_CHECKS = Variable(
     "FLY_EMULATOR_CHECKS", "1", _boolean, "0 turns the emulator's checks (races, missing waits, hazards) off"
 )
+EMULATOR_TRACE = Variable(
+    "FLY_EMULATOR_TRACE", "", str, "a wave, such as 0,1,0:3: what it executes is printed to stderr (workgroup:wave)"
+)
 CACHE = Variable("FLY_CACHE", "1", _boolean, "0 turns the disk cache off")
 CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of the disk cache")
 CACHE_SIZE = Variable("FLY_CACHE_SIZE_MB", "512", _megabytes, "bound on the disk cache's size, megabytes")

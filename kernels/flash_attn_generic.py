@@ -32,6 +32,7 @@ from fly.runtime.arguments import describe_all
 from fly.runtime.compile import compile_kernel
 from fly.runtime.device import device_for
 from fly.runtime.prepared import bind
+from kernels.attention_tiles import group_size, load_queries, product, store_lse, store_output
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 
@@ -94,7 +95,7 @@ def flash_attn_generic(
     )
 
     head, batch = fly.block_id.y, fly.block_id.z
-    kv_head = head // _group_size(q, k)
+    kv_head = head // group_size(q, k)
     block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
     first_row = block * options.block_m
     wave_offset = fly.wave_id() * wave_rows
@@ -104,7 +105,7 @@ def flash_attn_generic(
     q_rows = q[batch, :, head, :].rows(options.head_dim)
     k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
     v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = _load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
+    queries = load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
     ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
 
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
@@ -115,7 +116,7 @@ def flash_attn_generic(
         (k_tile, v_tile), flight = ring.advance(j, flight)
         scores = fly.Fragment.zeros(layout, row_tiles, key_tiles)
         for t in range(dim_steps):
-            scores = _product(
+            scores = product(
                 link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores
             )
         if masked:
@@ -125,7 +126,7 @@ def flash_attn_generic(
         weights = probabilities.map(lambda tile, r, c: tile.to(q.dtype, rounding="nearest_any"))
         operands = [link.operands(tiles) for tiles in weights.tiles]
         for t in range(key_steps):
-            output = _product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
+            output = product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
         return output, softmax, flight
 
     start = (
@@ -140,44 +141,9 @@ def flash_attn_generic(
     output, softmax, _ = loop.results
 
     inverse, row_lse = softmax.finish(scale_log2)
-    _store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
+    store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
     if lse is not None:
-        _store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
-
-
-def _group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
-    """Query heads per key head; the same in every thread, so the division is cheap scalar work once."""
-    return q.shape[2] // k.shape[2]
-
-
-def _load_queries(
-    link: fly.Chain, window: fly.Window, first: Any, row_tiles: int, steps: int
-) -> list[list[fly.Value]]:
-    """Row operands [row tile][step] straight from global memory, from row `first` of the block's window on.
-
-    Rows past the tensor's end repeat its last one: the block has at least one row, but a wave may have none.
-    """
-    atom, operand = link.atom, link.row_operand
-    want = fly.operand_coordinates(atom, operand, transposed=False)
-    values = atom.values(operand)
-    runs = [v for v in range(values) if v == 0 or want(0, v) != (want(0, v - 1)[0], want(0, v - 1)[1] + 1)]
-    length = values // len(runs)
-    lane = fly.lane_id()
-    row0 = first + fly.lane_map([want(i, 0)[0] for i in range(atom.lanes)], lane)
-    column0 = fly.lane_map([want(i, 0)[1] for i in range(atom.lanes)], lane)
-    extent = link.layout.rows
-    last = window.rows_left - 1
-    result = []
-    for r in range(row_tiles):
-        steps_of_tile = []
-        for t in range(steps):
-            pieces = []
-            for run in runs:
-                row = fly.minimum(row0 + (r * extent + want(0, run)[0]), last)
-                pieces.append(window.load_inside(row, column0 + (t * atom.k + want(0, run)[1]), length))
-            steps_of_tile.append(fly.concat(pieces))
-        result.append(steps_of_tile)
-    return result
+        store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
 
 
 def _operands(link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, options: GenericOptions):
@@ -230,40 +196,6 @@ def _turned_vector(options: GenericOptions) -> int:
     """Columns of V per thread so that all threads have a piece of 4 rows to turn."""
     threads = options.waves * fly.wave_size()
     return max(1, options.block_n * options.head_dim // (4 * threads))
-
-
-def _product(
-    link: fly.Chain,
-    rows: list[list[fly.Value]],
-    t: int,
-    loader: fly.OperandLoader,
-    tile: fly.SharedTile,
-    place: Any,
-    accumulator: fly.Fragment,
-) -> fly.Fragment:
-    """accumulator += rows[:, t] times the column operands of step t; each is loaded once for all row tiles."""
-    tiles = [list(row) for row in accumulator.tiles]
-    for n in range(0, len(tiles[0]), loader.plan.tiles):
-        for i, columns in enumerate(loader.load(tile, *place(n))):
-            for r, row in enumerate(tiles):
-                row[n + i] = link.mma(rows[r][t], columns, row[n + i])
-    return fly.Fragment(accumulator.layout, tuple(tuple(row) for row in tiles))
-
-
-def _store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count: int) -> None:
-    """Round to the output's dtype and store; rows past the end are dropped."""
-    window = view.window(first_row, count)
-    for row, column, values in output.map(lambda tile, r, c: tile.to(view.dtype)).runs():
-        window.store(values, row, column)
-
-
-def _store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
-    """One lane of those that share a row stores its log-sum-exp."""
-    owner = fly.evaluate(values.layout.column_lane, fly.lane_id()) == 0
-    for value_tile, row_tile in zip(values.values, rows.values, strict=True):
-        for value, row in zip(value_tile, row_tile, strict=True):
-            with fly.when(owner & (row < count)):
-                lse.store(value, row)
 
 
 # (block_m, block_n, waves, stages) by backend, head dim and causality; AMD tiles go through registers

@@ -58,7 +58,7 @@ class HostFunction:
         parsed.verify()
         self._engine = llvm.create_mcjit_compiler(parsed, _target_machine())
         self._engine.finalize_object()
-        self._address = self._engine.get_function_address(name)
+        self.address = self._engine.get_function_address(name)
 
     def __call__(self, *arrays: np.ndarray) -> None:
         """Run once; a vector is passed as its address and its length."""
@@ -67,7 +67,7 @@ class HostFunction:
         for array in arrays:
             types += [ctypes.c_void_p, ctypes.c_int32]
             values += [array.ctypes.data, array.size]
-        ctypes.CFUNCTYPE(None, *types)(self._address)(*values)
+        ctypes.CFUNCTYPE(None, *types)(self.address)(*values)
 
 
 class Evaluator:

@@ -42,7 +42,7 @@ EXCEPTIONS = {
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
     "mlir": COMPILER,
-    "llvmlite": ("fly.backends",),
+    "llvmlite": ("fly.backends", "fly.emulator"),
     "torch": ("fly.runtime", "kernels"),
     "cuda": ("fly.runtime",),
     "tinygrad": ("fly.emulator",),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fly.errors import CompileError
 
@@ -74,7 +78,38 @@ def _emit_here(text: str, machine: Machine, want_object: bool) -> Emitted:
         raise CompileError(f"LLVM rejected the kernel for {machine.cpu}: {error}") from None
 
 
+def _python(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Python with this package in reach, wherever the caller found it."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@functools.cache
+def _known_options() -> frozenset[str]:
+    """The names of LLVM's options. LLVM lists them and exits, and ignores unknown ones when set as a library."""
+    list_and_exit = "from fly.backends import llvm; llvm._set_options(['--help-hidden'])"
+    return frozenset(re.findall(r"^ +--?([\w.-]+)", _python("-c", list_and_exit).stdout, re.M))
+
+
 def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
+    def fail(reason: str) -> CompileError:
+        return CompileError(
+            f"LLVM with options {' '.join(machine.options)} failed for {machine.cpu}: {reason[-2000:]}"
+        )
+
+    for option in machine.options:
+        name = option.lstrip("-").partition("=")[0]
+        if name not in _known_options():
+            close = difflib.get_close_matches(name, _known_options())
+            raise fail(f"unknown option {option}" + (f"; did you mean --{close[0]}?" if close else ""))
     request = json.dumps(
         {
             "text": text,
@@ -85,17 +120,10 @@ def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
             "object": want_object,
         }
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "fly.backends.llvm"],
-        input=request,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise CompileError(
-            f"LLVM with options {' '.join(machine.options)} failed for {machine.cpu}: {done.stderr.strip()[-2000:]}"
-        )
+    done = _python("-m", "fly.backends.llvm", given=request)
+    bad_value = re.search(r"^fly: (for the .*)$", done.stderr, re.M)
+    if done.returncode != 0 or bad_value:
+        raise fail(bad_value.group(1) if bad_value else done.stderr.strip())
     answer = json.loads(done.stdout)
     return Emitted(answer["llvm_ir"], answer["assembly"], bytes.fromhex(answer["object"]))
 

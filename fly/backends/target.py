@@ -14,7 +14,8 @@ class Target:
     """One GPU architecture.
 
     `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
-    global-to-shared copies that portable kernels may use, `matrix_loads` the shared-memory loads in order of
+    global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
+    `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have.
     """
 
@@ -27,6 +28,7 @@ class Target:
     mma_atoms: tuple[MmaAtom, ...] = field(repr=False)
     matrix_loads: tuple[MatrixLoad, ...] = field(repr=False)
     async_copy_bytes: tuple[int, ...] = ()
+    direct_copy_bytes: tuple[int, ...] = ()
     max_threads: int = 1024
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
@@ -55,8 +57,8 @@ def _registry() -> dict[str, Callable[[], Target]]:
     from fly.backends.nvvm import atoms as nvvm
     from fly.backends.rocdl import atoms as rocdl
 
-    def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple) -> Target:
-        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads)
+    def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
+        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct)
 
     def nvidia(arch: str, shared_kib: int, units: int) -> Target:
         return Target(
@@ -64,8 +66,8 @@ def _registry() -> dict[str, Callable[[], Target]]:
         )
 
     targets = (
-        amd("gfx942", 64, 304, rocdl.GFX942_MMA, rocdl.GFX942_LOADS),
-        amd("gfx950", 160, 256, rocdl.GFX950_MMA, rocdl.GFX950_LOADS),
+        amd("gfx942", 64, 304, rocdl.GFX942_MMA, rocdl.GFX942_LOADS, (4,)),
+        amd("gfx950", 160, 256, rocdl.GFX950_MMA, rocdl.GFX950_LOADS, (4, 16)),
         # compute units of the largest part; shared memory per block from the CUDA programming guide
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),

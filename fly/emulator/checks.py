@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fly.emulator import hazards
-from fly.emulator.decode import SGPR_BIT, VCC, Instruction, wait_counts
+from fly.emulator import defined, hazards
+from fly.emulator.control import JUMPS
+from fly.emulator.decode import M0, SGPR_BIT, VCC, Instruction, wait_counts
 from fly.emulator.footprint import footprint, scalar_bits
 from fly.emulator.lds_checks import LdsShadow
 from fly.emulator.report import Report, describe, place
 from fly.emulator.state import Group
-from fly.errors import EmulatorReportError
+from fly.errors import EmulatorError, EmulatorReportError
 
 if TYPE_CHECKING:
     from fly.emulator.machine import Machine
@@ -92,6 +93,7 @@ class Checker:
         self.machine = machine
         self.reports: list[Report] = []
         self._seen: set[tuple[str, int]] = set()
+        self._undefined: dict[int, tuple[Instruction, int]] = {}  # register -> what computed it, from which registers
         self.shadow = LdsShadow(self)
         self._accesses: list[Access] = []
 
@@ -115,6 +117,11 @@ class Checker:
             head = f"{len(self.reports)} finding(s) in {self.machine.kernel.name} on {self.machine.arch}:\n"
             raise EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
 
+    def fault(self, error: EmulatorError) -> EmulatorReportError:
+        """A fault that findings preceded: often what they report is why."""
+        head = f"{error}\n{len(self.reports)} finding(s) before that:\n"
+        return EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
+
     # ---- hooks of the scheduler ----
 
     def start(self, workgroups: int) -> None:
@@ -122,10 +129,13 @@ class Checker:
         self.shadow.start(workgroups)
 
     def control(self, g: Group, inst: Instruction | None) -> None:
-        """A branch; VCC must not be the target of an outstanding load."""
+        """A branch; VCC must be defined and not the target of an outstanding load."""
         g.ticks += 1
-        if inst is not None and g.pending and "vcc" in inst.name:
-            self._check_pending(g, inst, scalar_bits(VCC, 2))
+        if inst is not None and "vcc" in inst.name:
+            vcc = scalar_bits(VCC, 2)
+            self._defined(g, inst, vcc)
+            if g.pending:
+                self._check_pending(g, inst, vcc)
 
     def barrier(self, g: Group, inst: Instruction | None, live: np.ndarray) -> None:
         """Arrival at a barrier; `live` counts the waves of each workgroup that have not ended."""
@@ -167,7 +177,7 @@ class Checker:
             return nop
         queue = _queue(inst)
         touched = footprint(inst, self.machine)
-        reads, writes = touched.reads, touched.writes
+        reads, writes, computes = touched.reads, touched.writes, _computes(inst)
         # results of one queue return in order, so a newer load may name the register of an older one
         both = reads if queue else reads | writes
         before = hazards.before(inst, self, touched)
@@ -176,14 +186,18 @@ class Checker:
         def checked(g: Group) -> None:
             g.ticks += 1
             fresh = reads & ~g.written
-            if fresh:
-                self._uninitialised(g, inst, fresh)
+            if fresh and not computes:
+                self._defined(g, inst, fresh)
+                fresh = 0
             if g.pending & both:
                 self._check_pending(g, inst, both)
             if g.hazard:
                 before(g)
             run(g)
-            g.written |= writes
+            if fresh:
+                self._compute(g, inst, fresh, writes)
+            else:
+                g.written |= writes
             if after is not None:
                 after(g)
 
@@ -202,6 +216,38 @@ class Checker:
 
         return queued
 
+    def _compute(self, g: Group, inst: Instruction, bits: int, writes: int) -> None:
+        """Results of undefined operands are undefined too.
+
+        Compilers compute from registers that one of the paths to here has not written, where no use of the result
+        lies on that path; so only what leaves the registers is reported: addresses, stored data, control flow.
+        """
+        missing, waves = defined.undefined(g, bits)
+        if not missing:
+            g.written |= writes
+            return
+        defined.spread(g, writes, waves)
+        while writes:
+            low = writes & -writes
+            self._undefined[low.bit_length() - 1] = inst, missing
+            writes ^= low
+
+    def _defined(self, g: Group, inst: Instruction, bits: int) -> None:
+        """Report those of `bits` that some wave has not written."""
+        bits, waves = defined.undefined(g, bits)
+        if not bits:
+            return
+        text, source, maker = register_names(self.machine, bits), bits, None
+        for _ in range(_LIMIT):  # a loop may feed an undefined register to itself
+            made = self._undefined.get((source & -source).bit_length() - 1)
+            if made is None:
+                break
+            maker, source = maker or made[0], made[1]
+        if maker is not None:
+            text += f", computed by `{maker.text}` at {maker.address:#x} from {register_names(self.machine, source)}"
+        self.report(g, inst, "uninitialised-register", waves[:, None], f"reads {text}, which nothing has written")
+        g.written |= bits
+
     def _memory_findings(self, g: Group, inst: Instruction) -> None:
         memory = self.machine.memory
         if memory.unaligned is not None:
@@ -211,13 +257,6 @@ class Checker:
             where = memory.describe(memory.unwritten)
             self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
         memory.unaligned = memory.unwritten = None
-
-    def _uninitialised(self, g: Group, inst: Instruction, bits: int) -> None:
-        self.report(
-            g, inst, "uninitialised-register", None,
-            f"reads {register_names(self.machine, bits)}, which nothing has written",
-        )  # fmt: skip
-        g.written |= bits
 
     def _check_pending(self, g: Group, inst: Instruction, bits: int) -> None:
         for entry in (*g.vm, *g.lgkm):
@@ -292,6 +331,15 @@ class Checker:
         access = Access(np.broadcast_to(index, active.shape), size, active, write)
         self._accesses.append(access)
         self.shadow.access(g, inst, access, dma)
+
+
+def _computes(inst: Instruction) -> bool:
+    """Whether all that an instruction does is to compute registers other than EXEC, SCC and M0 from registers."""
+    if inst.form.startswith("VOP"):
+        return not inst.name.startswith("v_cmpx")
+    if inst.form not in ("SOP1", "SOP2", "SOPK") or inst.name.startswith(("s_cmpk", "s_setreg", "s_cbranch")):
+        return False
+    return inst.get("sdst") < M0 and "saveexec" not in inst.name and inst.name not in JUMPS
 
 
 def _queue(inst: Instruction) -> str:

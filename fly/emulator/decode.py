@@ -49,75 +49,9 @@ class Instruction:
     @functools.cached_property
     def text(self) -> str:
         """Readable form for reports and traces: the name and its operands."""
-        return _text(self)
+        from fly.emulator.text import text
 
-
-def _operand(code: int, count: int, literal: int | None, acc: bool = False) -> str:
-    if code >= VGPR:
-        bank, index = ("a" if acc else "v"), code - VGPR
-        return f"{bank}{index}" if count == 1 else f"{bank}[{index}:{index + count - 1}]"
-    if code < 102:
-        return f"s{code}" if count == 1 else f"s[{code}:{code + count - 1}]"
-    if code == LITERAL:
-        return f"{literal or 0:#x}"
-    names = {106: "vcc", 107: "vcc_hi", 124: "m0", 126: "exec", 127: "exec_hi", 253: "scc", 251: "vccz", 252: "execz"}
-    floats = {240: "0.5", 241: "-0.5", 242: "1.0", 243: "-1.0", 244: "2.0", 245: "-2.0", 246: "4.0", 247: "-4.0"}
-    if 128 <= code <= 192:
-        return str(code - 128)
-    if 193 <= code <= 208:
-        return str(192 - code)
-    return names.get(code) or floats.get(code) or f"src{code}"
-
-
-def _shown(name: str, field: str) -> bool:
-    """Whether a field of a memory instruction means anything for the instruction."""
-    if not name.startswith(("ds_", "global_", "flat_", "scratch_")):
-        return True
-    stores = "_store_" in name or "write" in name
-    if field == "vdst":
-        return not stores and "_lds_" not in name and ("read" in name or "_load_" in name or "_rtn_" in name
-                                                       or "permute" in name or "swizzle" in name)  # fmt: skip
-    if field == "data1":
-        return name.startswith(("ds_write2", "ds_cmpst", "ds_mskor", "ds_wrxchg2"))
-    if field in ("data", "data0"):
-        return not name.startswith(("ds_read", "ds_swizzle")) and "_load_" not in name
-    return True
-
-
-def _text(inst: Instruction) -> str:
-    get, parts = inst.get, []
-    acc = bool(get("acc")) if not inst.form.startswith("VOP3P") else False
-    for name in ("vdst", "sdst", "sdata", "vdata", "data0", "data1", "data", "addr", "vaddr", "srsrc", "sbase"):
-        if name not in inst.fields or not _shown(inst.name, name):
-            continue
-        code = inst.fields[name] * {"srsrc": 4, "sbase": 2}.get(name, 1)
-        vector = name in ("vdata", "data0", "data1", "data", "addr", "vaddr") or (
-            name == "vdst" and inst.form != "VOP3_SDST"
-        )
-        is_acc = (acc and name in ("vdata", "data0", "data1", "data", "vdst")) or (
-            name == "vdst" and inst.form == "VOP3P_MFMA" and bool(get("acc_cd"))
-        )
-        parts.append(_operand(code + (VGPR if vector else 0), inst.sizes.get(name, 1), None, is_acc))
-    for i, name in enumerate(("src0", "src1", "src2", "ssrc0", "ssrc1")):
-        if name in inst.fields and (name in inst.sizes or name.startswith("ssrc")):
-            code = inst.fields[name]
-            if code in (249, 250):
-                code = inst.fields["vsrc0"] + VGPR
-            is_acc = inst.form == "VOP3P_MFMA" and (bool(get("acc") >> i & 1) if i < 2 else bool(get("acc_cd")))
-            parts.append(_operand(code, inst.sizes.get(name, 1), inst.literal, is_acc))
-    if "vsrc1" in inst.fields:
-        parts.append(_operand(inst.fields["vsrc1"] + VGPR, inst.sizes.get("vsrc1", 1), None))
-    for name in ("saddr", "soffset"):
-        if name in inst.fields and inst.fields[name] != SADDR_OFF:
-            if name == "soffset" and inst.form == "SMEM" and not inst.get("soffset_en"):
-                continue
-            parts.append(_operand(inst.fields[name], 2 if name == "saddr" else 1, inst.literal))
-    if "simm16" in inst.fields:
-        parts.append(wait_text(inst.fields["simm16"]) if inst.name == "s_waitcnt" else f"{inst.fields['simm16']:#x}")
-    for name in ("offset", "offset0", "offset1"):
-        if inst.fields.get(name):
-            parts.append(f"{name}:{inst.fields[name]}")
-    return f"{inst.name} " + ", ".join(parts)
+        return text(self)
 
 
 def wait_counts(simm16: int) -> tuple[int, int]:

@@ -36,6 +36,11 @@ class KernelDescriptor:
     args: tuple[dict[str, Any], ...] = ()
 
     @property
+    def explicit(self) -> list[dict[str, Any]]:
+        """Metadata of the arguments that a launch gives, without those that the runtime fills in."""
+        return [a for a in self.args if not a[".value_kind"].startswith("hidden_")]
+
+    @property
     def vgprs(self) -> int:
         """Registers of the unified file, architectural and accumulation together."""
         return ((self.rsrc1 & 63) + 1) * 8

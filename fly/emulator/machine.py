@@ -144,6 +144,7 @@ class Machine:
             hidden[f"hidden_group_size_{axis}"] = ("<H", self.block[i])
             hidden[f"hidden_remainder_{axis}"] = ("<H", 0)
             hidden[f"hidden_global_offset_{axis}"] = ("<Q", 0)
+        hidden["hidden_dynamic_lds_size"] = ("<I", self.lds_bytes - self.kernel.lds_bytes)
         hidden["hidden_shared_base"] = ("<I", self.apertures[235] >> 32)
         hidden["hidden_private_base"] = ("<I", self.apertures[237] >> 32)
         for arg in self.kernel.args:
@@ -184,7 +185,7 @@ class Machine:
         return group
 
     def _scalars(self, s: np.ndarray, wg: np.ndarray) -> int:
-        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns those set as a mask."""
+        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns the mask of those set."""
         k, values = self.kernel, []
         properties = k.properties
         if properties & 1:

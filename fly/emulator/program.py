@@ -14,6 +14,7 @@ from fly.emulator.machine import Machine
 from fly.emulator.memory import Region
 from fly.emulator.scheduler import BATCH_WAVES, BUDGET, Scheduler
 from fly.emulator.state import Group
+from fly.errors import EmulatorError
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,12 @@ class Program:
                 machine.checker = Checker(machine)
             scheduler = Scheduler(machine, progress, trace, budget, batch_waves)
             begin = time.perf_counter()
-            scheduler.run()
+            try:
+                scheduler.run()
+            except EmulatorError as error:
+                if machine.checker is not None and machine.checker.reports:
+                    raise machine.checker.fault(error) from None
+                raise
             seconds = time.perf_counter() - begin
             if machine.checker is not None:
                 machine.checker.finish()

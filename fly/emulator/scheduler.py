@@ -42,7 +42,7 @@ class Scheduler:
     Args:
         machine: prepared for a launch.
         progress: called with the number of finished workgroups after each batch.
-        trace: called with (group, instruction) after every instruction, or None.
+        trace: called with (group, instruction) before every instruction, or None.
         budget: instructions a wave may execute.
     """
 
@@ -111,8 +111,8 @@ class Scheduler:
         trace = self.trace
 
         def traced(g: Group) -> None:
-            run(g)
             trace(g, inst)
+            run(g)
 
         return traced
 
@@ -174,8 +174,14 @@ class Scheduler:
             if g.clock > self.budget:
                 raise self._endless(g, block)
             kind = block.kind
-            if kind == "fall" or kind == "s_branch":
-                g.pc = block.end if kind == "fall" else block.target
+            if self.trace is not None and block.inst is not None:
+                self.trace(g, block.inst)
+            if kind == "fall":
+                g.pc = block.end
+            elif kind == "s_branch":
+                if self.machine.checker is not None:
+                    self.machine.checker.control(g, block.inst)
+                g.pc = block.target
             elif kind in BRANCHES:
                 if not self._branch(g, block):
                     return

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fly.emulator import defined
+
 if TYPE_CHECKING:
     from fly.emulator.machine import Machine
 
@@ -40,12 +42,13 @@ class Group:
         scc: bool (W, 1).
         wg, wave: int64 (W,), workgroup of the batch and wave in the workgroup.
         phase: number of workgroup barriers passed, int64 (W,).
+        written, variants: which registers are defined; see `fly.emulator.defined`.
     """
 
     __slots__ = (
         "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode", "pc",
-        "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v", "vf", "vi",
-        "vm", "vu", "wave", "wg", "written",
+        "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v", "variants", "vf",
+        "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
@@ -55,7 +58,7 @@ class Group:
         self.phase = np.zeros(len(wg), np.int64)
         self.barrier = False
         self.set_mode(0xF0)
-        self.written, self.pending, self.clock = 0, 0, 0
+        self.written, self.variants, self.pending, self.clock = 0, (), 0, 0
         self.ticks, self.hazard = 0, 0
         self.vm: deque = deque()
         self.lgkm: deque = deque()
@@ -101,6 +104,7 @@ class Group:
         other = self._like(self)
         other.wg, other.wave, other.phase = self.wg[index], self.wave[index], self.phase[index]
         other.scc = self.scc[index]
+        defined.take(other, self, index)
         other.vm = deque(entry.take(index) for entry in self.vm)
         other.lgkm = deque(entry.take(index) for entry in self.lgkm)
         first = int(index[0])
@@ -115,7 +119,7 @@ class Group:
         other = Group.__new__(Group)
         other.machine, other.pc, other.barrier = a.machine, a.pc, a.barrier
         other.mode, other.flush32 = a.mode, a.flush32
-        other.written, other.pending, other.clock, other.mfma = a.written, a.pending, a.clock, list(a.mfma)
+        other.pending, other.clock, other.mfma = a.pending, a.clock, list(a.mfma)
         other.ticks, other.hazard = a.ticks, a.hazard
         return other
 
@@ -135,7 +139,8 @@ class Group:
         other = Group._like(a)
         for name in ("wg", "wave", "phase", "scc"):
             setattr(other, name, np.concatenate([getattr(a, name), getattr(b, name)]))
-        other.written, other.pending = a.written & b.written, a.pending | b.pending
+        defined.join(other, a, b)
+        other.pending = a.pending | b.pending
         other.clock = max(a.clock, b.clock)
         other.mfma = a.mfma + [m.shifted(a.ticks - b.ticks) for m in b.mfma]
         other.hazard = a.hazard | b.hazard

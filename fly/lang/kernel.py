@@ -13,7 +13,7 @@ from mlir import ir
 
 from fly.errors import ArgumentError, CompileError, ControlFlowError, KernelDefinitionError, ShapeError
 from fly.ir import memory
-from fly.ir.context import Trace, current, emit, tracing
+from fly.ir.context import Trace, current, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value
@@ -43,9 +43,9 @@ class Kernel:
     """A kernel's source and signature; see `kernel`."""
 
     def __init__(self, function: Callable):
+        self.signature = _signature(function)
         self.function = function
         self.name = function.__name__
-        self.signature = _signature(function)
         self.launcher: Any = None  # the runtime's: what it has compiled and loaded of this kernel
         functools.update_wrapper(self, function)
 
@@ -123,7 +123,7 @@ class Kernel:
                         f"kernel {self.name} returned {result!r}; kernels return nothing, they store",
                         at=f"{code.co_filename}:{code.co_firstlineno}",
                     )
-                emit("func.return", [], [])
+                ir.Operation.create("func.return", loc=location)
             _verify(trace.module)
             return trace.module
 

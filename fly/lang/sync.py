@@ -42,6 +42,7 @@ def join(tokens: Sequence[Token]) -> Token:
 def wait(token: Token) -> None:
     """Until the copies of `token` that this thread issued have landed in shared memory.
 
+
     The compiler turns it into the wait with the largest count of newer copies that is still correct. Other
     threads' copies need a `barrier` after it.
     """

@@ -212,7 +212,11 @@ class RowView:
         return self.pointer.offset(wide(index) * self.stride * self.dtype.bytes)
 
     def beside(self, index: Any) -> RowView:
-        """The view moved to the right by `index` times its columns."""
+        """The view moved to the right by `index` times its columns.
+
+        Where that reaches past the end of the rows, a window's bound does not tell one row from the next: such
+        columns, and rows from `rows_left` on, are for the caller to mask.
+        """
         step = self.columns * self.dtype.bytes
         alignment = min(self.alignment, step & -step)
         return replace(self, pointer=self.pointer.offset(wide(index) * step), alignment=alignment)
@@ -221,9 +225,12 @@ class RowView:
         """Tile number `index` of `rows` rows, counted from the first row."""
         return self.window(index * rows, rows)
 
-    def window(self, first: Any, rows: int) -> Window:
-        """Rows [first, first + rows); those that do not exist read as zero and drop stores."""
-        valid = maximum(minimum(self.count - first, rows), 0)
+    def window(self, first: Any, rows: int | None) -> Window:
+        """Rows [first, first + rows), or all from `first` on; rows that do not exist read as zero, drop stores."""
+        # not a clamp to [0, rows]: LLVM makes that a vector instruction on AMD, and the bound is scalar
+        valid = self.count - minimum(self.count, first)
+        if rows is not None:
+            valid = minimum(valid, rows)
         pitch = self.pitch
         bound = (valid - 1) * pitch + self.columns * self.dtype.bytes
         return Window(self.row(first), pitch, (valid > 0).to(i32) * bound, valid, self)

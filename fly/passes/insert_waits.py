@@ -41,9 +41,10 @@ class InsertWaits:
         analysis.block(body, _State())
         for op in operations(body):
             if op.name == "fly.wait":
-                newer = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), analysis.waits[hash(op)])
-                if analysis.waits[hash(op)] < DONE:
-                    build(op, "fly.wait_count", [], [], {"newer": newer})
+                newer = analysis.waits[hash(op)]
+                if newer < DONE:
+                    attribute = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), newer)
+                    build(op, "fly.wait_count", [], [], {"newer": attribute})
                 op.erase()
         _erase_tokens(body)
 

@@ -12,6 +12,9 @@ from fly import config
 from fly.errors import CompileError
 from fly.ir.context import LOCK, context
 
+# what follows the passes, and is dumped by whoever runs it
+LATER_STAGES = ("llvm", "llvm-optimised", "isa")
+
 
 class Pass(Protocol):
     """A named rewrite of a module that leaves it valid."""
@@ -34,10 +37,13 @@ def run(
     name, or "trace") writes the same stages to FLY_DUMP_DIR as `label.NN.stage.mlir`.
 
     Raises:
-        CompileError: a pass failed or left invalid IR; says which, with MLIR's diagnostics.
+        CompileError: a pass failed or left invalid IR; says which, with MLIR's diagnostics. FLY_DUMP names no
+            stage.
     """
     wanted = "all" if config.DUMP_IR.get() else config.DUMP.get()
-    known = ["trace", *(p.name for p in passes)]
+    known = ["trace", *(p.name for p in passes), *LATER_STAGES]
+    if wanted not in ("", "all", *known):
+        raise CompileError(f"FLY_DUMP={wanted!r} names no stage; expected 'all' or one of {', '.join(known)}")
     seconds: dict[str, float] = {}
 
     def show(index: int, stage: str) -> None:
@@ -60,6 +66,4 @@ def run(
                 raise CompileError(f"pass {pass_.name} failed on {label}: {error}") from None
             seconds[pass_.name] = time.perf_counter() - start
             show(index, pass_.name)
-    if wanted not in ("", "all", "llvm", "llvm-optimised", "isa") and wanted not in known:
-        raise CompileError(f"FLY_DUMP={wanted!r} names no stage; expected 'all' or one of {', '.join(known)}")
     return seconds

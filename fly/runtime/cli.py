@@ -1,4 +1,4 @@
-"""The command line: `python -m fly env` and `python -m fly inspect`."""
+"""The command line: `python -m fly env`, `python -m fly inspect` and `python -m fly emulate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, FlyError
+from fly.runtime import emulate_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a static parameter (Python literal)"
     )
     inspect.set_defaults(run=_inspect)
+    emulate_cli.add_command(commands)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
 _REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
 _LAUNCH_PARAM_END = 0
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
 @functools.cache
@@ -51,16 +53,20 @@ def _status_text(driver: Any, status: Any) -> str:
     return ": ".join(text.decode() for text in texts if text) or f"error {int(status)}"
 
 
-def ordinal_of(address: int, driver: Any = None) -> int:
+def ordinal_of(address: int) -> int:
     """The ordinal of the device that an address of device memory belongs to.
 
     Raises:
         DeviceError: the driver does not know the address, or is missing.
     """
-    driver = driver or _driver()
-    call(driver, "cuInit", 0)
-    what = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(call(driver, "cuPointerGetAttribute", what, address))
+    call(_driver(), "cuInit", 0)
+    ordinal = ctypes.c_int()
+    # past the bindings: those of 13.3 return 0 here whatever the driver says
+    query = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    status = query(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    if status != 0:
+        raise DeviceError(f"address {address:#x} is no GPU memory that the CUDA driver knows (error {status})")
+    return ordinal.value
 
 
 class CudaDevice:
@@ -107,11 +113,19 @@ class CudaDevice:
         if int(self._call("cuCtxGetCurrent")) == self.context_address:
             yield
             return
-        self._call("cuCtxPushCurrent", self._context)
+        self.push()
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent")
+            self.pop()
+
+    def push(self) -> None:
+        """Make the device's primary context current in this thread until `pop`."""
+        self._call("cuCtxPushCurrent", self._context)
+
+    def pop(self) -> None:
+        """Undo `push`."""
+        self._call("cuCtxPopCurrent")
 
     def load(self, artefact: Artefact) -> CudaKernel:
         """Load a kernel from PTX, which the driver compiles, or from a cubin; it is never unloaded.
@@ -190,7 +204,10 @@ class CudaKernel:
         if int(self._get_current()[1]) == self._context_address:
             (status,) = self._launch(*arguments)
         else:
-            with self._device.current():
+            self._device.push()
+            try:
                 (status,) = self._launch(*arguments)
+            finally:
+                self._device.pop()
         if status != 0:
             raise DeviceError(f"{self._name}: cuLaunchKernel: {_status_text(self._device.driver, status)}")

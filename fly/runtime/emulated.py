@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.emulator import Program, Region, RunResult
-from fly.errors import DeviceError
+from fly.emulator.trace import Place, Tracer
+from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 
 EMULATED = ("gfx942", "gfx950")
@@ -55,22 +57,42 @@ class EmulatedKernel:
         Raises:
             EmulatorError: a fault, such as an access outside `allocations`, or an instruction without semantics.
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
+            ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
-        with _Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
-            self.device.last = self.program.launch(
-                self.artefact.kernel,
-                grid,
-                block,
-                bytes(packed),
-                regions,
-                dynamic_lds=self.artefact.dynamic_shared,
-                checks=config.EMULATOR_CHECKS.get(),
-                progress=progress,
-            )
+        tracer = self._tracer(grid, block)
+        try:
+            with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:
+                self.device.last = self.program.launch(
+                    self.artefact.kernel,
+                    grid,
+                    block,
+                    bytes(packed),
+                    regions,
+                    dynamic_lds=self.artefact.dynamic_shared,
+                    checks=config.EMULATOR_CHECKS.get(),
+                    progress=progress,
+                    trace=tracer,
+                )
+        finally:
+            if tracer is not None:
+                tracer.finish()
+
+    def _tracer(self, grid: Dim3, block: Dim3) -> Tracer | None:
+        wave = config.EMULATOR_TRACE.get()
+        if not wave:
+            return None
+        try:
+            place = Place.parse(wave)
+        except ValueError as error:
+            raise ConfigError(f"{config.EMULATOR_TRACE.name}: {error}") from None
+        if not place.inside(grid, block):
+            return None
+        machine = self.program.machine(self.artefact.kernel)
+        return Tracer(machine, place, lambda line: print(line, file=sys.stderr))
 
 
-class _Progress:
+class Progress:
     """A tqdm bar over workgroups that appears when a run turns out to be long."""
 
     def __init__(self, total: int, title: str):

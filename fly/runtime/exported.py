@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fly.backends.artefact import Artefact
-from fly.errors import ArgumentTypeError, ArtefactError, FlyError
+from fly.errors import ArgumentTypeError, ArtefactError, FlyError, LaunchError
 from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorSpec
 from fly.runtime.device import Dim3
 from fly.runtime.launch import launch
@@ -59,6 +59,8 @@ class Launchable:
         self.signature, self.specs = _read_metadata(artefact)
 
     def __getitem__(self, grid_and_block: tuple[Any, Any]) -> Callable[..., None]:
+        if not isinstance(grid_and_block, tuple) or len(grid_and_block) != 2:
+            raise LaunchError(f"{self.name}[{grid_and_block!r}]; accepted: {self.name}[grid, block]")
         grid, block = grid_and_block
 
         def run(*args: Any, stream: Any = None, **named: Any) -> None:

@@ -92,7 +92,8 @@ class Launcher:
         allocations: tuple[Allocation, ...] = ()
         if entry is None:
             entry, arguments = self.enter(block, args, statics, compile, key)
-            allocations = tuple(a.allocation for a in arguments if a.allocation is not None)
+            if entry.needs_allocations:
+                allocations = tuple(a.allocation for a in arguments if a.allocation is not None)
         try:
             packed = entry.pack(values)
         except (struct.error, OverflowError):

@@ -53,13 +53,16 @@ class Prepared:
             names = ", ".join(tensor.name for tensor in self.tensors)
             raise ArgumentError(f"{len(addresses)} addresses; accepted: one each for {names}")
         try:
-            if functools.reduce(operator.or_, addresses) % MAX_ALIGNMENT:
+            bits = functools.reduce(operator.or_, addresses)
+            if bits.__class__ is not int:
+                raise TypeError("an address is no int")
+            if bits % MAX_ALIGNMENT:
                 self._check_alignment(addresses)
             pieces = list(self.pieces)
             pieces[1::2] = addresses
             packed = bytearray(self.layout.size)
             self.layout.pack_into(packed, 0, *pieces)
-        except (TypeError, struct.error) as error:
+        except (TypeError, RuntimeError, struct.error) as error:  # tensors raise RuntimeErrors
             raise ArgumentError(f"addresses {addresses!r}; accepted: ints from 0 to 2^64 - 1") from error
         entry = self.entry
         handle = entry.current_stream() if stream is None else stream_handle(stream, entry.device)

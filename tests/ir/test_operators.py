@@ -1,5 +1,6 @@
 """The operations that Python's operators emit."""
-# ruff: noqa: B015, B018: an expression in a kernel is an operation
+# an expression in a kernel is an operation
+# ruff: noqa: B015, B018
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ Instruction behaviour: CDNA3 and CDNA4 ISA manuals; intrinsics: LLVM's AMDGPU us
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mlir import ir
 
 from fly.backends.lowering import Builder, Lower, bits, per_element
@@ -67,15 +69,15 @@ def _barrier(op: ir.Operation, b: Builder) -> None:
 
 def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
     value, lane = op.operands
+    static = _constant(lane)
+    if string(op, "mode") == "xor":
+        return _xor(b, value, static)
     i32 = ir.IntegerType.get_signless(32)
     word = b.bitcast(value, i32)
-    static = _constant(lane)
-    if string(op, "mode") == "idx":
-        if static == 0:
-            return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
-        address = b.value("llvm.shl", [lane, b.constant(2)], i32)
-        return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
-    return _xor(b, value, static)
+    if static == 0:
+        return b.bitcast(b.intrinsic("llvm.amdgcn.readfirstlane.i32", [word], i32), value.type)
+    address = b.value("llvm.shl", [lane, b.constant(2)], i32)
+    return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
 
 
 def _xor(b: Builder, value: ir.Value, mask: int) -> ir.Value:
@@ -149,51 +151,67 @@ def _descriptor(b: Builder, base: ir.Value, bound: ir.Value) -> ir.Value:
     )
 
 
-def _buffer_pieces(type_: ir.Type, align: int) -> tuple[ir.Type, str, int]:
-    """The register type of one buffer access, its intrinsic suffix, and how many of them a value needs."""
-    size = bits(type_) // 8
-    piece = min(size, 16 if align >= 4 else align)
-    if piece >= 4:
-        words = piece // 4
-        i32 = ir.IntegerType.get_signless(32)
-        return (
-            (i32, "i32", size // piece)
-            if words == 1
-            else (
-                ir.VectorType.get([words], i32),
-                f"v{words}i32",
-                size // piece,
-            )
-        )
-    return ir.IntegerType.get_signless(piece * 8), f"i{piece * 8}", size // piece
+@dataclass(frozen=True)
+class _Pieces:
+    """How buffer instructions access a value: as words of a type, `counts` of them in each instruction."""
+
+    word: ir.Type
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, type_: ir.Type, align: int) -> _Pieces:
+        size = bits(type_) // 8
+        word = min(4, align, size & -size)
+        words, most = size // word, 4 if word == 4 else 1
+        counts = [most] * (words // most) + [words % most] * (words % most > 0)
+        return cls(ir.IntegerType.get_signless(8 * word), tuple(counts))
+
+    def type(self, count: int) -> ir.Type:
+        return self.word if count == 1 else ir.VectorType.get([count], self.word)
+
+    def suffix(self, count: int) -> str:
+        return str(self.word) if count == 1 else f"v{count}{self.word}"
+
+    def offsets(self, b: Builder, first: ir.Value) -> list[ir.Value]:
+        at, result = 0, []
+        for count in self.counts:
+            result.append(b.value("llvm.add", [first, b.constant(at)], first.type) if at else first)
+            at += count * self.word.width // 8
+        return result
 
 
 def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
     base, offset, bound = op.operands
     result = op.results[0].type
-    piece, suffix, count = _buffer_pieces(result, integer(op, "align"))
+    pieces = _Pieces.of(result, integer(op, "align"))
     descriptor = _descriptor(b, base, bound)
     zero = b.constant(0)
-    parts = []
-    for i in range(count):
-        at = offset if i == 0 else b.value("llvm.add", [offset, b.constant(i * bits(piece) // 8)], zero.type)
-        parts.append(b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.load.{suffix}", [descriptor, at, zero, zero], piece))
-    if count == 1:
+    parts = [
+        b.intrinsic(
+            f"llvm.amdgcn.raw.ptr.buffer.load.{pieces.suffix(count)}",
+            [descriptor, at, zero, zero],
+            pieces.type(count),
+        )
+        for count, at in zip(pieces.counts, pieces.offsets(b, offset), strict=True)
+    ]
+    if len(parts) == 1:
         return b.bitcast(parts[0], result)
-    return b.bitcast(b.vector(parts, ir.VectorType.get([count], piece)), result)
+    words = [word for part in parts for word in b.registers(part, str(pieces.word))]
+    return b.bitcast(b.vector(words, ir.VectorType.get([len(words)], pieces.word)), result)
 
 
 def _store_bounded(op: ir.Operation, b: Builder) -> None:
     value, base, offset, bound = op.operands
-    piece, suffix, count = _buffer_pieces(value.type, integer(op, "align"))
+    pieces = _Pieces.of(value.type, integer(op, "align"))
     descriptor = _descriptor(b, base, bound)
     zero = b.constant(0)
-    parts = [b.bitcast(value, piece)]
-    if count > 1:
-        parts = b.elements(b.bitcast(value, ir.VectorType.get([count], piece)))
-    for i, part in enumerate(parts):
-        at = offset if i == 0 else b.value("llvm.add", [offset, b.constant(i * bits(piece) // 8)], zero.type)
-        b.intrinsic(f"llvm.amdgcn.raw.ptr.buffer.store.{suffix}", [part, descriptor, at, zero, zero], None)
+    words = [value] if len(pieces.counts) == 1 else b.registers(value, str(pieces.word))
+    for count, at in zip(pieces.counts, pieces.offsets(b, offset), strict=True):
+        part, words = words[:count], words[count:]
+        whole = b.bitcast(part[0], pieces.type(count)) if len(part) == 1 else b.vector(part, pieces.type(count))
+        b.intrinsic(
+            f"llvm.amdgcn.raw.ptr.buffer.store.{pieces.suffix(count)}", [whole, descriptor, at, zero, zero], None
+        )
 
 
 def _copy_direct(op: ir.Operation, b: Builder) -> None:
@@ -212,14 +230,15 @@ def _copy_direct(op: ir.Operation, b: Builder) -> None:
 
 
 def _wait_count(op: ir.Operation, b: Builder) -> None:
-    # all other counters at their maximum: s_waitcnt vmcnt(n) alone (gfx9 encoding, ISA manual "S_WAITCNT")
+    # gfx9 encoding (ISA manual, S_WAITCNT): vmcnt in bits 3:0 and 15:14, expcnt 6:4, lgkmcnt 11:8; all ones: no wait
     newer = min(integer(op, "newer"), 63)
-    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(0x0F70 | (newer & 15) | (newer >> 4) << 14)], None)
+    b.intrinsic("llvm.amdgcn.s.waitcnt", [b.constant(newer & 15 | 7 << 4 | 15 << 8 | (newer >> 4) << 14)], None)
 
 
 def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
     value, result = op.operands[0], ir.VectorType(op.results[0].type)
-    if b.target.arch != "gfx942" or str(result.element_type) != "bf16":
+    # pairs are packed; an odd one out would gain nothing
+    if b.target.arch != "gfx942" or str(result.element_type) != "bf16" or result.shape[0] % 2:
         return b.value("llvm.fptrunc", [value], result)
     # no conversion instruction: add half a unit to the upper 16 bits, then pack the upper halves of pairs
     i32 = ir.IntegerType.get_signless(32)

@@ -1,0 +1,71 @@
+"""What kernels written for CDNA call beyond `fly.*`: barriers without fences, waits, and scheduling hints.
+
+Instructions: CDNA3 and CDNA4 ISA manuals; hints: LLVM's AMDGPU usage guide.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+
+from mlir import ir
+
+from fly.errors import ShapeError
+from fly.ir.context import emit
+from fly.ir.dtypes import i16, i32
+
+
+class Group(IntFlag):
+    """Instruction classes of `sched_barrier` and `sched_group_barrier`."""
+
+    NONE = 0
+    ALU = 0x1
+    VALU = 0x2
+    SALU = 0x4
+    MFMA = 0x8
+    VMEM = 0x10
+    VMEM_READ = 0x20
+    VMEM_WRITE = 0x40
+    DS = 0x80
+    DS_READ = 0x100
+    DS_WRITE = 0x200
+    TRANS = 0x400
+
+
+def _call(name: str, *operands: ir.Value) -> None:
+    attributes = {
+        "intrin": ir.StringAttr.get(name),
+        "op_bundle_sizes": ir.DenseI32ArrayAttr.get([]),
+        "operandSegmentSizes": ir.DenseI32ArrayAttr.get([len(operands), 0]),
+    }
+    emit("llvm.call_intrinsic", list(operands), [], attributes)
+
+
+def s_barrier() -> None:
+    """S_BARRIER alone: waves meet, nothing is waited for. Order memory with `wait` and `s_waitcnt_lds`."""
+    _call("llvm.amdgcn.s.barrier")
+
+
+def s_waitcnt_lds() -> None:
+    """Until this wave's shared-memory loads have arrived: S_WAITCNT lgkmcnt(0). LLVM merges it with a `fly.wait`."""
+    _call("llvm.amdgcn.s.waitcnt", i32(0xC07F).ir)
+
+
+def s_setprio(level: int) -> None:
+    """The wave's issue priority on its SIMD, 0 to 3.
+
+    Raises:
+        ShapeError: out of range.
+    """
+    if not 0 <= level <= 3:
+        raise ShapeError(f"priority {level} is out of range; expected 0 to 3")
+    _call("llvm.amdgcn.s.setprio", i16(level).ir)
+
+
+def sched_barrier(may_cross: Group = Group.NONE) -> None:
+    """A line in the schedule that only instructions of the given classes may cross."""
+    _call("llvm.amdgcn.sched.barrier", i32(int(may_cross)).ir)
+
+
+def sched_group_barrier(group: Group, size: int, pipeline: int = 0) -> None:
+    """Next in this region's schedule: `size` instructions of a class. Hints of one `pipeline` form a sequence."""
+    _call("llvm.amdgcn.sched.group.barrier", i32(int(group)).ir, i32(size).ir, i32(pipeline).ir)

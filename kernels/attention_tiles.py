@@ -1,0 +1,76 @@
+"""Pieces that the flash-attention kernels share: operands in, results out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fly
+
+
+def group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
+    """Query heads per key head; the same in every thread, so the division is cheap scalar work once."""
+    return q.shape[2] // k.shape[2]
+
+
+def load_queries(
+    link: fly.Chain, window: fly.Window, first: Any, row_tiles: int, steps: int
+) -> list[list[fly.Value]]:
+    """Row operands [row tile][step] straight from global memory, from row `first` of the block's window on.
+
+    Rows past the tensor's end repeat its last one: the block has at least one row, but a wave may have none.
+    """
+    atom, operand = link.atom, link.row_operand
+    want = fly.operand_coordinates(atom, operand, transposed=False)
+    values = atom.values(operand)
+    runs = [v for v in range(values) if v == 0 or want(0, v) != (want(0, v - 1)[0], want(0, v - 1)[1] + 1)]
+    length = values // len(runs)
+    lane = fly.lane_id()
+    row0 = first + fly.lane_map([want(i, 0)[0] for i in range(atom.lanes)], lane)
+    column0 = fly.lane_map([want(i, 0)[1] for i in range(atom.lanes)], lane)
+    extent = link.layout.rows
+    last = window.rows_left - 1
+    result = []
+    for r in range(row_tiles):
+        steps_of_tile = []
+        for t in range(steps):
+            pieces = []
+            for run in runs:
+                row = fly.minimum(row0 + (r * extent + want(0, run)[0]), last)
+                pieces.append(window.load_inside(row, column0 + (t * atom.k + want(0, run)[1]), length))
+            steps_of_tile.append(fly.concat(pieces))
+        result.append(steps_of_tile)
+    return result
+
+
+def product(
+    link: fly.Chain,
+    rows: list[list[fly.Value]],
+    t: int,
+    loader: fly.OperandLoader,
+    tile: fly.SharedTile,
+    place: Any,
+    accumulator: fly.Fragment,
+) -> fly.Fragment:
+    """accumulator += rows[:, t] times the column operands of step t; each is loaded once for all row tiles."""
+    tiles = [list(row) for row in accumulator.tiles]
+    for n in range(0, len(tiles[0]), loader.plan.tiles):
+        for i, columns in enumerate(loader.load(tile, *place(n))):
+            for r, row in enumerate(tiles):
+                row[n + i] = link.mma(rows[r][t], columns, row[n + i])
+    return fly.Fragment(accumulator.layout, tuple(tuple(row) for row in tiles))
+
+
+def store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count: int) -> None:
+    """Round to the output's dtype and store; rows past the end are dropped."""
+    window = view.window(first_row, count)
+    for row, column, values in output.map(lambda tile, r, c: tile.to(view.dtype)).runs():
+        window.store(values, row, column)
+
+
+def store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
+    """One lane of those that share a row stores its log-sum-exp."""
+    owner = fly.evaluate(values.layout.column_lane, fly.lane_id()) == 0
+    for value_tile, row_tile in zip(values.values, rows.values, strict=True):
+        for value, row in zip(value_tile, row_tile, strict=True):
+            with fly.when(owner & (row < count)):
+                lse.store(value, row)

@@ -1,0 +1,138 @@
+"""Accumulator tiles seen as matrices: where registers are, and what row operations compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fly
+from fly.backends.target import target, targets
+from fly.errors import AtomError, ShapeError
+from fly.lang.atoms import MmaAtom
+from fly.lang.fragment import AccumulatorLayout
+from tests.simulator import Machine, Program, flat
+from tests.tracing import matrix, trace
+
+LAYOUTS = [
+    pytest.param(t.arch, AccumulatorLayout(atom, rows_on), id=f"{t.arch}-{atom.name}-{rows_on}")
+    for t in targets()
+    if t.arch in ("gfx942", "gfx950", "sm_80")
+    for atom in t.mma_atoms
+    if atom.dtype == "bf16"
+    for rows_on in ("m", "n")
+]
+EVERY_LAYOUT = pytest.mark.parametrize(("arch", "layout"), LAYOUTS)
+
+
+@EVERY_LAYOUT
+def test_coordinates_split_into_lane_and_register_parts(arch, layout):
+    seen = set()
+    for lane in range(layout.atom.lanes):
+        row, column = layout.row_lane(lane), layout.column_lane(lane)
+        for v in range(layout.values):
+            place = layout.coordinate(lane, v)
+            assert place == (row + layout.value_rows[v], column + layout.value_columns[v])
+            seen.add(place)
+    assert seen == {(r, c) for r in range(layout.rows) for c in range(layout.columns)}
+
+
+@EVERY_LAYOUT
+def test_slots_and_row_mates_cover_a_row_once(arch, layout):
+    assert sorted(v for values in layout.slot_values for v in values) == list(range(layout.values))
+    for lane in range(layout.atom.lanes):
+        mates = {lane}
+        for mask in layout.row_mates:
+            mates |= {mate ^ mask for mate in mates}
+        for slot, registers in enumerate(layout.slot_values):
+            places = [layout.coordinate(mate, v) for mate in mates for v in registers]
+            assert {row for row, _ in places} == {layout.coordinate(lane, layout.slot_values[slot][0])[0]}
+            assert sorted(column for _, column in places) == list(range(layout.columns))
+
+
+def test_known_layouts():
+    mfma = AccumulatorLayout(target("gfx950").atom("mfma_32x32x16_bf16"), "n")
+    assert (mfma.rows, mfma.columns, mfma.slots, mfma.row_mates) == (32, 32, (0,), (32,))
+    mma = AccumulatorLayout(target("sm_80").mma("bf16"), "m")
+    assert (mma.rows, mma.columns, mma.slots, mma.row_mates) == (16, 8, (0, 8), (1, 2))
+    with pytest.raises(AtomError, match=r"rows_on is 'k'; expected 'm' or 'n'"):
+        AccumulatorLayout(mma.atom, "k")
+
+
+ROW_TILES, COLUMN_TILES = 2, 3
+
+
+def row_operations(
+    source: fly.Tensor,
+    limits: fly.Tensor,
+    maxima: fly.Tensor,
+    sums: fly.Tensor,
+    index: fly.Tensor,
+    changed: fly.Tensor,
+    masked: fly.Tensor,
+    *,
+    layout: AccumulatorLayout,
+):
+    """Load a fragment, reduce its rows, change and mask its elements, and store all of it."""
+    lane = fly.lane_id()
+    row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
+
+    def places(r: int, c: int) -> list[tuple[fly.Value, fly.Value]]:
+        return [
+            (
+                row0 + (r * layout.rows + layout.value_rows[v]),
+                column0 + (c * layout.columns + layout.value_columns[v]),
+            )
+            for v in range(layout.values)
+        ]
+
+    def load(tile: fly.Value, r: int, c: int) -> fly.Value:
+        return fly.from_elements([source.load(*place) for place in places(r, c)])
+
+    def store(fragment: fly.Fragment, out: fly.Tensor) -> None:
+        for r, row in enumerate(fragment.tiles):
+            for c, tile in enumerate(row):
+                for value, place in zip(tile, places(r, c), strict=True):
+                    out.store(value, *place)
+
+    fragment = fly.Fragment.zeros(layout, ROW_TILES, COLUMN_TILES).map(load)
+    row_max = fragment.row_max().reduce_lanes(fly.maximum)
+    row_sum = fragment.row_sum().reduce_lanes(lambda a, b: a + b)
+    rows = row_max.rows()
+    for found, values in ((maxima, row_max), (sums, row_sum), (index, rows)):
+        for value_tile, row_tile in zip(values.values, rows.values, strict=True):
+            for value, row in zip(value_tile, row_tile, strict=True):
+                found.store(value, row)
+    store(fragment.fma_rows(fly.f32(2.0), row_max).scale_rows(row_max), changed)
+    store(fragment.keep_columns_below(rows.map(lambda row: limits.load(row)), -1.0), masked)
+
+
+@EVERY_LAYOUT
+def test_row_operations_compute_what_they_say(arch, layout):
+    shape = rows, columns = ROW_TILES * layout.rows, COLUMN_TILES * layout.columns
+    random = np.random.default_rng(0)
+    source = random.integers(-99, 99, shape).astype(np.float32)
+    limits = random.integers(-2, columns + 2, rows).astype(np.int32)
+    maxima, sums, index = np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    changed, masked = np.zeros_like(source), np.zeros_like(source)
+    full, vector, ints = matrix("f32", 2), matrix("f32"), matrix("i32")
+    module = trace(row_operations, full, ints, vector, vector, ints, full, full, arch=arch, layout=layout)
+    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked))
+    largest = source.max(axis=1)
+    np.testing.assert_array_equal(maxima, largest)
+    np.testing.assert_array_equal(sums, source.sum(axis=1))
+    np.testing.assert_array_equal(index, np.arange(rows))
+    np.testing.assert_array_equal(changed, (source * 2 + largest[:, None]) * largest[:, None])
+    np.testing.assert_array_equal(masked, np.where(np.arange(columns) < limits[:, None], source, -1))
+
+
+def test_a_fragment_has_tiles():
+    def kernel(n: fly.i32):
+        layout = AccumulatorLayout(fly.target().mma("bf16"), "m")
+        with pytest.raises(ShapeError, match="a fragment needs at least one tile, not 0 x 2"):
+            fly.Fragment.zeros(layout, 0, 2)
+
+    trace(kernel, "i32")
+
+
+def test_layouts_are_static_to_loops():
+    assert AccumulatorLayout.is_static and MmaAtom.__dataclass_params__.frozen

@@ -1,0 +1,110 @@
+"""Swizzled tiles: a bijection, the composition it is said to be, and the same at trace time and at run time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import fly
+from fly.backends.target import target
+from fly.errors import LayoutError
+from fly.layout import Layout
+from tests.simulator import Machine, Program, flat
+from tests.tracing import matrix, trace
+
+TILES = [
+    fly.SwizzledTile(rows, columns, granule, fold)
+    for rows, columns, granule, fold in itertools.product((16, 128), (32, 64, 128), (4, 8, 16), (False, True))
+]
+EVERY_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.rows}x{t.columns}g{t.granule}{'f' * t.fold}")
+
+
+@functools.cache
+def offsets(tile: fly.SwizzledTile) -> np.ndarray:
+    return np.array([[tile(r, c) for c in range(tile.columns)] for r in range(tile.rows)])
+
+
+@EVERY_TILE
+def test_is_a_bijection_that_keeps_runs_together(tile):
+    table = offsets(tile)
+    assert sorted(table.flat) == list(range(tile.rows * tile.columns))
+    assert tile.bytes == 2 * table.size
+    runs = table.reshape(tile.rows, -1, tile.granule)
+    np.testing.assert_array_equal(runs, runs[:, :, :1] + np.arange(tile.granule))
+    # rows stay in their place
+    np.testing.assert_array_equal(table // tile.columns, np.arange(tile.rows)[:, None] + 0 * table)
+
+
+@EVERY_TILE
+def test_is_the_composition_of_its_swizzles(tile):
+    plain = Layout((tile.rows, tile.columns), (tile.columns, 1))
+    for row, column in itertools.product(range(tile.rows), range(0, tile.columns, tile.granule)):
+        index = plain(row, column)
+        for swizzle in tile.swizzles:
+            # the swizzles read row bits, which none of them changes: their order does not matter
+            index = swizzle(index)
+        assert index == tile(row, column)
+
+
+@EVERY_TILE
+def test_repeats_after_its_period(tile):
+    table = offsets(tile)
+    for row in range(tile.row_period, tile.rows):
+        np.testing.assert_array_equal(
+            table[row] - tile.columns * row, table[row % tile.row_period] - tile.columns * (row % tile.row_period)
+        )
+
+
+def tabulate(out: fly.Tensor, *, tile: fly.SwizzledTile):
+    """out[row, column] = the byte offset at run time; one thread a row."""
+    row = fly.thread_id.x
+    for column in fly.range(tile.columns):
+        out.store(tile.base(row, column), row, column)
+
+
+@EVERY_TILE
+def test_run_time_offsets_are_the_static_ones(tile):
+    out = np.zeros((tile.rows, tile.columns), np.int32)
+    module = trace(tabulate, matrix("i32", 2), arch="sm_80", block=-(-tile.rows // 32) * 32, tile=tile)
+    if tile.rows < 32:
+        out = np.zeros((32, tile.columns), np.int32)
+    Machine(Program(module, target("sm_80")))(flat(out))
+    np.testing.assert_array_equal(out[: tile.rows], 2 * offsets(tile))
+
+
+@EVERY_TILE
+def test_displacing_a_base_is_addressing_the_sum(tile):
+    """Every split (lane part, static part) that `displace` accepts, with disjoint column bits."""
+    table = 2 * offsets(tile)
+    for row in range(0, tile.rows, tile.row_period):
+        for column in range(0, tile.columns, tile.granule):
+            xor, add = tile.displace(row, column)
+            for lane_row in range(0, min(tile.row_period, tile.rows - row), 3):
+                for lane_column in range(0, tile.columns, tile.granule):
+                    if not lane_column & column:
+                        assert (table[lane_row, lane_column] ^ xor) + add == table[
+                            lane_row + row, lane_column + column
+                        ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fly.SwizzledTile(24, 64), r"rows of a swizzled tile is 24; expected a power of two"),
+        (lambda: fly.SwizzledTile(64, 0), r"columns of a swizzled tile is 0; expected a power of two"),
+        (lambda: fly.SwizzledTile(64, 64, 3), r"granule of a swizzled tile is 3; expected a power of two"),
+        (lambda: fly.SwizzledTile(64, 8, 16), r"granule 16 is wider than the tile's 8 columns"),
+        (
+            lambda: fly.SwizzledTile(64, 64).displace(4, 0),
+            r"\(4, 0\) of a swizzled tile must be a multiple of \(8, 8\)",
+        ),
+        (lambda: fly.SwizzledTile(64, 64).displace(8, 4), r"\(8, 4\) of a swizzled tile must be a multiple"),
+        (lambda: fly.SwizzledTile(64, 64, fold=True).displace(8, 0), r"must be a multiple of \(64, 8\)"),
+    ],
+)
+def test_mistakes(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()

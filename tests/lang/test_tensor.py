@@ -1,0 +1,168 @@
+"""Tensors in global memory: 64-bit addresses, fixing coordinates, tiles and shares with tails, windows of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fly
+from fly.backends.target import target
+from fly.errors import DTypeError, ShapeError
+from tests.filecheck import filecheck
+from tests.host import HostFunction
+from tests.simulator import Machine, Program, flat
+from tests.tracing import matrix, trace
+
+
+def test_addresses_are_64_bit_from_the_first_product_on():
+    def kernel(x: fly.Tensor, i: fly.i32, j: fly.i32):
+        x.load(i, j)
+
+    filecheck(
+        trace(kernel, matrix("bf16", 2), "i32", "i32"),
+        """
+        CHECK: func.func @kernel([[P:%arg[0-9]+]]: !llvm.ptr<1>, {{%arg[0-9]+}}: i32, {{%arg[0-9]+}}: i32,
+        CHECK-SAME: [[S:%arg[0-9]+]]: i64, [[I:%arg[0-9]+]]: i32, [[J:%arg[0-9]+]]: i32)
+        CHECK-NEXT: [[I64:%.+]] = arith.extsi [[I]] : i32 to i64
+        CHECK-NEXT: [[ROW:%.+]] = arith.muli [[I64]], [[S]] : i64
+        CHECK-NEXT: [[J64:%.+]] = arith.extsi [[J]] : i32 to i64
+        CHECK-NEXT: [[SUM:%.+]] = arith.addi [[ROW]], [[J64]] : i64
+        CHECK-NEXT: [[TWO:%.+]] = arith.constant 2 : i64
+        CHECK-NEXT: [[BYTES:%.+]] = arith.muli [[SUM]], [[TWO]] : i64
+        CHECK-NEXT: [[Q:%.+]] = llvm.getelementptr [[P]][[[BYTES]]] : (!llvm.ptr<1>, i64)
+        CHECK-NEXT: llvm.load [[Q]] {alignment = 2 : i64}
+        """,
+    )
+
+
+def addresses(x: fly.Tensor, index: fly.Tensor, out: fly.Tensor):
+    """out[0] = the byte distance of x[a, b, c] from x, computed where no memory is."""
+    a, b, c = (index.load(i) for i in range(3))
+    view = x[a, :, c]
+    assert view.rank == 1 and view.shape[0] is x.shape[1] and view.stride[0] is x.stride[1]
+    out.store(x._offset((a, b, c)), 0)
+
+
+@functools.cache
+def offsets_function() -> tuple[HostFunction, Any]:
+    """The compiled kernel and a way to call it; `HostFunction` itself passes vectors alone."""
+    specs = matrix("f32", 3, unit_stride=False), matrix("i32"), matrix("i64")
+    compiled = HostFunction(trace(addresses, *specs), "addresses")
+    p, i, l = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    return compiled, ctypes.CFUNCTYPE(None, p, i, i, i, l, l, l, p, i, p, i)(compiled.address)
+
+
+def three(low: int, high: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(low, high), min_size=3, max_size=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(three(0, 2**31 - 1), three(-(2**15), 2**29))
+def test_offsets_past_32_bits(index, strides):
+    _, run = offsets_function()
+    place, out = np.array(index, np.int32), np.zeros(1, np.int64)
+    run(0, 1, 1, 1, *strides, place.ctypes.data, 3, out.ctypes.data, 1)
+    assert out[0] == 4 * sum(i * s for i, s in zip(index, strides, strict=True))
+
+
+def copy_tile(source: fly.Tensor, out: fly.Tensor, *, size: int, vector: int):
+    """Every thread moves its share of a tile; out is as long as source."""
+    layout = fly.Layout((size // vector, vector), (vector, 1))
+    a, b = (x.tile(size, fly.block_id.x).share(layout, fly.thread_id.x) for x in (source, out))
+    b.store(a.load() + 1.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 600), st.sampled_from([1, 2, 4]))
+def test_tiles_and_their_tails(length, vector):
+    size = 64 * vector
+    source = np.random.default_rng(0).standard_normal(length).astype(np.float32)
+    out = np.zeros_like(source)
+    module = trace(copy_tile, matrix(), matrix(), size=size, vector=vector)
+    # the simulator checks that nothing past the end is touched, and alignments
+    Machine(Program(module, target("gfx950")))(flat(source, out), (-(-length // size), 1, 1))
+    np.testing.assert_array_equal(out, source + 1)
+
+
+def test_a_share_reads_zeros_past_the_end():
+    def kernel(source: fly.Tensor, out: fly.Tensor):
+        share = source.tile(256, 0).share(fly.Layout((64, 4), (4, 1)), fly.thread_id.x)
+        for i, element in enumerate(share.load()):
+            out.store(element, fly.thread_id.x, i)
+
+    source, out = np.ones(99, np.float32), np.full((64, 4), 7, np.float32)
+    Machine(Program(trace(kernel, matrix(), matrix("f32", 2)), target("gfx950")))(flat(source, out))
+    np.testing.assert_array_equal(out.ravel(), [1] * 99 + [0] * 157)
+
+
+def copy_rows(source: fly.Tensor, out: fly.Tensor, *, rows: int):
+    """Every lane moves one row of a window that starts at row 5."""
+    read, write = (x.rows(8).window(5, rows) for x in (source, out))
+    row = fly.thread_id.x
+    write.store(read.load(row, 0, 8) * 2.0, row, 0)
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_80"])
+@pytest.mark.parametrize("count", [3, 5, 6, 20, 37, 100])
+def test_windows_end_with_the_matrix(arch, count):
+    rows = target(arch).wave_size
+    source = np.random.default_rng(0).standard_normal((count, 8)).astype(np.float32)
+    out = np.zeros_like(source)
+    module = trace(copy_rows, matrix("f32", 2), matrix("f32", 2), arch=arch, rows=rows)
+    Machine(Program(module, target(arch)))(flat(source, out))
+    wanted = np.zeros_like(source)
+    wanted[5 : 5 + rows] = 2 * source[5 : 5 + rows]
+    np.testing.assert_array_equal(out, wanted)
+
+
+MISTAKES = [
+    (lambda x, m, i: x.at(), ShapeError, r"<tensor of rank 1, f32> takes 1 coordinates, not 0"),
+    (lambda x, m, i: m.load(i), ShapeError, r"<tensor of rank 2, f32> takes 2 coordinates, not 1"),
+    (lambda x, m, i: x.at(1.5), DTypeError, r"tensor coordinate 1.5 is no scalar integer"),
+    (lambda x, m, i: x.at(i.to(fly.f32)), DTypeError, r"tensor coordinate <f32> is no scalar integer"),
+    (lambda x, m, i: m[i], ShapeError, r"takes 2 indices, not 1"),
+    (lambda x, m, i: m[0, 1:3], ShapeError, r"only the full slice ':' is supported on tensors"),
+    (lambda x, m, i: x.store(1.0, 0), DTypeError, r"cannot store 1.0 into <tensor of rank 1, f32>; convert with"),
+    (lambda x, m, i: x.store(i, 0), DTypeError, r"cannot store <i32> into .*; convert with \.to\(fly\.f32\)"),
+    (lambda x, m, i: m.load(0, 0, length=4), ShapeError, r"run-time last stride; vectors need a unit one"),
+    (lambda x, m, i: m.rows(8), ShapeError, r"run-time last stride"),
+    (lambda x, m, i: m.tile(8, 0), ShapeError, r"tile\(\) takes a vector, not <tensor of rank 2, f32>"),
+    (lambda x, m, i: x.tile(0, i), ShapeError, r"tile size 0 is no static positive integer"),
+    (lambda x, m, i: x.tile(i, 0), ShapeError, r"tile size <i32> is no static positive integer"),
+    (lambda x, m, i: x.rows(8), ShapeError, r"rows\(\) takes a matrix, not <tensor of rank 1, f32>"),
+    (
+        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 4), (1, 4)), i),
+        ShapeError,
+        r"values of layout \(4,4\):\(1,4\) are not contiguous",
+    ),
+    (
+        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 2), (2, 1)), i),
+        ShapeError,
+        r"layout \(4,2\):\(2,1\) does not cover a tile of 16 elements",
+    ),
+    (
+        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 4), (3, 1)), i),
+        ShapeError,
+        r"layout \(4,4\):\(3,1\) does not cover a tile of 16 elements",
+    ),
+    (
+        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 4), (4, 1)), i).store(2.0),
+        ShapeError,
+        r"cannot store 2.0 into a share of 4 x f32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "error", "message"), MISTAKES)
+def test_mistakes(use, error, message):
+    def kernel(x: fly.Tensor, m: fly.Tensor, i: fly.i32):
+        with pytest.raises(error, match=message):
+            use(x, m, i)
+
+    trace(kernel, matrix(), matrix("f32", 2, unit_stride=False), "i32")

@@ -1,0 +1,142 @@
+"""A module like `cuda.bindings.driver` for two imaginary GPUs; it records what is called."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_PTX = 218
+    CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+class CUdevice_attribute(enum.IntEnum):
+    CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 1
+    CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X = 2
+    CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y = 3
+    CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z = 4
+    CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X = 5
+    CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y = 6
+    CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z = 7
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+
+
+class CUfunction_attribute(enum.IntEnum):
+    CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 0
+    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
+    CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES = 3
+    CU_FUNC_ATTRIBUTE_NUM_REGS = 4
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class CUjit_option(enum.IntEnum):
+    CU_JIT_ERROR_LOG_BUFFER = 5
+    CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6
+
+
+_DEVICE = {1: 1024, 2: 1024, 3: 1024, 4: 64, 5: 2**31 - 1, 6: 65535, 7: 65535, 75: 9, 76: 0, 97: 232448}
+OK = CUresult.CUDA_SUCCESS
+
+
+class FakeDriver:
+    """The functions that the CUDA device uses. `results` makes a function fail with a status."""
+
+    CUresult = CUresult
+    CUdevice_attribute = CUdevice_attribute
+    CUfunction_attribute = CUfunction_attribute
+    CUjit_option = CUjit_option
+
+    def __init__(self):
+        self.device = dict(_DEVICE)
+        self.function = {0: 1024, 1: 0, 3: 16, 4: 96}
+        self.results: dict[str, CUresult] = {}
+        self.log = b""  # what the JIT compiler says
+        self.images: list[bytes] = []
+        self.attributes_set: list[tuple] = []
+        self.launches: list[dict] = []
+        self._contexts = threading.local()  # every thread has its own stack
+
+    @property
+    def contexts(self) -> list[int]:
+        if not hasattr(self._contexts, "stack"):
+            self._contexts.stack = []
+        return self._contexts.stack
+
+    def cuInit(self, flags):
+        return (self.results.get("cuInit", OK),)
+
+    def cuDeviceGetCount(self):
+        return OK, 2
+
+    def cuDeviceGet(self, ordinal):
+        return OK, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return OK, 1000 + device
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        return OK, self.device[attribute]
+
+    def cuCtxGetCurrent(self):
+        return OK, self.contexts[-1] if self.contexts else 0
+
+    def cuCtxPushCurrent(self, context):
+        self.contexts.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self):
+        return OK, self.contexts.pop()
+
+    def cuModuleLoadDataEx(self, image, count, options, values):
+        assert self.contexts
+        assert count == len(options) == len(values)
+        given = dict(zip(options, values))
+        size = given[CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+        assert len(self.log) < size
+        log = given[CUjit_option.CU_JIT_ERROR_LOG_BUFFER]
+        assert isinstance(log, bytes)  # the bindings refuse anything else
+        ctypes.memmove(log, self.log, len(self.log))
+        self.images.append(image)
+        status = self.results.get("cuModuleLoadDataEx", OK)
+        return status, None if status else "module"
+
+    def cuModuleGetFunction(self, module, name):
+        return OK, name.decode()
+
+    def cuFuncGetAttribute(self, attribute, function):
+        return OK, self.function[attribute]
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.attributes_set.append((function, attribute, value))
+        return (OK,)
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        assert parameters is None
+        words = (ctypes.c_uint64 * 5).from_address(extra)
+        assert (words[0], words[2], words[4]) == (1, 2, 0)
+        size = ctypes.c_size_t.from_address(words[3]).value
+        self.launches.append(
+            {
+                "function": function,
+                "grid": (gx, gy, gz),
+                "block": (bx, by, bz),
+                "shared": shared,
+                "stream": stream,
+                "packed": ctypes.string_at(words[1], size),
+                "context": self.contexts[-1],
+            }
+        )
+        return (self.results.get("cuLaunchKernel", OK),)
+
+    def cuGetErrorName(self, status):
+        return OK, CUresult(status).name.encode()
+
+    def cuGetErrorString(self, status):
+        return OK, b"text of " + str(int(status)).encode()

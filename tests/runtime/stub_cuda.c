@@ -1,0 +1,91 @@
+/* A libcuda.so.1 without a GPU: prints what it is called with, so that a test can check what arrives. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default"))) int
+
+static __thread uintptr_t stack[8];
+static __thread int depth;
+
+API cuInit(unsigned flags) { return 0; }
+API cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+API cuDeviceGetCount(int *count) { *count = 2; return 0; }
+API cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+API cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(uintptr_t)(4096 + device); return 0; }
+API cuCtxGetCurrent(void **context) { *context = (void *)(depth ? stack[depth - 1] : 0); return 0; }
+API cuCtxPushCurrent(void *context) { stack[depth++] = (uintptr_t)context; return 0; }
+API cuCtxPopCurrent(void **context) { *context = (void *)stack[--depth]; return 0; }
+
+API cuDeviceGetAttribute(int *value, int attribute, int device) {
+  switch (attribute) {
+  case 1: case 2: case 3: *value = 1024; return 0;       /* threads in a block, block x and y */
+  case 4: *value = 64; return 0;                         /* block z */
+  case 5: *value = 2147483647; return 0;                 /* grid x */
+  case 6: case 7: *value = 65535; return 0;              /* grid y and z */
+  case 75: *value = 9; return 0;                         /* compute capability */
+  case 76: *value = 0; return 0;
+  case 97: *value = 232448; return 0;                    /* shared memory of one block, opt-in */
+  default: return 1;
+  }
+}
+
+API cuModuleLoadDataEx(void **module, const char *image, unsigned count, int *options, void **values) {
+  if (strcmp(image, "bad") == 0) {
+    for (unsigned i = 0; i < count; i++)
+      if (options[i] == 5) snprintf(values[i], 64, "line 1; fatal");
+    return 218;
+  }
+  for (unsigned i = 0; i < count; i++)
+    if (options[i] == 6) printf("log bytes %u\n", (unsigned)(uintptr_t)values[i]);
+  printf("image %s\n", image);
+  *module = (void *)11;
+  return 0;
+}
+
+API cuModuleGetFunction(void **function, void *module, const char *name) {
+  printf("function %s of %d\n", name, (int)(uintptr_t)module);
+  *function = (void *)22;
+  return 0;
+}
+
+API cuFuncGetAttribute(int *value, int attribute, void *function) {
+  *value = attribute == 0 ? 1024 : attribute == 4 ? 96 : 0;
+  return 0;
+}
+
+API cuFuncSetAttribute(void *function, int attribute, int value) {
+  printf("attribute %d of %d is %d\n", attribute, (int)(uintptr_t)function, value);
+  return 0;
+}
+
+API cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void *stream, void **parameters, void **extra) {
+  if (extra[0] != (void *)1 || extra[2] != (void *)2 || extra[4] != NULL || parameters) return 1;
+  if (gx == 999) return 719;
+  size_t size = *(size_t *)extra[3];
+  printf("launch %d grid %u %u %u block %u %u %u shared %u stream %d context %d:", (int)(uintptr_t)function, gx, gy,
+         gz, bx, by, bz, shared, (int)(uintptr_t)stream, (int)stack[depth - 1]);
+  for (size_t i = 0; i < size; i++) printf(" %02x", ((unsigned char *)extra[1])[i]);
+  printf("\n");
+  return 0;
+}
+
+API cuPointerGetAttribute(void *value, int attribute, uint64_t address) {
+  if (attribute != 9) return 1;
+  *(int *)value = (int)(address >> 40);
+  return 0;
+}
+
+API cuGetErrorName(int status, const char **text) { *text = "CUDA_ERROR_STUB"; return 0; }
+API cuGetErrorString(int status, const char **text) { *text = "text of the stub"; return 0; }
+
+API cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+  Dl_info here;
+  dladdr((void *)cuInit, &here);
+  *function = dlsym(dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD), name);
+  if (status) *status = *function ? 0 : 1;
+  return *function ? 0 : 500;
+}

@@ -1,0 +1,56 @@
+"""What really reaches the CUDA driver: the `cuda-bindings` package over a stub of the driver's library."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = shutil.which("cc")
+
+PROGRAM = """
+from fly.backends.artefact import Artefact
+from fly.errors import CompileError, DeviceError
+from fly.lang.signature import Field
+from fly.runtime.cuda import CudaDevice, ordinal_of
+fields = (Field("a", "ptr"), Field("n", "i32"))
+artefact = Artefact("add", "sm_90a", b"some PTX", "", fields, (64, 2, 1), 60000)
+device = CudaDevice(1)
+kernel = device.load(artefact)
+kernel.launch((5, 6, 7), (64, 2, 1), bytearray(range(12)), 77, ())
+print(kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, flush=True)
+for act in (
+    lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
+    lambda: kernel.launch((999, 1, 1), (1, 1, 1), bytearray(12), 0, ()),
+):
+    try:
+        act()
+    except (CompileError, DeviceError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no cuda-bindings")
+def test_the_driver_gets_what_was_asked_for(tmp_path):
+    source = Path(__file__).with_name("stub_cuda.c")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["stdbuf", "-o0", sys.executable, "-u", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "log bytes 16384",
+        "image some PTX",
+        "function add of 11",
+        "attribute 8 of 22 is 60000",
+        "launch 22 grid 5 6 7 block 64 2 1 shared 60000 stream 77 context 4097: "
+        + " ".join(f"{n:02x}" for n in range(12)),
+        "96 3 232448",
+        "CompileError add (sm_90a): CUDA_ERROR_STUB: text of the stub",
+        "line 1; fatal",
+        "DeviceError add: cuLaunchKernel: CUDA_ERROR_STUB: text of the stub",
+    ], done.stderr

@@ -1,0 +1,118 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from fly.errors import ArgumentError, ArgumentTypeError, LaunchError
+from fly.lang.signature import Parameter
+from fly.runtime.device import Allocation
+from fly.runtime.launch import launch
+from fly.runtime.prepared import bind
+
+from .fakes import CudaArray, Kernel, tensors
+
+KERNEL = (
+    *tensors("q", "k"),
+    Parameter("mask", "tensor", optional=True),
+    Parameter("scale", "scalar", dtype="f32"),
+    Parameter("lse", "tensor"),
+    Parameter("n", "scalar", dtype="i64"),
+)
+
+
+def arguments():
+    q, k = (torch.empty(2, 3, 64, dtype=torch.float16) for _ in range(2))
+    return q, k, None, 0.25, torch.empty(7), -5
+
+
+def addresses(args):
+    return [arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def test_a_prepared_launch_is_the_launch_it_was_bound_to(device, compiler):
+    kernel, first, second = Kernel(*KERNEL, causal=True), arguments(), arguments()
+    prepared = bind(kernel, (4, 5), 64, first, {"causal": False}, compiler)
+    assert not device.launches
+    prepared(*addresses(second))
+    launch(kernel, (4, 5), 64, second, {"causal": False}, None, compiler)
+    assert device.launches[0] == device.launches[1]
+    assert len(compiler.calls) == 1
+
+
+def test_a_scalar_may_come_first_and_a_tensor_last(device, compiler):
+    kernel = Kernel(KERNEL[3], Parameter("x", "tensor"), Parameter("y", "tensor"))
+    scalars = [torch.zeros(()) for _ in range(4)]
+    prepared = bind(kernel, 1, 64, (0.5, *scalars[:2]), {}, compiler)
+    prepared(*addresses(scalars[2:]))
+    launch(kernel, 1, 64, (0.5, *scalars[2:]), {}, None, compiler)
+    assert device.launches[0] == device.launches[1]
+
+
+def test_devices_that_need_it_are_told_the_new_memory(device, compiler):
+    device.needs_allocations = True
+    x = np.zeros((4, 6), np.float32)
+    prepared = bind(Kernel(*tensors("x")), 1, 64, (x[::-1],), {}, compiler)
+    prepared(4096)
+    assert device.launches[0].allocations == (Allocation("x", 4096 - 3 * 24, 96),)
+
+
+def test_addresses_are_checked(device, compiler):
+    args = arguments()
+    prepared = bind(Kernel(*KERNEL), 1, 64, args, {}, compiler)
+    good = addresses(args)
+    for bad, text in [
+        (good[:2], "2 addresses; accepted: one each for q, k, lse"),
+        ([*good, 16], "4 addresses"),
+        ([*good[:2], good[2] + 8], "'lse' has address .*; accepted: multiples of 16"),
+        ([*good[:2], 2**64], "accepted: ints from 0"),
+        ([*good[:2], -16], "accepted: ints from 0"),
+        ([*good[:2], args[4]], "accepted: ints from 0"),
+        ([*good[:2], torch.tensor(good[2])], "accepted: ints from 0"),
+        ([*good[:2], 16.0], "accepted: ints from 0"),
+    ]:
+        with pytest.raises(ArgumentError, match=text):
+            prepared(*bad)
+    assert not device.launches
+
+
+def test_less_alignment_is_enough_for_a_kernel_compiled_for_less(device, compiler):
+    odd = torch.zeros(65, dtype=torch.float16)[1:]
+    prepared = bind(Kernel(*tensors("x")), 1, 64, (odd,), {}, compiler)
+    prepared(4098)
+    with pytest.raises(ArgumentError, match="multiples of 2"):
+        prepared(4097)
+
+
+def test_streams(monkeypatch, devices, compiler):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {1: 18}.__getitem__, raising=False)
+    prepared = bind(Kernel(*tensors("x")), 1, 64, (CudaArray(device=1),), {}, compiler)
+    prepared(256)
+    prepared(256, stream=33)
+    assert [done.stream for done in devices["cuda", 1].launches] == [18, 33]
+    with pytest.raises(ArgumentTypeError, match="'stream' is 'x'"):
+        prepared(256, stream="x")
+
+
+def test_what_is_bound_is_checked(device, compiler):
+    with pytest.raises(ArgumentError, match="'lse' is missing"):
+        bind(Kernel(*KERNEL), 1, 64, arguments()[:4], {}, compiler)
+    with pytest.raises(LaunchError, match="grid is 0"):
+        bind(Kernel(*KERNEL), 0, 64, arguments(), {}, compiler)
+
+
+def test_launches_of_many_threads_do_not_mix(device, compiler):
+    prepared = bind(Kernel(*tensors("x", "y")), 1, 64, (torch.zeros(4), torch.zeros(4)), {}, compiler)
+
+    def work(address):
+        for _ in range(200):
+            prepared(address, address)
+
+    threads = [threading.Thread(target=work, args=(n << 20,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = [(done.packed[:8], done.packed[16:24]) for done in device.launches]
+    assert len(pairs) == 1600
+    assert all(x == y for x, y in pairs)
