@@ -87,7 +87,7 @@ def test_an_access_outside_its_tensors_is_found(compiled, arch):
 def assembly_lines(text: str) -> list[str]:
     """Instructions of a listing, without labels, directives, comments and encoding suffixes."""
     lines = [re.split(r"\s*(?:;|//)", line)[0].strip() for line in text.splitlines()]
-    lines = [re.sub(r"\s+", " ", line) for line in lines if re.match(r"[a-z]+_[^:]*$", line)]
+    lines = [re.sub(r"\s+", " ", line) for line in lines if re.match(r"[a-z]+_", line) and line[-1] != ":"]
     return [re.sub(r"_(?:e32|e64|dpp|sdwa)\b", "", line) for line in lines]
 
 
