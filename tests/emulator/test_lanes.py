@@ -1,4 +1,4 @@
-"""Lane exchange against definitions written lane by lane: DPP, permlane swaps, bpermute, swizzle, readlane, ballot."""
+"""Lane exchange against definitions written lane by lane."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def values(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dpp_source(control: int, lane: int) -> int | None:
-    """Lane that a DPP control word reads for a lane, None when there is none (CDNA3 ISA, table of DPP controls)."""
+    """Lane that a DPP control word reads, None when there is none (CDNA3 ISA, table of DPP controls)."""
     row, at, n = lane // 16, lane % 16, control & 15
     if control <= 0xFF:
         return lane // 4 * 4 + (control >> 2 * (lane % 4) & 3)
