@@ -32,9 +32,7 @@ def test_triton_attention_forward(arch: str, d: int, causal: bool) -> None:
     packed = struct.pack("<QQQQfiii", *pointers, scale * math.log2(math.e), n * d, d, n)
     packed += b"\0" * (program.code.kernels[kernel].kernarg_bytes - len(packed))
     regions = [Region(x.data_ptr(), x.nbytes, name) for x, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out"))]
-    program.launch(
-        kernel, (n // ROWS, heads), (256,), packed, regions, dynamic_lds=compiled.metadata.shared
-    )
+    program.launch(kernel, (n // ROWS, heads), (256,), packed, regions, dynamic_lds=compiled.metadata.shared)
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if causal:
         scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))

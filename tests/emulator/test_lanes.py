@@ -59,7 +59,8 @@ def dpp_source(control: int, lane: int) -> int | None:
         return row * 16 + n
     return {
         0x130: lane + 1 if lane < 63 else None, 0x138: lane - 1 if lane else None,
-        0x134: (lane + 1) % 64, 0x13C: (lane - 1) % 64, 0x140: row * 16 + 15 - at, 0x141: lane // 8 * 8 + 7 - lane % 8,
+        0x134: (lane + 1) % 64, 0x13C: (lane - 1) % 64,
+        0x140: row * 16 + 15 - at, 0x141: lane // 8 * 8 + 7 - lane % 8,
         0x142: row * 16 - 1 if row else None, 0x143: 31 if lane >= 32 else None,
     }[control]  # fmt: skip
 
@@ -71,7 +72,8 @@ def dpp_source(control: int, lane: int) -> int | None:
 def test_dpp(control: int, masks: tuple[int, int], bound: bool) -> None:
     a, b = values(control)
     name = "@llvm.amdgcn.update.dpp.i32"
-    body = f"""%x = call i32 {name}(i32 %b, i32 %a, i32 {control}, i32 {masks[0]}, i32 {masks[1]}, i1 {str(bound).lower()})
+    settings = f"i32 {control}, i32 {masks[0]}, i32 {masks[1]}, i1 {str(bound).lower()}"
+    body = f"""%x = call i32 {name}(i32 %b, i32 %a, {settings})
   %y = add i32 %x, 0"""
     x, _ = evaluate(body, f"declare i32 {name}(i32, i32, i32, i32, i32, i1)", "gfx950", a, b)
     for lane in LANES:

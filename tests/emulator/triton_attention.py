@@ -43,7 +43,7 @@ def attention(q_ptr, k_ptr, v_ptr, o_ptr, scale, s_head, s_row, n, D: tl.constex
 def compile_attention(arch: str, d: int, causal: bool):
     """Triton's compiled kernel: `.asm["hsaco"]`, `.metadata.shared`, `.metadata.name`."""
     constants = {"D": d, "BM": ROWS, "BN": 64, "CAUSAL": causal}
-    signature = {n: "*bf16" for n in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")}
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16")
     signature |= {"scale": "fp32", "s_head": "i32", "s_row": "i32", "n": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
     names = attention.arg_names
