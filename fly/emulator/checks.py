@@ -1,8 +1,9 @@
-"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in `lds_checks`.
+"""Checks while a kernel runs: missing waits, uninitialised registers, barriers, matrix hazards; LDS in
+`lds_checks`.
 
-Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width) retires
-it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so the queues
-are kept once for a group and cost one integer test an instruction.
+Values arrive at once, but every load stays on its counter's queue until an `s_waitcnt` (or the counter's width)
+retires it, and touching a register of a queued load is reported. Waves of a group execute the same instructions, so
+the queues are kept once for a group and cost one integer test an instruction.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Checker:
         self.shadow = LdsShadow(self)
         self._accesses: list[Access] = []
 
-    # ---- findings ---------------------------------------------------------------------------------------------------
+    # ---- findings ----
 
     def report(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> None:
         """Note a finding; one for each kind and instruction."""
@@ -121,7 +122,7 @@ class Checker:
         head = f"{error}\n{len(self.reports)} finding(s) before that:\n"
         return EmulatorReportError(head + "\n".join(r.text for r in self.reports), tuple(self.reports))
 
-    # ---- hooks of the scheduler -------------------------------------------------------------------------------------
+    # ---- hooks of the scheduler ----
 
     def start(self, workgroups: int) -> None:
         """A new batch of workgroups."""
@@ -136,9 +137,15 @@ class Checker:
             if g.pending:
                 self._check_pending(g, inst, vcc)
 
-    def barrier(self, g: Group, inst: Instruction | None) -> None:
-        """Arrival at a barrier."""
+    def barrier(self, g: Group, inst: Instruction | None, live: np.ndarray) -> None:
+        """Arrival at a barrier; `live` counts the waves of each workgroup that have not ended."""
         g.ticks += 1
+        short = live[g.wg] < self.machine.waves_per_group
+        if short.any() and inst is not None:
+            self.report(
+                g, inst, "barrier-divergence", short[:, None],
+                "waits at a barrier after other waves of its workgroup have ended",
+            )  # fmt: skip
         for entry in (*g.lgkm, *g.vm):
             for access in entry.lds:
                 self.shadow.keep_open(g, access)
@@ -155,7 +162,7 @@ class Checker:
                 "a wave ends while other waves of its workgroup wait at a barrier",
             )  # fmt: skip
 
-    # ---- instructions -----------------------------------------------------------------------------------------------
+    # ---- instructions ----
 
     def wrap(self, inst: Instruction, run: Run) -> Run:
         """The instruction with its checks."""
@@ -197,13 +204,27 @@ class Checker:
         if not queue:
             return checked
 
+        memory = self.machine.memory
+
         def queued(g: Group) -> None:
             checked(g)
+            if memory.unaligned is not None or memory.unwritten is not None:
+                self._memory_findings(g, inst)
             entry = Pending(inst, writes, queue, tuple(self._accesses))
             self._accesses = []
             self._issue(g, entry)
 
         return queued
+
+    def _memory_findings(self, g: Group, inst: Instruction) -> None:
+        memory = self.machine.memory
+        if memory.unaligned is not None:
+            where = memory.describe(memory.unaligned)
+            self.report(g, inst, "unaligned", None, f"address {memory.unaligned:#x} is not aligned: {where}")
+        if memory.unwritten is not None:
+            where = memory.describe(memory.unwritten)
+            self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
+        memory.unaligned = memory.unwritten = None
 
     def _compute(self, g: Group, inst: Instruction, bits: int, writes: int) -> None:
         """Results of undefined operands are undefined too.
@@ -248,7 +269,7 @@ class Checker:
                     f"{entry.inst.address:#x} is outstanding ({counter})",
                 )  # fmt: skip
 
-    # ---- counters ---------------------------------------------------------------------------------------------------
+    # ---- counters ----
 
     def _issue(self, g: Group, entry: Pending) -> None:
         g.pending |= entry.registers
@@ -290,7 +311,7 @@ class Checker:
             for access in entry.lds:
                 self.shadow.close(g, access)
 
-    # ---- LDS --------------------------------------------------------------------------------------------------------
+    # ---- LDS ----
 
     def lds(
         self,
@@ -304,6 +325,9 @@ class Checker:
     ) -> None:
         """An LDS access, before it happens."""
         active = np.ones((g.waves, 64), bool) if mask is None else np.broadcast_to(mask, (g.waves, 64))
+        low = active & ((index & (min(size, 4) - 1)) != 0)
+        if low.any():
+            self.report(g, inst, "unaligned", low, f"LDS address is not a multiple of {min(size, 4)}")
         access = Access(np.broadcast_to(index, active.shape), size, active, write)
         self._accesses.append(access)
         self.shadow.access(g, inst, access, dma)

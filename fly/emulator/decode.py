@@ -1,7 +1,7 @@
 """Decoding of CDNA3 / CDNA4 machine code into plain records.
 
-The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA; nothing
-outside this file knows about that package.
+The bit layouts come from the `tinygrad` wheel's tables, which are generated from AMD's machine-readable ISA;
+nothing outside this file knows about that package.
 """
 
 from __future__ import annotations

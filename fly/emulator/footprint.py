@@ -1,6 +1,7 @@
 """Which registers an instruction reads and writes, as bit masks: what the checks reason about.
 
-Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar registers.
+Bits 0..511 are rows of the vector register file (architectural, then accumulation), 512 + code the scalar
+registers.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def footprint(inst: Instruction, machine: Machine) -> Footprint:
     """The registers of any instruction."""
     form = inst.form
     if form.startswith("S"):
-        return _scalar(inst, machine) if form not in ("SMEM", "SCRATCH") else (
-            _smem(inst) if form == "SMEM" else _flat(inst, machine)
+        return (
+            _scalar(inst, machine)
+            if form not in ("SMEM", "SCRATCH")
+            else (_smem(inst) if form == "SMEM" else _flat(inst, machine))
         )
     if form == "VOP3P_MFMA" and not inst.name.startswith("v_accvgpr"):
         return _matrix(inst, machine)

@@ -1,9 +1,10 @@
-"""Wait states that software must leave after a matrix instruction (CDNA3 ISA section 4.5; LLVM's gfx940/gfx950 rules).
+"""Wait states that software must leave after a matrix instruction (CDNA3 ISA section 4.5; LLVM's gfx940/gfx950
+rules).
 
 A result of an instruction of n passes may be read by the vector ALU or memory, overwritten, or used as A or B of
 another matrix instruction after n + 3 wait states on gfx940-family parts and n + 4 on gfx950 (n + 3 for 2 passes;
-f32 matrix instructions: n + 2); as a C that is not exactly the result after two fewer. A C that is the whole result of
-the same size is forwarded. Every instruction counts one wait state, `s_nop k` counts k + 1.
+f32 matrix instructions: n + 2); as a C that is not exactly the result after two fewer. A C that is the whole result
+of the same size is forwarded. Every instruction counts one wait state, `s_nop k` counts k + 1.
 """
 
 from __future__ import annotations

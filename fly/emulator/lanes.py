@@ -163,5 +163,3 @@ def compile_lane(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     if inst.name not in _TABLE:
         raise unknown(inst, machine)
     return _TABLE[inst.name](inst, machine)
-
-

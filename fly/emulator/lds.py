@@ -20,7 +20,13 @@ _LANE = np.arange(64)
 
 
 def place(
-    g: Group, inst: Instruction, address: np.ndarray, size: int, mask: np.ndarray | None, write: bool, dma: bool = False
+    g: Group,
+    inst: Instruction,
+    address: np.ndarray,
+    size: int,
+    mask: np.ndarray | None,
+    write: bool,
+    dma: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(byte index in the batch's LDS, active lanes in bounds) of LDS addresses uint32 (W, 64).
 

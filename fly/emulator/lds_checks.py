@@ -1,9 +1,9 @@
 """LDS shadow: who wrote and read each dword, in which barrier phase, and whether the write has completed.
 
-A wave's phase is the number of barriers that it has passed. Two accesses of different waves, one of them a write, are
-ordered when their phases differ and the earlier one was waited for before its barrier; otherwise they race. Tags hold
-`phase << 5 | wave`; wave 31 stands for several readers, wave 30 for a write smaller than a dword: neighbouring bytes of
-different waves do not race, so such writes are followed for initialisation only.
+A wave's phase is the number of barriers that it has passed. Two accesses of different waves, one of them a write,
+are ordered when their phases differ and the earlier one was waited for before its barrier; otherwise they race.
+Tags hold `phase << 5 | wave`; wave 31 stands for several readers, wave 30 for a write smaller than a dword:
+neighbouring bytes of different waves do not race, so such writes are followed for initialisation only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,14 @@ class LdsShadow:
             self.read[slot[different]] = np.broadcast_to(mine | _MANY, mask.shape)[different]
 
     def _conflicts(
-        self, g: Group, inst: Instruction, tags: np.ndarray, mask: np.ndarray, mine: np.ndarray, what: str, reading: bool
+        self,
+        g: Group,
+        inst: Instruction,
+        tags: np.ndarray,
+        mask: np.ndarray,
+        mine: np.ndarray,
+        what: str,
+        reading: bool,
     ) -> None:
         same_phase = (tags >> 5 == mine >> 5) & (tags != mine) & (tags != _NEVER) & (tags & 31 != _PART)
         outstanding = tags >> 5 == _OPEN
@@ -86,11 +93,23 @@ class LdsShadow:
         verb = "reads" if reading else "overwrites"
         self._flag(g, inst, "lds-race", mask & same_phase, tags, f"{verb} LDS {what} in the same barrier phase")
         self._flag(
-            g, inst, "missing-wait", mask & outstanding, tags, f"{verb} LDS {what} by an operation that nothing waited for"
+            g,
+            inst,
+            "missing-wait",
+            mask & outstanding,
+            tags,
+            f"{verb} LDS {what} by an operation that nothing waited for",
         )
 
     def _write(
-        self, g: Group, inst: Instruction, slot: np.ndarray, mask: np.ndarray, mine: np.ndarray, dma: bool, partial: bool
+        self,
+        g: Group,
+        inst: Instruction,
+        slot: np.ndarray,
+        mask: np.ndarray,
+        mine: np.ndarray,
+        dma: bool,
+        partial: bool,
     ) -> None:
         tags = self.written[slot]
         self._conflicts(g, inst, tags, mask, mine, "written", reading=False)

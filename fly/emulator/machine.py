@@ -1,4 +1,6 @@
-"""One kernel, ready to run: compiled instructions, the launch's memory, LDS and scratch, and the initial wave state."""
+"""One kernel, ready to run: compiled instructions, the launch's memory, LDS and scratch, and the initial wave
+state.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ _COMPILERS: dict[str, Callable[[Instruction, Any], Callable[[Group], None]]] = {
     "SOP1": compile_sop1, "SOP2": compile_sop2, "SOPC": compile_sopc, "SOPK": compile_sopk, "SMEM": compile_smem,
     "DS": compile_ds, "FLAT": compile_flat, "GLOBAL": compile_flat, "SCRATCH": compile_flat, "MUBUF": compile_mubuf,
     "VOP3P": compile_vop3p, "VOP3P_MFMA": compile_mfma,
-    **{f: compile_vop for f in ("VOP1", "VOP2", "VOP3", "VOP3SD", "VOP1_SDWA", "VOP2_SDWA", "VOP1_DPP16",
-                                "VOP2_DPP16", "VOP2_SDWA_SDST")},
-    **{f: compile_vopc for f in ("VOPC", "VOPC_SDWA_SDST", "VOP3_SDST", "VOPC_SDWA")},
+    **dict.fromkeys(("VOP1", "VOP2", "VOP3", "VOP3SD", "VOP1_SDWA", "VOP2_SDWA", "VOP1_DPP16"), compile_vop),
+    **dict.fromkeys(("VOP2_DPP16", "VOP2_SDWA_SDST"), compile_vop),
+    **dict.fromkeys(("VOPC", "VOPC_SDWA_SDST", "VOP3_SDST", "VOPC_SDWA"), compile_vopc),
 }  # fmt: skip
 
 
@@ -101,7 +103,7 @@ class Machine:
             self.runs[i] = run
         return run
 
-    # ---- a launch ---------------------------------------------------------------------------------------------------
+    # ---- a launch ----
 
     def prepare(
         self, grid: Sequence[int], block: Sequence[int], kernarg: bytes, regions: list[Region], dynamic_lds: int = 0
@@ -123,9 +125,9 @@ class Machine:
         self.scratch_bytes = (self.kernel.scratch_bytes + 15) // 16 * 16
         self._arguments(kernarg)
         own = [
-            Region(self.code.base, len(self.code.image), "code object", False),
-            Region(self.kernarg.ctypes.data, self.kernarg.nbytes, "kernel arguments", False),
-            Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet", False),
+            Region(self.code.base, len(self.code.image), "code object"),
+            Region(self.kernarg.ctypes.data, self.kernarg.nbytes, "kernel arguments"),
+            Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet"),
         ]
         self.memory = Memory(own + regions)
 
@@ -183,7 +185,7 @@ class Machine:
         return group
 
     def _scalars(self, s: np.ndarray, wg: np.ndarray) -> int:
-        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns the mask of those that are set."""
+        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns those set as a mask."""
         k, values = self.kernel, []
         properties = k.properties
         if properties & 1:
@@ -209,11 +211,9 @@ class Machine:
         mask = (1 << len(columns)) - 1
         return (mask | 0b11 << EXEC) << 512
 
-    # ---- faults -----------------------------------------------------------------------------------------------------
+    # ---- faults ----
 
-    def fault(
-        self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str
-    ) -> EmulatorError:
+    def fault(self, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> EmulatorError:
         """The error that stops a run: kernel, instruction, first wave and lane concerned."""
         from fly.emulator.report import describe
 

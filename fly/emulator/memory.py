@@ -17,12 +17,14 @@ _TOP = 1 << 47
 
 @dataclass(frozen=True)
 class Region:
-    """A range of host memory that a kernel may touch."""
+    """A range of host memory that a kernel may touch; the checks follow which bytes of one that is not
+    `initialised` have been written.
+    """
 
     address: int
     nbytes: int
     name: str = ""
-    writable: bool = True
+    initialised: bool = True
 
     @property
     def end(self) -> int:
@@ -61,6 +63,10 @@ class Memory:
         self._ends = np.array(ends, np.uint64)
         self.ends = ends
         self.views = {s: np.asarray(_Everything(f"<u{s}", s)) for s in (1, 2, 4, 8)}
+        # what the checks ask for behind an access: an unaligned address, an address never written
+        self.unaligned: int | None = None
+        self.unwritten: int | None = None
+        self.shadows = [(r.address, np.zeros(r.nbytes, bool)) for r in merged if not r.initialised]
         self._safe = np.zeros(64, np.uint8)
         self.safe_address = int(self._safe.ctypes.data)
 
@@ -72,7 +78,11 @@ class Memory:
         region = self.regions[at]
         where = f"{region.name or 'allocation'} ({region.address:#x}, {region.nbytes} bytes)"
         offset = address - region.address
-        return f"byte {offset} of {where}" if offset < region.nbytes else f"{offset - region.nbytes} bytes behind {where}"
+        return (
+            f"byte {offset} of {where}"
+            if offset < region.nbytes
+            else f"{offset - region.nbytes} bytes behind {where}"
+        )
 
     def check(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> None:
         """Raise AccessError unless every active lane's [address, address + size) lies in one region.
@@ -88,30 +98,54 @@ class Memory:
         if at >= 0 and high <= self.ends[at]:
             return
         index = np.searchsorted(self._starts, address, side="right").astype(np.int64) - 1
-        inside = (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)]) if self.starts else (
-            np.zeros(address.shape, bool)
+        inside = (
+            (index >= 0) & (address + np.uint64(size) <= self._ends[np.maximum(index, 0)])
+            if self.starts
+            else (np.zeros(address.shape, bool))
         )
         bad = ~inside if mask is None else ~inside & mask
         if bad.any():
             first = int(address[bad][0])
             raise AccessError(f"address {first:#x} ({size} bytes) is {self.describe(first)}", bad, first)
 
+    def _follow(self, address: np.ndarray, size: int, mask: np.ndarray | None, write: bool) -> None:
+        """Mark or test the bytes of regions that are not initialised."""
+        active = address if mask is None else address[mask]
+        for start, written in self.shadows:
+            offset = active.astype(np.int64) - start
+            offset = offset[(offset >= 0) & (offset + size <= len(written))]
+            for i in range(size):
+                if write:
+                    written[offset + i] = True
+                elif not (seen := written[offset + i]).all():
+                    self.unwritten = start + int(offset[~seen][0]) + i
+                    break
+
     def load(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> list[np.ndarray]:
-        """32-bit words loaded from checked addresses: `size` bytes each, 1 or 2 (zero-extended) or a multiple of 4."""
+        """32-bit words loaded from checked addresses: `size` bytes each, 1 or 2 or a multiple of 4."""
         self.check(address, size, mask)
+        if self.shadows:
+            self._follow(address, size, mask, False)
         if mask is not None:
             address = np.where(mask, address, np.uint64(self.safe_address))
         if size < 4:
-            if size == 2 and (address & np.uint64(1)).any():
+            if size == 2 and self._is_unaligned(address, 2):
                 low, high = (self._bytes(address + np.uint64(i)).astype(np.uint32) for i in (0, 1))
                 return [low | high << np.uint32(8)]
             return [self._at(address, size).astype(np.uint32)]
-        if (address & np.uint64(3)).any():
+        if self._is_unaligned(address, 4):
             return [self._unaligned(address + np.uint64(i)) for i in range(0, size, 4)]
         index = (address - np.uint64(_BASE)) >> np.uint64(2)
         index = index.astype(np.int64)
         words = self.views[4]
         return [words[index + i if i else index] for i in range(size // 4)]
+
+    def _is_unaligned(self, address: np.ndarray, unit: int) -> bool:
+        low = (address & np.uint64(unit - 1)) != 0
+        if not low.any():
+            return False
+        self.unaligned = int(address[low][0])
+        return True
 
     def _at(self, address: np.ndarray, size: int) -> np.ndarray:
         shift = np.uint64(size.bit_length() - 1)
@@ -129,12 +163,14 @@ class Memory:
     def store(self, address: np.ndarray, words: list[np.ndarray], size: int, mask: np.ndarray | None) -> None:
         """Store `size` bytes a lane from 32-bit words; lanes outside the mask store nothing."""
         self.check(address, size, mask)
+        if self.shadows:
+            self._follow(address, size, mask, True)
         if mask is not None:
             address, words = address[mask], [np.broadcast_to(w, mask.shape)[mask] for w in words]
         if not address.size:
             return
         unit = min(size, 4)
-        if (address & np.uint64(unit - 1)).any():
+        if self._is_unaligned(address, unit):
             for i in range(size):
                 byte = (words[i // 4] >> np.uint32(8 * (i % 4))).astype(np.uint8)
                 self.views[1][(address + np.uint64(i) - np.uint64(_BASE)).astype(np.int64)] = byte

@@ -139,8 +139,8 @@ ELEMENT_BITS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "bf8": 8, "fp8z": 8,
 def fp8_table(kind: str) -> np.ndarray:
     """The 256 values of an 8-bit float format as float32.
 
-    fp8/bf8 are OCP e4m3fn/e5m2 (gfx950); fp8z/bf8z are the FNUZ forms of gfx942: bias one larger, no -0, no infinity,
-    0x80 the only NaN.
+    fp8/bf8 are OCP e4m3fn/e5m2 (gfx950); fp8z/bf8z are the FNUZ forms of gfx942: bias one larger, no -0, no
+    infinity, 0x80 the only NaN.
     """
     exponent_bits, mantissa_bits = (4, 3) if kind.startswith("fp8") else (5, 2)
     fnuz = kind.endswith("z")
@@ -237,7 +237,8 @@ def _matrix_ir(shape: MatrixShape) -> str:
     n, k, scalar = shape.n, shape.k, emitter.scalar
     vec = f"<{n} x {scalar}>"
     tables = "".join(
-        f"@table.{kind} = private constant [256 x float] [{', '.join('float ' + _hex_float(x) for x in fp8_table(kind))}]\n"
+        f"@table.{kind} = private constant [256 x float] "
+        f"[{', '.join('float ' + _hex_float(x) for x in fp8_table(kind))}]\n"
         for kind in {shape.a, shape.b}
         if kind[-3:] in ("fp8", "bf8", "p8z", "f8z")
     )

@@ -1,8 +1,8 @@
 """Readers and writers of instruction operands, resolved once when an instruction is compiled.
 
-A reader is a callable `group -> array` of shape (W, 64), (W, 1) or a scalar, of the operand's kind: one of u32 i32 f32
-u16 i16 f16 u64 i64 f64. Constants follow "Scalar ALU operands" of the CDNA3 ISA: inline integers are integer bits in
-every kind, inline floats take the kind's format, a literal is the high half of a 64-bit float.
+A reader is a callable `group -> array` of shape (W, 64), (W, 1) or a scalar, of the operand's kind: one of u32 i32
+f32 u16 i16 f16 u64 i64 f64. Constants follow "Scalar ALU operands" of the CDNA3 ISA: inline integers are integer
+bits in every kind, inline floats take the kind's format, a literal is the high half of a 64-bit float.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ KINDS = {
     "u32": np.uint32, "i32": np.int32, "f32": np.float32, "u16": np.uint16, "i16": np.int16, "f16": np.float16,
     "u64": np.uint64, "i64": np.int64, "f64": np.float64,
 }  # fmt: skip
-FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
+FLOATS = {
+    240: 0.5,
+    241: -0.5,
+    242: 1.0,
+    243: -1.0,
+    244: 2.0,
+    245: -2.0,
+    246: 4.0,
+    247: -4.0,
+    248: 0.15915494309189532,
+}
 _FLOAT_FORMAT = {"16": "<e", "32": "<f", "64": "<d"}
 _U32 = np.dtype(np.uint32)
 

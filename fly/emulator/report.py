@@ -43,10 +43,10 @@ def place(machine: Machine, g: Group, lanes: np.ndarray | None) -> tuple[tuple[i
     return (linear % gx, linear // gx % gy, linear // (gx * gy)), int(g.wave[wave]), lane
 
 
-def describe(
-    machine: Machine, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str
-) -> str:
-    """One line: the check, the kernel, the instruction with its address and source line, wave and lane, and details."""
+def describe(machine: Machine, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> str:
+    """One line: the check, the kernel, the instruction with its address and source line, wave and lane, and
+    details.
+    """
     workgroup, wave, lane = place(machine, g, lanes)
     line = machine.code.source_line(inst.address)
     where = f" [{line}]" if line else ""

@@ -1,7 +1,7 @@
 """Scalar ALU: SOP1, SOP2, SOPC, SOPK (CDNA3 ISA, section 5 "Scalar ALU Operations" and section 16.1 to 16.4).
 
-Each table row is `name: (source kinds, destination kind, function, SCC rule)`. The SCC rule is a function of the result,
-None to leave SCC, or `_PAIR` when the function returns (result, scc).
+Each table row is `name: (source kinds, destination kind, function, SCC rule)`. The SCC rule is a function of the
+result, None to leave SCC, or `_PAIR` when the function returns (result, scc).
 """
 
 from __future__ import annotations

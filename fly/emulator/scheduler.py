@@ -1,4 +1,6 @@
-"""Execution of a launch: batches of workgroups in lockstep, split where waves part and joined where they meet again."""
+"""Execution of a launch: batches of workgroups in lockstep, split where waves part and joined where they meet
+again.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class Scheduler:
         if inst is not None and inst.name in BRANCHES:
             target = branch_target(inst)
             if target not in machine.index:
-                raise EmulatorError(f"{machine.kernel.name}: `{inst.text}` branches outside the kernel, to {target:#x}")
+                raise EmulatorError(
+                    f"{machine.kernel.name}: `{inst.text}` branches outside the kernel, to {target:#x}"
+                )
             block.target = machine.index[target]
         self.blocks[first] = block
         return block
@@ -222,7 +226,7 @@ class Scheduler:
 
     def _barrier(self, g: Group, block: Block) -> None:
         if self.machine.checker is not None:
-            self.machine.checker.barrier(g, block.inst)
+            self.machine.checker.barrier(g, block.inst, self.live)
         g.pc, g.barrier = block.end, True
         np.add.at(self.arrived, g.wg, 1)
         self.blocked.append(g)
@@ -277,7 +281,7 @@ class Scheduler:
             g, inst, "endless-loop", None, f"a wave executed more than {self.budget} instructions"
         )
 
-    # ---- statistics -------------------------------------------------------------------------------------------------
+    # ---- statistics ----
 
     def executed(self) -> int:
         """Wave-instructions executed."""

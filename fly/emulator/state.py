@@ -1,8 +1,8 @@
 """Architectural state of waves that stand at the same instruction.
 
-A `Group` holds W waves as arrays: vector registers `(register, wave, lane)`, scalar registers as pairs
-`(pair, wave, 2)` so that a 64-bit operand is one contiguous view. Row lists (`vu`, `vf`, `su`, …) are views of these
-arrays that are made once a group, because making a view costs more than reading one from a list.
+A `Group` holds W waves as arrays: vector registers `(register, wave, lane)`, scalar registers as pairs `(pair,
+wave, 2)` so that a 64-bit operand is one contiguous view. Row lists (`vu`, `vf`, `su`, …) are views of these arrays
+that are made once a group, because making a view costs more than reading one from a list.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Group:
     """
 
     __slots__ = (
-        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode", "pc", "pending",
-        "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v", "variants", "vf", "vi", "vm",
-        "vu", "wave", "wg", "written",
+        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode",
+        "pc", "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v",
+        "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):

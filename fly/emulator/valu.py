@@ -12,7 +12,17 @@ from fly.emulator.bits import bit_count
 from fly.emulator.decode import VCC, VGPR, Instruction
 from fly.emulator.lanes import dpp_reader
 from fly.emulator.operands import (
-    KINDS, Reader, Writer, modified, pair, reader, store, unknown, vector_row, write_scalar, writer,
+    KINDS,
+    Reader,
+    Writer,
+    modified,
+    pair,
+    reader,
+    store,
+    unknown,
+    vector_row,
+    write_scalar,
+    writer,
 )  # fmt: skip
 from fly.emulator.state import Group, pack, unpack
 from fly.emulator.valu_table import OPS, Op
@@ -244,7 +254,7 @@ def _general(
     return run
 
 
-# ---- operations with a scalar or mask operand, or other shapes ------------------------------------------------------
+# ---- operations with a scalar or mask operand, or other shapes ----
 
 
 def _cndmask(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
@@ -252,10 +262,7 @@ def _cndmask(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     code = inst.get("src2") if inst.form == "VOP3" else VCC
     negate, absolute = inst.get("neg") or inst.get("src0_neg"), inst.get("abs") or inst.get("src0_abs")
     if negate or absolute or inst.get("src1_neg") or inst.get("src1_abs"):
-        a, b = (
-            lambda g, r=r: np.asarray(r(g)).view(np.uint32)
-            for r in sources(inst, machine, ("f32", "f32"))[:2]
-        )
+        a, b = (lambda g, r=r: np.asarray(r(g)).view(np.uint32) for r in sources(inst, machine, ("f32", "f32"))[:2])
     write, condition = destination(inst, machine, "u32"), reader(machine, code, "u64")
     if code < 128:
         return lambda g: write(g, np.where(unpack(condition(g)), b(g), a(g)))
@@ -450,8 +457,6 @@ _SPECIAL: dict[str, Callable[[Instruction, Any], Callable[[Group], None]]] = {
     "v_cvt_pk_fp8_f32": _f32_to_fp8, "v_cvt_pk_bf8_f32": _f32_to_fp8,
     "v_bitop3_b32": _bitop3, "v_bitop3_b16": _bitop3, "v_swap_b32": _swap,
 }  # fmt: skip
-_SPECIAL |= {
-    f"v_{n}_co_u32": _carry for n in ("add", "sub", "subrev", "addc", "subb", "subbrev")
-}
+_SPECIAL |= {f"v_{n}_co_u32": _carry for n in ("add", "sub", "subrev", "addc", "subb", "subbrev")}
 
 __all__ = ["compile_vop", "destination", "pair", "source_codes", "sources"]

@@ -180,6 +180,10 @@ def _f32_f16(a: Any) -> Any:
     return np.asarray(a).astype(np.float32)
 
 
+def _ubyte(i: int) -> Callable:
+    return lambda a: (a >> np.uint32(8 * i) & np.uint32(255)).astype(np.float32)
+
+
 VOP1: dict[str, Op] = {
     "v_mov_b32": _op("u32", "u32", np.positive),
     "v_mov_b64": _op("u64", "u64", np.positive),
@@ -195,7 +199,7 @@ VOP1: dict[str, Op] = {
         ),
     ),
     "v_sat_pk_u8_i16": _op("u32", "u32", _sat_pk_u8),
-    "v_prng_b32": _op("u32", "u32", lambda a: a << np.uint32(1) ^ np.where(a >> np.uint32(31), 197, 0).astype(np.uint32)),
+    "v_prng_b32": _op("u32", "u32", lambda a: a << np.uint32(1) ^ (a >> np.uint32(31)) * np.uint32(197)),
     "v_cvt_f32_i32": _op("i32", "f32", lambda a: np.asarray(a).astype(np.float32)),
     "v_cvt_f32_u32": _op("u32", "f32", lambda a: np.asarray(a).astype(np.float32)),
     "v_cvt_u32_f32": _op("f32", "u32", convert.to_int(32, False)),
@@ -248,9 +252,7 @@ VOP1: dict[str, Op] = {
 } | {
     f"v_frexp_mant_{k}": _op(k, k, floats.frexp_mantissa) for k in ("f32", "f64")
 } | {
-    f"v_cvt_f32_ubyte{i}": _op(
-        "u32", "f32", lambda a, s=np.uint32(8 * i): (a >> s & np.uint32(255)).astype(np.float32)
-    )
+    f"v_cvt_f32_ubyte{i}": _op("u32", "f32", _ubyte(i))
     for i in range(4)
 }  # fmt: skip
 
@@ -336,12 +338,8 @@ VOP3: dict[str, Op] = {
     "v_max_f64": _op("f64 f64", "f64", floats.maximum),
     "v_ldexp_f64": _op("f64 i32", "f64", floats.ldexp),
     "v_ldexp_f32": _op("f32 i32", "f32", floats.ldexp, flushes=True),
-    "v_minimum3_f32": _op(
-        "f32 f32 f32", "f32", lambda a, b, c: floats.ieee_minimum(floats.ieee_minimum(a, b), c)
-    ),
-    "v_maximum3_f32": _op(
-        "f32 f32 f32", "f32", lambda a, b, c: floats.ieee_maximum(floats.ieee_maximum(a, b), c)
-    ),
+    "v_minimum3_f32": _op("f32 f32 f32", "f32", lambda a, b, c: floats.ieee_minimum(floats.ieee_minimum(a, b), c)),
+    "v_maximum3_f32": _op("f32 f32 f32", "f32", lambda a, b, c: floats.ieee_maximum(floats.ieee_maximum(a, b), c)),
     "v_div_fixup_f32": _op("f32 f32 f32", "f32", floats.div_fixup),
     "v_div_fixup_f64": _op("f64 f64 f64", "f64", floats.div_fixup),
     "v_div_fixup_f16": _op("f16 f16 f16", "f16", floats.div_fixup),
@@ -357,7 +355,8 @@ VOP3: dict[str, Op] = {
     "v_bfe_i32": _op("i32 u32 u32", "i32", _bfe_i),
     "v_bfi_b32": _op("u32 u32 u32", "u32", lambda a, b, c: (a & b) | (~a & c)),
     "v_bfm_b32": _op(
-        "u32 u32", "u32",
+        "u32 u32",
+        "u32",
         lambda a, b: ((np.uint32(1) << (a & np.uint32(31))) - np.uint32(1)) << (b & np.uint32(31)),
     ),
     "v_alignbit_b32": _op("u32 u32 u32", "u32", _align(1)),
@@ -389,7 +388,9 @@ VOP3: dict[str, Op] = {
         "f32 f32", "u32", lambda a, b: convert.pack16(convert.to_f16_rtz(a), convert.to_f16_rtz(b))
     ),
     "v_cvt_pk_f16_f32": _op(
-        "f32 f32", "u32", lambda a, b: convert.pack16(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16))
+        "f32 f32",
+        "u32",
+        lambda a, b: convert.pack16(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16)),
     ),
     "v_cvt_pk_bf16_f32": _op("f32 f32", "u32", lambda a, b: convert.pack16(convert.to_bf16(a), convert.to_bf16(b))),
     "v_cvt_pk_u16_u32": _op(

@@ -34,7 +34,7 @@ _STORES: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
-# ---- scalar memory --------------------------------------------------------------------------------------------------
+# ---- scalar memory ----
 
 
 def compile_smem(inst: Instruction, machine: Machine) -> Run:
@@ -89,7 +89,7 @@ def compile_smem(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------
+# ---- addresses ----
 
 
 def _signed(value: int, bits: int) -> int:
@@ -158,7 +158,7 @@ def _scratch_address(inst: Instruction, machine: Machine) -> Callable[[Group], n
     return run
 
 
-# ---- scratch --------------------------------------------------------------------------------------------------------
+# ---- scratch ----
 
 
 def _scratch_index(g: Group, inst: Instruction, offset: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
@@ -187,7 +187,7 @@ def _scratch_store(g: Group, index: np.ndarray, words: list[np.ndarray], size: i
         views[unit][slot + i] = word[mask].astype(views[unit].dtype)
 
 
-# ---- global, flat, scratch ------------------------------------------------------------------------------------------
+# ---- global, flat, scratch ----
 
 
 def _access(inst: Instruction, machine: Machine) -> tuple[str, str]:
@@ -352,7 +352,7 @@ def deposit(
     write_words(g.machine, index, values, step, inside)
 
 
-# ---- buffers --------------------------------------------------------------------------------------------------------
+# ---- buffers ----
 
 
 def compile_mubuf(inst: Instruction, machine: Machine) -> Run:
@@ -424,7 +424,6 @@ def _buffer_store(inst: Instruction, machine: Machine, suffix: str, locate: Call
     return run
 
 
-
 def _atomic(inst: Instruction, machine: Machine, suffix: str, address: Address, data: int, returns: bool) -> Run:
     operation, _, rest = suffix.partition("_")
     wide = rest in ("x2", "f64")
@@ -449,9 +448,7 @@ def _atomic(inst: Instruction, machine: Machine, suffix: str, address: Address, 
     def run(g: Group) -> None:
         where, mask = address(g)
         mask = np.ones((g.waves, 64), bool) if mask is None else mask
-        values = [
-            join_words([g.vu[source + i * count + j] for j in range(count)], dtype) for i in range(operands)
-        ]
+        values = [join_words([g.vu[source + i * count + j] for j in range(count)], dtype) for i in range(operands)]
         where = np.broadcast_to(where, mask.shape)
         old = machine.memory.atomic(where, values, dtype, function, mask)
         if target is not None:

@@ -1,4 +1,4 @@
-"""Packed operations (CDNA3 ISA, section 16.11): two 16-bit halves, packed f32 pairs, dot products, mixed precision."""
+"""Packed operations (CDNA3 ISA 16.11): two 16-bit halves, packed f32 pairs, dot products, mixed precision."""
 
 from __future__ import annotations
 
@@ -112,9 +112,7 @@ def _packed32(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     row, clamp = vector_row(machine, inst.get("vdst"), False, 2), inst.get("clmp")
     into = {"v_pk_fma_f32": fma, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add}[inst.name]
     # the lower result may be written before the upper sources are read when they do not overlap
-    aliased = any(
-        inst.get(f"src{i}") == VGPR + row and not _op_sel_hi(inst, i) for i in range(count)
-    )
+    aliased = any(inst.get(f"src{i}") == VGPR + row and not _op_sel_hi(inst, i) for i in range(count))
 
     def general(g: Group) -> None:
         values = [[np.asarray(r(g)) for r in reads] for reads in (lower, upper)]

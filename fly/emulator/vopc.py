@@ -38,7 +38,9 @@ _FLOAT: dict[str, Callable] = {
 
 
 def _class(x: Any, wanted: Any) -> Any:
-    """V_CMP_CLASS: bits 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4 -subnormal, 5 -0, 6 +0, 7 +subnormal, 8 +normal, 9 +inf."""
+    """V_CMP_CLASS: bits 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4 -subnormal, 5 -0, 6 +0, 7 +subnormal, 8 +normal, 9
+    +inf.
+    """
     x = np.asarray(x)
     info = np.finfo(x.dtype)
     unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize]

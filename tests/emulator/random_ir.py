@@ -1,7 +1,7 @@
 """Random straight-line LLVM IR functions whose results are defined bit for bit on every target.
 
-A program reads eight 64-bit words and writes four. Shifts are masked, divisors are made non-zero, conversions saturate,
-and a NaN is made canonical before its bits can be seen, so x86 and AMDGPU must agree exactly.
+A program reads eight 64-bit words and writes four. Shifts are masked, divisors are made non-zero, conversions
+saturate, and a NaN is made canonical before its bits can be seen, so x86 and AMDGPU must agree exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Generator:
         self.program.declarations.add(f"declare {result} @{name}({types})")
         return self.op(f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})")
 
-    # ---- values of a type -------------------------------------------------------------------------------------------
+    # ---- values of a type  ----------
 
     def pick(self, kind: str) -> str:
         """A value of a type, made from another one when there is none or by chance."""
@@ -70,7 +70,7 @@ class Generator:
     def integer(self, kind: str) -> str:
         return self.constant(kind) if self.random.random() < 0.2 else self.pick(kind)
 
-    # ---- operations -------------------------------------------------------------------------------------------------
+    # ---- operations  ----------
 
     def step(self) -> None:
         choose = self.random.random()
@@ -133,8 +133,8 @@ class Generator:
         r, kind = self.random, self.random.choice(["half", "float", "float", "float", "double"])
         suffix = _FLOATS[kind][0]
         a, b = self.pick(kind), self.pick(kind)
-        what = r.choice(["arith"] * 4 + ["fma"] * 2 + ["compare", "select", "sign", "round", "minmax", "divide", "sqrt",
-                                        "scale"])  # fmt: skip
+        what = r.choice(["arith"] * 4 + ["fma"] * 2 + ["compare", "select", "sign", "round", "minmax", "divide",
+                                        "sqrt", "scale"])  # fmt: skip
         if what == "arith":
             value = self.op(f"{r.choice(['fadd', 'fsub', 'fmul'])} {kind} {a}, {b}")
         elif what == "fma" and kind != "half":  # on x86 a half fma calls a library function that MCJIT does not have
@@ -178,7 +178,9 @@ class Generator:
             self.values[target].append(self.call(target, name, (kind, self.pick(kind))))
         elif what == "int-float":
             kind, source = r.choice(["float", "double"]), r.choice(["i16", "i32", "i64"])
-            self.values[kind].append(self.op(f"{r.choice(['sitofp', 'uitofp'])} {source} {self.pick(source)} to {kind}"))
+            self.values[kind].append(
+                self.op(f"{r.choice(['sitofp', 'uitofp'])} {source} {self.pick(source)} to {kind}")
+            )
         elif what == "extend":
             narrow, wide = r.choice([("half", "float"), ("float", "double"), ("half", "double")])
             self.values[wide].append(self.op(f"fpext {narrow} {self.pick(narrow)} to {wide}"))
@@ -256,7 +258,7 @@ def _function(seed: int, program: Body, target: str) -> str:
     work += "\n".join(program.lines) + "\n" + stores
     if target == "amdgpu":
         return (
-            f'define amdgpu_kernel void @k{seed}(ptr addrspace(1) %in, ptr addrspace(1) %out) '
+            f"define amdgpu_kernel void @k{seed}(ptr addrspace(1) %in, ptr addrspace(1) %out) "
             f'"amdgpu-flat-work-group-size"="64,64" {{\n'
             f"  %t = call i32 @llvm.amdgcn.workitem.id.x()\n  %g = call i32 @llvm.amdgcn.workgroup.id.x()\n"
             f"  %g64 = mul i32 %g, 64\n  %i32 = add i32 %g64, %t\n  %i = zext i32 %i32 to i64\n{work}\n  ret void\n}}"
