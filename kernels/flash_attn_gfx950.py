@@ -272,7 +272,9 @@ class Tiles:
         """Raw scores of some key tiles."""
         tiles = fly.Fragment.zeros(self.link.layout, 1, len(k_operands)).tiles[0]
         for t in range(self.dim_steps):
-            tiles = tuple(self.link.mma(self.queries[t], k[t], tile) for k, tile in zip(k_operands, tiles, strict=True))
+            tiles = tuple(
+                self.link.mma(self.queries[t], k[t], tile) for k, tile in zip(k_operands, tiles, strict=True)
+            )
         return tiles
 
     def _accumulate(

@@ -257,6 +257,15 @@ def _barrier(b: _Block, node: Node) -> None:
     assert b.mask.all(), "a barrier that not every thread reaches"
 
 
+def _intrinsic(b: _Block, node: Node) -> None:
+    """Waves go in lock-step: what only orders or paces them has nothing to do."""
+    name = node.attributes["intrin"]
+    assert name in _PACE, f"the simulator does not know {name}"
+
+
+_PACE = {f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier")}
+
+
 def _shuffle(b: _Block, node: Node, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
     b.whole_waves("shuffle")
     size = b.target.wave_size
@@ -330,9 +339,36 @@ def _store_bounded(b: _Block, node: Node, value: Any, base: Any, offset: Any, bo
     b.write(node.operand_types[1], address, value, inside, node.attributes["align"])
 
 
+def _pair(b: _Block, node: Node, value: np.ndarray) -> list[np.ndarray]:
+    """The lower lane's value first: a reduction may not depend on the order."""
+    b.whole_waves("pair")
+    lane, mask = np.arange(b.threads), node.attributes["mask"]
+    assert 0 < mask < b.target.wave_size
+    return [value[np.minimum(lane, lane ^ mask)], value[np.maximum(lane, lane ^ mask)]]
+
+
+def _any_lane(b: _Block, node: Node, condition: np.ndarray) -> np.ndarray:
+    votes = (condition & b.mask).reshape(-1, b.target.wave_size)
+    return votes.any(axis=1).repeat(b.target.wave_size)
+
+
+def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any, shift: Any, bound: Any) -> Any:
+    b.whole_waves("copy_direct")
+    size = b.target.wave_size
+    for uniform in (destination, shift):
+        waves = uniform.reshape(-1, size)
+        assert (waves == waves[:, :1]).all(), "destination or shift of a direct copy differ in a wave"
+    lane = np.arange(b.threads) % size
+    return _copy(b, node, destination + lane * node.attributes["bytes"], base, offset + shift, bound)
+
+
 def _copy_async(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> frozenset[int]:
+    assert node.attributes["bytes"] in b.target.async_copy_bytes
+    return _copy(b, node, destination, base, offset, bound)
+
+
+def _copy(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> frozenset[int]:
     size = node.attributes["bytes"]
-    assert size in b.target.async_copy_bytes
     mask = b.mask.copy()
     inside, address = _inside(b, base, offset, bound, size)
     bytes_ = Type(np.dtype(np.uint8), size)
@@ -444,11 +480,15 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.load_bounded": _load_bounded,
     "fly.store_bounded": _store_bounded,
     "fly.copy_async": _copy_async,
+    "fly.copy_direct": _copy_direct,
+    "fly.pair": _pair,
+    "fly.any_lane": _any_lane,
     "fly.join": lambda b, node, *tokens: frozenset().union(*tokens),
     "fly.wait": _wait,
     "fly.narrow": _cast,
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
+    "llvm.call_intrinsic": lambda b, node, *operands: _intrinsic(b, node),
     "llvm.load": _load,
     "llvm.store": _store,
     "llvm.getelementptr": lambda b, node, base, offset: base + offset.astype(np.int64),

@@ -14,7 +14,8 @@ class Target:
     """One GPU architecture.
 
     `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
-    global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run, `matrix_loads` the shared-memory loads in order of
+    global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
+    `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have.
     """
 

@@ -216,16 +216,6 @@ class Checker:
 
         return queued
 
-    def _memory_findings(self, g: Group, inst: Instruction) -> None:
-        memory = self.machine.memory
-        if memory.unaligned is not None:
-            where = memory.describe(memory.unaligned)
-            self.report(g, inst, "unaligned", None, f"address {memory.unaligned:#x} is not aligned: {where}")
-        if memory.unwritten is not None:
-            where = memory.describe(memory.unwritten)
-            self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
-        memory.unaligned = memory.unwritten = None
-
     def _compute(self, g: Group, inst: Instruction, bits: int, writes: int) -> None:
         """Results of undefined operands are undefined too.
 
@@ -257,6 +247,16 @@ class Checker:
             text += f", computed by `{maker.text}` at {maker.address:#x} from {register_names(self.machine, source)}"
         self.report(g, inst, "uninitialised-register", waves[:, None], f"reads {text}, which nothing has written")
         g.written |= bits
+
+    def _memory_findings(self, g: Group, inst: Instruction) -> None:
+        memory = self.machine.memory
+        if memory.unaligned is not None:
+            where = memory.describe(memory.unaligned)
+            self.report(g, inst, "unaligned", None, f"address {memory.unaligned:#x} is not aligned: {where}")
+        if memory.unwritten is not None:
+            where = memory.describe(memory.unwritten)
+            self.report(g, inst, "uninitialised-memory", None, f"reads memory that nothing has written: {where}")
+        memory.unaligned = memory.unwritten = None
 
     def _check_pending(self, g: Group, inst: Instruction, bits: int) -> None:
         for entry in (*g.vm, *g.lgkm):

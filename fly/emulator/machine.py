@@ -185,7 +185,7 @@ class Machine:
         return group
 
     def _scalars(self, s: np.ndarray, wg: np.ndarray) -> int:
-        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns those set as a mask."""
+        """Initial SGPRs (AMDGPU backend, "Initial Kernel Execution State"); returns the mask of those set."""
         k, values = self.kernel, []
         properties = k.properties
         if properties & 1:

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 _OMOD = {1: 2.0, 2: 4.0, 3: 0.5}
 
 
+# 16-bit operations new in GFX9, with op_sel: they write one half, where older ones clear the upper half (LLVM:
+# GCNSubtarget::zeroesHigh16BitsOfDest)
+_KEEPS_OTHER_HALF = frozenset(
+    ["v_mad_f16", "v_mad_u16", "v_mad_i16", "v_fma_f16", "v_div_fixup_f16", "v_add_i16", "v_sub_i16"]
+    + [f"v_{name}_{kind}" for name in ("min3", "max3", "med3") for kind in ("f16", "i16", "u16")]
+)
+
+
 def source_codes(inst: Instruction) -> list[int]:
     """Source operand codes in order, of any VOP encoding."""
     form = inst.form
@@ -134,7 +142,7 @@ def destination(inst: Instruction, machine: Machine, kind: str) -> Writer:
         if kind.endswith("16"):
             return lambda g, v: write(g, np.asarray(v).view(np.uint16).astype(np.uint32))
         return write
-    if kind.endswith("16") and inst.form == "VOP3" and inst.get("opsel"):
+    if kind.endswith("16") and inst.form == "VOP3" and (inst.get("opsel") or inst.name in _KEEPS_OTHER_HALF):
         row, high = vector_row(machine, index, False), inst.get("opsel") >> 3 & 1
         return lambda g, v: np.copyto(g.half(row, high), np.asarray(v).view(np.uint16), where=g.mask)
     return writer(machine, index, kind, acc)
@@ -190,7 +198,7 @@ def compile_vop(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
         acc_high = inst.get("opsel") >> 3 & 1 if inst.form == "VOP3" else 0
         reads.append(reader(machine, inst.get("vdst") + VGPR, op.sources[-1], None, False, acc_high))
     function = op.function
-    if inst.get("clmp") and op.saturates and "SDWA" not in inst.form:
+    if inst.get("clmp") and op.saturates:
         return _general(_saturated(op), reads, destination(inst, machine, op.result), None, False)
     after = _output(inst, op, machine)
     plain = after is None and "SDWA" not in inst.form and "DPP" not in inst.form

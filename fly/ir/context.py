@@ -91,7 +91,12 @@ def emit(
     attributes: dict[str, ir.Attribute] | None = None,
     regions: int = 0,
 ) -> ir.Operation:
-    """Append one operation at the insertion point, located at the author's line."""
+    """Append one operation at the insertion point, located at the author's line.
+
+    Raises:
+        TraceError: no kernel is being traced.
+    """
+    current()
     return ir.Operation.create(
         name,
         results=results,

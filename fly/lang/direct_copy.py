@@ -11,10 +11,10 @@ from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
 from fly.ir.dtypes import i32
 from fly.ir.memory import i64_attribute
+from fly.ir.value import Value
 from fly.lang.ids import lane_id, wave_id
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, join
-from fly.ir.value import Value
 from fly.lang.tensor import RowView
 
 VECTOR = 8  # 16-bit elements a lane moves with one instruction

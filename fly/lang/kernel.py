@@ -43,9 +43,9 @@ class Kernel:
     """A kernel's source and signature; see `kernel`."""
 
     def __init__(self, function: Callable):
+        self.signature = _signature(function)
         self.function = function
         self.name = function.__name__
-        self.signature = _signature(function)
         self.launcher: Any = None  # the runtime's: what it has compiled and loaded of this kernel
         functools.update_wrapper(self, function)
 

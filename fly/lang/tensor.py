@@ -226,7 +226,7 @@ class RowView:
         return self.window(index * rows, rows)
 
     def window(self, first: Any, rows: int | None) -> Window:
-        """Rows [first, first + rows), or all from `first` on; those that do not exist read as zero and drop stores."""
+        """Rows [first, first + rows), or all from `first` on; rows that do not exist read as zero, drop stores."""
         # not a clamp to [0, rows]: LLVM makes that a vector instruction on AMD, and the bound is scalar
         valid = self.count - minimum(self.count, first)
         if rows is not None:

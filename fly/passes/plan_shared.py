@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlir import ir
 
 from fly.errors import SharedMemoryError
+from fly.passes.insert_waits import COPIES
 from fly.passes.walk import build, integer, kernel_function, operations, string
 
 SYMBOL = "fly_shared"
@@ -31,7 +32,8 @@ class PlanSharedMemory:
     the function has `fly.shared_bytes`; buffers overlap only if a `fly.barrier` at top level separates all uses
     of one from all uses of the other. A buffer with copies that nobody waits for is in use to the end.
     `dynamic` makes one external global of unknown size (CUDA's dynamic shared memory); otherwise buffers that
-    share no bytes get globals of their own, which tells LLVM that they do not alias.
+    share no bytes get globals of their own, which tells LLVM that they do not alias. LLVM places those, and it
+    ends the process if it finds no room: there is one global, placed as planned, where that could happen.
     """
 
     limit: int
@@ -52,25 +54,22 @@ class PlanSharedMemory:
         if total > self.limit:
             raise SharedMemoryError(self._table(function, buffers, offsets, total))
         function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, total)
-        if self.dynamic:
-            groups = [list(range(len(buffers)))]
-        else:
-            groups = _overlapping(buffers, offsets)
-        for number, group in enumerate(groups):
-            start = min(offsets[i] for i in group)
-            size = max(offsets[i] + buffers[i].bytes for i in group) - start
-            symbol = SYMBOL if len(groups) == 1 else f"{SYMBOL}_{number}"
-            self._global(module, symbol, size, max(buffers[i].align for i in group))
-            for i in group:
-                _replace(allocations[i], symbol, offsets[i] - start)
+        parts = [_part(buffers, offsets, group) for group in _overlapping(buffers, offsets)]
+        if self.dynamic or _bound(parts) > self.limit:
+            parts = [_part(buffers, offsets, list(range(len(buffers))))]
+        for number, part in enumerate(parts):
+            symbol = SYMBOL if len(parts) == 1 else f"{SYMBOL}_{number}"
+            self._global(module, symbol, part.bytes, part.align)
+            for i in part.buffers:
+                _replace(allocations[i], symbol, offsets[i] - part.start)
 
     def _global(self, module: ir.Module, symbol: str, size: int, align: int) -> None:
         type_ = f"!llvm.array<{0 if self.dynamic else size} x i8>"
         linkage, value = "external", ""
         if not self.dynamic:
             linkage, value = "internal", f"{{ %u = llvm.mlir.undef : {type_} llvm.return %u : {type_} }}"
-        text = f"llvm.mlir.global {linkage} @{symbol}() {{addr_space = 3 : i32, alignment = {align} : i64}} : {type_} {value}"
-        parsed = ir.Module.parse(text)
+        attributes = f"{{addr_space = 3 : i32, alignment = {align} : i64}}"
+        parsed = ir.Module.parse(f"llvm.mlir.global {linkage} @{symbol}() {attributes} : {type_} {value}")
         parsed.body.operations[0].operation.move_before(module.body.operations[0].operation)
 
     def _table(self, function: ir.Operation, buffers: list[Buffer], offsets: list[int], total: int) -> str:
@@ -102,6 +101,28 @@ def _replace(allocation: ir.Operation, symbol: str, offset: int) -> None:
     )
     pointer.replace_all_uses_with(place.results[0])
     allocation.erase()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stretch of the planned memory that becomes one global; `start` is aligned as the global is."""
+
+    buffers: list[int]
+    start: int
+    bytes: int
+    align: int
+
+
+def _part(buffers: list[Buffer], offsets: list[int], members: list[int]) -> _Part:
+    align = max(buffers[i].align for i in members)
+    start = min(offsets[i] for i in members) // align * align
+    return _Part(members, start, max(offsets[i] + buffers[i].bytes for i in members) - start, align)
+
+
+def _bound(parts: list[_Part]) -> int:
+    """The most bytes that LLVM needs for these globals: it orders them as it likes, each aligned to 16 or more."""
+    align = max(16, *(part.align for part in parts))
+    return sum(-(-part.bytes // align) * align for part in parts)
 
 
 def _overlapping(buffers: list[Buffer], offsets: list[int]) -> list[list[int]]:
@@ -145,7 +166,7 @@ def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple
                     continue
                 seen.add(hash(user))
                 uses.append(position[hash(user)])
-                if user.name == "fly.copy_async" and not _waited_for(user.results[0], frozenset()):
+                if user.name in COPIES and not _waited_for(user.results[0], frozenset()):
                     # it may land at any time: nobody else gets the place
                     uses.append(len(block.operations))
                 # derived addresses (and tokens of copies into the buffer) keep it alive

@@ -44,6 +44,20 @@ def reversed_block(a: fly.Tensor, out: fly.Tensor, factor: fly.f32, *, elements=
     out.store(buffer.load(255 - thread) * factor, first + thread)
 
 
+@fly.kernel
+def several_buffers(a: fly.Tensor, out: fly.Tensor, factor: fly.f32, *, elements):
+    """The sum of a block's element and its mirror image, once for each shared buffer."""
+    thread = fly.thread_id.x
+    buffers = [fly.SharedMemory(f"line{i}", fly.f32, count, align=4) for i, count in enumerate(elements)]
+    total = a.load(thread) * factor
+    for buffer in buffers:
+        buffer.store(total, thread)
+    fly.barrier()
+    for buffer in buffers:
+        total = total + buffer.load(255 - thread)
+    out.store(total, thread)
+
+
 def build(kernel: fly.Kernel, arch: str, *, specs=None, block=256, observe=None, **statics) -> Artefact:
     """The artefact of a kernel with the signature of the ones above (or other `specs`)."""
     specs = specs or (VECTOR, VECTOR, ScalarSpec("f32"))

@@ -8,7 +8,7 @@ from fly.backends.artefact import Artefact
 from fly.backends.compile import passes
 from fly.backends.target import target
 from fly.errors import CompileError, SharedMemoryError
-from tests.backends.builds import build, cached, reversed_block, scaled
+from tests.backends.builds import build, cached, reversed_block, scaled, several_buffers
 
 SHARED = ["plan-shared-memory", "insert-waits", "fast-math"]
 PASSES = {
@@ -85,3 +85,19 @@ def test_shared_memory_is_limited_by_the_target(arch):
     ) as error:
         build(reversed_block, arch, elements=limit // 4 + 1)
     assert f"{limit + 4} bytes  line" in str(error.value)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80"])
+def test_several_buffers_may_fill_the_memory(arch):
+    """LLVM would pad each of them to 16 bytes if they were globals of their own, and end the process."""
+    limit = target(arch).shared_bytes
+    odd = limit // 12 // 4 * 4 + 1
+    elements = (odd, odd, limit // 4 - 2 * odd)
+    assert build(several_buffers, arch, elements=elements).resources.shared_bytes == limit
+
+
+def test_buffers_with_room_are_told_apart():
+    seen = {}
+    build(several_buffers, "gfx950", elements=(256, 300), observe=seen.__setitem__)
+    assert "@fly_shared_0" in seen["llvm"]
+    assert "@fly_shared_1" in seen["llvm"]

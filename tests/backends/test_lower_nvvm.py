@@ -143,6 +143,26 @@ def test_groups():
     )
 
 
+def test_pairs_and_votes():
+    check(
+        """
+        %x = llvm.mlir.poison : f32
+        %own, %partner = "fly.pair"(%x) {mask = 16} : (f32) -> (f32, f32)
+        %any = "fly.any_lane"(%c) : (i1) -> i1
+        %sum = arith.addf %own, %partner : f32
+        """,
+        """
+        CHECK: %[[X:.*]] = llvm.mlir.poison : f32
+        CHECK: llvm.mlir.constant(16 : i32)
+        CHECK: "llvm.nvvm.shfl.sync.bfly.i32"
+        CHECK: %[[PARTNER:.*]] = llvm.bitcast %{{.*}} : i32 to f32
+        CHECK: %[[ALL:.*]] = llvm.mlir.constant(-1 : i32)
+        CHECK: "llvm.nvvm.vote.any.sync"(%[[ALL]], %{{.*}}) : (i32, i1) -> i1
+        CHECK: arith.addf %[[X]], %[[PARTNER]]
+        """,
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_narrowing_is_a_conversion(dtype):
     check(

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from fly.backends.llvm import Machine, emit
+from fly.backends.rocdl.codegen import TRIPLE
 from fly.backends.target import target
 from fly.errors import CompileError
 from tests.backends.lowering import lowered
@@ -103,6 +105,84 @@ def test_exchange_across_halves_is_a_permute():
         CHECK: llvm.bitcast %[[GOT]] : i32 to f32
         """,
     )
+
+
+@pytest.mark.parametrize(("mask", "name"), [(32, "permlane32"), (16, "permlane16")])
+def test_pairs_across_halves_are_a_swap(mask, name):
+    check(
+        f"""
+        %x = llvm.mlir.poison : f32
+        %first, %second = "fly.pair"(%x) {{mask = {mask}}} : (f32) -> (f32, f32)
+        %sum = arith.addf %first, %second : f32
+        """,
+        f"""
+        CHECK: %[[WORD:.*]] = llvm.bitcast %{{{{.*}}}} : f32 to i32
+        CHECK: %[[BOTH:.*]] = llvm.call_intrinsic "llvm.amdgcn.{name}.swap"(%[[WORD]], %[[WORD]], %
+        CHECK: llvm.extractvalue %[[BOTH]][0]
+        CHECK: llvm.extractvalue %[[BOTH]][1]
+        CHECK: arith.addf
+        """,
+    )
+
+
+@pytest.mark.parametrize(("arch", "mask"), [("gfx950", 8), ("gfx942", 16), ("gfx942", 32)])
+def test_other_pairs_are_the_value_and_its_exchange(arch, mask):
+    check(
+        f"""
+        %x = llvm.mlir.poison : i32
+        %own, %partner = "fly.pair"(%x) {{mask = {mask}}} : (i32) -> (i32, i32)
+        %sum = arith.addi %own, %partner : i32
+        """,
+        f"""
+        CHECK: %[[X:.*]] = llvm.mlir.poison : i32
+        CHECK: %[[PARTNER:.*]] = llvm.call_intrinsic "llvm.amdgcn.ds.{"swizzle" if mask < 32 else "bpermute"}"
+        CHECK: arith.addi %[[X]], %[[PARTNER]]
+        """,
+        arch,
+    )
+
+
+def test_votes_are_ballots():
+    check(
+        '%any = "fly.any_lane"(%c) : (i1) -> i1',
+        """
+        CHECK: %[[LANES:.*]] = llvm.call_intrinsic "llvm.amdgcn.ballot.i64"(%{{.*}}) : (i1) -> i64
+        CHECK: %[[NONE:.*]] = llvm.mlir.constant(0 : i64)
+        CHECK: llvm.icmp "ne" %[[LANES]], %[[NONE]] : i64
+        """,
+    )
+
+
+def test_direct_copies_are_loads_into_shared_memory():
+    check(
+        """
+        %t = "fly.copy_direct"(%dst, %src, %i, %i, %i) {bytes = 16}
+          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32, i32) -> !fly.token
+        """,
+        """
+        CHECK: func.func @kernel(%[[BASE:.*]]: !llvm.ptr<1>, %[[TO:.*]]: !llvm.ptr<3>, %[[I:.*]]: i32,
+        CHECK: %[[FROM:.*]] = llvm.call_intrinsic "llvm.amdgcn.make.buffer.rsrc.p8.p1"(%[[BASE]], %
+        CHECK: %[[SIZE:.*]] = llvm.mlir.constant(16 : i32)
+        CHECK: "llvm.amdgcn.raw.ptr.buffer.load.lds"(%[[FROM]], %[[TO]], %[[SIZE]], %[[I]], %[[I]], %
+        """,
+    )
+
+
+@pytest.mark.parametrize("newer", [0, 3, 20, 62])
+def test_waits_count_loads_from_memory(newer):
+    """The constant is the instruction's encoding, which the assembler takes apart again."""
+    lowered_text = lowered(f'"fly.wait_count"() {{newer = {newer}}} : () -> ()', "gfx950")
+    encoding = re.search(r"llvm.mlir.constant\((\d+) : i32\)", lowered_text).group(1)
+    assert '"llvm.amdgcn.s.waitcnt"' in lowered_text
+    ir = f"""
+    declare void @llvm.amdgcn.s.waitcnt(i32 immarg)
+    define amdgpu_kernel void @k() {{
+      call void @llvm.amdgcn.s.waitcnt(i32 {encoding})
+      ret void
+    }}
+    """
+    assembly = emit(ir, Machine(TRIPLE, "gfx950"), want_object=False).assembly
+    assert [line.strip() for line in assembly.splitlines() if "s_waitcnt" in line] == [f"s_waitcnt vmcnt({newer})"]
 
 
 def _mma(name: str, arch: str) -> str:

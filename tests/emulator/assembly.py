@@ -15,7 +15,7 @@ TRIPLE = "amdgcn-amd-amdhsa"
 
 @functools.cache
 def assemble(body: str, arch: str, lds: int = 0, registers: int = 64) -> bytes:
-    """A code object whose kernel `k` is `body`, with the kernel arguments' address in s[0:1] and the workgroup in s2.
+    """A code object whose kernel `k` is `body`: kernel arguments' address in s[0:1], workgroup in s2.
 
     llvmlite has no assembler for AMDGPU, the clang inside the ziglang wheel has one.
     """

@@ -15,20 +15,21 @@ import pytest
 from fly.backends.artefact import Artefact
 from fly.backends.target import target
 from fly.lang.signature import ScalarSpec, TensorSpec
+from fly.runtime.compile import compile_kernel
 from fly.runtime.inspect import loops
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic, options_for
-from tests.backends.builds import build, needs_ptxas, run_ptxas
+from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.isa import count, kinds, opcodes
 
 
 @functools.cache
 def compiled(arch: str, head_dim: int, dtype: str, causal: bool) -> tuple[Artefact, GenericOptions]:
-    """The build that the library makes for aligned tensors, with log-sum-exp; once in a process."""
+    """The build that the library makes for aligned tensors, with log-sum-exp; test processes share the cache."""
     description = target(arch)
     options = options_for(description, head_dim, causal, 16)
     specs = ((TensorSpec(dtype, 4, 16, True),) * 4) + (TensorSpec("f32", 3, 4, True), ScalarSpec("f32"))
     threads = options.waves * description.wave_size
-    return build(flash_attn_generic, arch, specs=specs, block=threads, options=options), options
+    return compile_kernel(flash_attn_generic, specs, {"options": options}, arch, (threads, 1, 1)), options
 
 
 def cases(*archs: str):

@@ -69,8 +69,7 @@ def check(arch: str, dtype: str, options: GenericOptions, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize(("arch", "stages", "vector"), BUILDS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("causal", "dtype"), [(True, "bf16"), (False, "f16")])
 def test_any_lengths(arch, stages, vector, causal, dtype):
     @settings(max_examples=2, deadline=None)
     @given(

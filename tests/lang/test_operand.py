@@ -22,6 +22,9 @@ CASES = [
     for transposed in (False, True)
 ]
 
+# the layouts of bf16 atoms are those of f16, and gfx942 has a part of gfx950's loads
+LOADERS = [case for case in CASES if case.values[0] in ("gfx950", "sm_80") and case.values[1].dtype == "f16"]
+
 
 def planned(arch: str, atom: MmaAtom, operand: str, transposed: bool, chained: bool = False):
     slot_of = (lambda k: fly.chain(atom).columns[k]) if chained else (lambda k: k)
@@ -77,9 +80,7 @@ def fetch(source: fly.Tensor, out: fly.Tensor, *, plan, tile: fly.SwizzledTile, 
         out.store(value, lane, i)
 
 
-@pytest.mark.parametrize(
-    ("arch", "atom", "operand", "transposed"), [c for c in CASES if c.values[0] in ("gfx950", "sm_80", "gfx942")]
-)
+@pytest.mark.parametrize(("arch", "atom", "operand", "transposed"), LOADERS)
 def test_loaders_fetch_them_at_every_static_offset(arch, atom, operand, transposed):
     want, plan = planned(arch, atom, operand, transposed)
     if plan is None:
@@ -89,7 +90,7 @@ def test_loaders_fetch_them_at_every_static_offset(arch, atom, operand, transpos
     rows, columns = 128, 64
     source = np.arange(rows * columns, dtype=np.int16).reshape(rows, columns).view(np.float16)
     offsets = [(r, c) for r in range(0, rows, steps[0]) for c in range(0, columns, steps[1])]
-    for number, (row, column) in enumerate(offsets[:: max(1, len(offsets) // 3)]):
+    for number, (row, column) in enumerate(offsets[:: max(1, len(offsets) // 2)]):
         tile = fly.SwizzledTile(rows, columns, plan.load.granule, fold=bool(number % 2) and not transposed)
         out = np.zeros((target(arch).wave_size, plan.tiles * plan.values), np.float16)
         module = trace(

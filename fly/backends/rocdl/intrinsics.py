@@ -67,5 +67,5 @@ def sched_barrier(may_cross: Group = Group.NONE) -> None:
 
 
 def sched_group_barrier(group: Group, size: int, pipeline: int = 0) -> None:
-    """Next in the schedule of this region: `size` instructions of a class. Hints of one `pipeline` form a sequence."""
+    """Next in this region's schedule: `size` instructions of a class. Hints of one `pipeline` form a sequence."""
     _call("llvm.amdgcn.sched.group.barrier", i32(int(group)).ir, i32(size).ir, i32(pipeline).ir)
