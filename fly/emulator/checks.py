@@ -182,6 +182,8 @@ class Checker:
         both = reads if queue else reads | writes
         before = hazards.before(inst, self, touched)
         after = hazards.after(inst, self, touched)
+        spacing, trans = hazards.spacing(inst, self, touched), inst.name.startswith(hazards.TRANSCENDENTAL)
+        vector = inst.form.startswith("V")
 
         def checked(g: Group) -> None:
             g.ticks += 1
@@ -193,6 +195,10 @@ class Checker:
                 self._check_pending(g, inst, both)
             if g.hazard:
                 before(g)
+            if vector:
+                if spacing is not None:
+                    spacing(g)
+                g.previous, g.last = g.last, (g.ticks, writes, trans)
             run(g)
             if fresh:
                 self._compute(g, inst, fresh, writes)

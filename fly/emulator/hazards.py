@@ -1,5 +1,4 @@
-"""Wait states that software must leave after a matrix instruction (CDNA3 ISA section 4.5; LLVM's gfx940/gfx950
-rules).
+"""Wait states that software leaves behind matrix and vector instructions (CDNA3 ISA 4.5; LLVM's hazard rules).
 
 A result of an instruction of n passes may be read by the vector ALU or memory, overwritten, or used as A or B of
 another matrix instruction after n + 3 wait states on gfx940-family parts and n + 4 on gfx950 (n + 3 for 2 passes;
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fly.emulator.decode import VGPR, Instruction
+from fly.emulator.decode import SGPR_BIT, VGPR, Instruction
 from fly.emulator.footprint import Footprint, vector_bits
 from fly.emulator.mfma import matrix_shape, register_counts
 
@@ -41,6 +40,46 @@ def wait_states(name: str, arch: str) -> tuple[int, int]:
         return count + 2, count
     extra = int(arch == "gfx950" and count != 2)
     return count + 3 + extra, count + 1 + extra
+
+
+TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
+_SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
+_LANE_READS = ("v_readlane_b32", "v_readfirstlane_b32")
+_VECTOR = (1 << SGPR_BIT) - 1
+
+
+def spacing(inst: Instruction, checker: Checker, touched: Footprint) -> Callable[[Group], None] | None:
+    """Wait states between two vector ALU instructions that gfx940-family parts leave to software, or None.
+
+    A scalar register or VCC written by the vector ALU and read by it: 2; a register that a permlane swap takes: 2;
+    one that a lane read takes: 1; a transcendental's result in any other vector instruction: 1.
+    """
+    if not inst.form.startswith("V"):
+        return None
+    far = touched.reads & ~_VECTOR
+    if inst.name in _SWAPS:
+        far |= touched.reads & _VECTOR
+    near = touched.reads & _VECTOR if inst.name in _LANE_READS else 0
+    plain = 0 if inst.name.startswith(TRANSCENDENTAL) else touched.reads & _VECTOR
+    if not (far or near or plain):
+        return None
+
+    def test(g: Group) -> None:
+        now = g.ticks - 1
+        for tick, bits, transcendental in (g.last, g.previous):
+            gap = now - tick
+            if gap >= 2:
+                return
+            late = 2 - gap if bits & far else 0
+            if not late and gap < 1 and (bits & near or (transcendental and bits & plain)):
+                late = 1
+            if late:
+                checker.report(
+                    g, inst, "vector-hazard", None,
+                    f"needs {late} more wait state(s) behind the vector instruction whose result it reads",
+                )  # fmt: skip
+
+    return test
 
 
 @dataclass(frozen=True)

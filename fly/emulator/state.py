@@ -46,9 +46,9 @@ class Group:
     """
 
     __slots__ = (
-        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode",
-        "pc", "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v",
-        "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
+        "address", "barrier", "clock", "flush32", "full", "hazard", "last", "lgkm", "machine", "mask", "mfma",
+        "mode", "pc", "pending", "phase", "previous", "root", "s", "s64", "scc", "sf", "si", "start", "stride",
+        "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
@@ -60,6 +60,7 @@ class Group:
         self.set_mode(0xF0)
         self.written, self.variants, self.pending, self.clock = 0, (), 0, 0
         self.ticks, self.hazard = 0, 0
+        self.last = self.previous = (-8, 0, False)
         self.vm: deque = deque()
         self.lgkm: deque = deque()
         self.mfma: list = []
@@ -121,6 +122,7 @@ class Group:
         other.mode, other.flush32 = a.mode, a.flush32
         other.pending, other.clock, other.mfma = a.pending, a.clock, list(a.mfma)
         other.ticks, other.hazard = a.ticks, a.hazard
+        other.last, other.previous = a.last, a.previous
         return other
 
     def mergeable(self, other: Group) -> bool:

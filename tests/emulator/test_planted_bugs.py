@@ -156,6 +156,44 @@ def test_unaligned_global_memory_is_found(arch: str) -> None:
         run(build(REVERSE, arch), "reverse", (2,), (256,), [a[2:], out, 512])
 
 
+SPACED = """
+define amdgpu_kernel void @spaced(ptr addrspace(1) %a, ptr addrspace(1) %out, float %limit) #0 {
+  %t = call i32 @llvm.amdgcn.workitem.id.x()
+  %t64 = zext i32 %t to i64
+  %pa = getelementptr float, ptr addrspace(1) %a, i64 %t64
+  %po = getelementptr float, ptr addrspace(1) %out, i64 %t64
+  %x = load float, ptr addrspace(1) %pa
+  %low = fcmp olt float %x, %limit
+  %y = select i1 %low, float 0.0, float %x
+  %z = call float @llvm.amdgcn.exp2.f32(float %y)
+  %w = fadd float %z, 1.0
+  store float %w, ptr addrspace(1) %po
+  ret void
+}
+declare i32 @llvm.amdgcn.workitem.id.x()
+declare float @llvm.amdgcn.exp2.f32(float)
+attributes #0 = { "amdgpu-flat-work-group-size"="64,64" }
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_vector_results_read_too_early_are_found(arch: str) -> None:
+    code = build(SPACED, arch)
+    a, out = np.linspace(-1, 1, 64, dtype=np.float32), np.zeros(64, np.float32)
+    run(code, "spaced", (1,), (64,), [a, out, 0])
+    assert np.allclose(out, np.exp2(np.maximum(a, 0)) + 1)
+    patch = Patch(code, "spaced")
+    select, add = patch.find("v_cndmask_b32")[0], patch.find("v_add_f32")[0]
+    patch.drop(before(patch, select, "s_nop"))
+    with pytest.raises(EmulatorReportError, match=r"vector-hazard.*v_cndmask.*needs 1 more"):
+        run(patch.code, "spaced", (1,), (64,), [a, out, 0])
+    patch = Patch(code, "spaced")
+    spacer = before(patch, add, "s_nop")
+    patch.put(spacer, struct.pack("<I", add.raw)).drop(add)  # the addition moves up to the exponential
+    with pytest.raises(EmulatorReportError, match=r"vector-hazard.*v_add_f32"):
+        run(patch.code, "spaced", (1,), (64,), [a, out, 0])
+
+
 DIVERGENT = """
 define amdgpu_kernel void @divergent(i32 %waves) "amdgpu-flat-work-group-size"="256,256" {
   %t = call i32 @llvm.amdgcn.workitem.id.x()
