@@ -9,6 +9,19 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--exhaustive`: also every combination that a sample stands for otherwise."""
+    parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too (minutes)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `exhaustive` unless they are asked for."""
+    if not config.getoption("--exhaustive"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="runs with --exhaustive"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run's own disk cache: it starts empty, its processes share it, and the user's is left alone."""

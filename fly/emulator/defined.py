@@ -1,8 +1,8 @@
 """Which registers of a group's waves hold values that somebody wrote.
 
-`g.written` is a bit mask of registers that are defined in every wave, which is all that most instructions look
-at. Waves that came here on different paths may differ in more: `g.variants` then lists (mask, waves) classes, where a
-wave's registers are those of its class and those of `g.written`.
+`g.written` is a bit mask of registers that are defined in every wave, which is all that most instructions need to
+look at. Waves that came here on different paths may differ in more: `g.variants` then lists (mask, waves) classes,
+where a wave's registers are those of its class and those of `g.written`.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class Memory:
                     written[offset + i] = True
                 elif not (seen := written[offset + i]).all():
                     self.unwritten = start + int(offset[~seen][0]) + i
+                    break
 
     def load(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> list[np.ndarray]:
         """32-bit words loaded from checked addresses: `size` bytes each, 1 or 2 or a multiple of 4."""

@@ -46,9 +46,9 @@ class Group:
     """
 
     __slots__ = (
-        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode", "pc",
-        "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v", "variants", "vf",
-        "vi", "vm", "vu", "wave", "wg", "written",
+        "address", "barrier", "clock", "flush32", "full", "hazard", "lgkm", "machine", "mask", "mfma", "mode",
+        "pc", "pending", "phase", "root", "s", "s64", "scc", "sf", "si", "start", "stride", "su", "ticks", "v",
+        "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):

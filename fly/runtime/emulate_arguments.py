@@ -30,6 +30,7 @@ arguments, one for each of the kernel's, in its order:
   inout:FILE.npy:RESULT.npy    the same, written to RESULT.npy
   out:FILE.npy:f32[64,128]     a pointer to a new array that nothing has written, saved to FILE.npy afterwards;
                                - in place of FILE.npy prints it; zeros:FILE.npy:f32[64,128] starts with zeros
+  random:f32[64,128]           a pointer to a new array of random numbers: -1 to 1, or 0 to 99 for integers
 types of new arrays: those above, bf16 and f8 (both kept as the bits, u2 and u1 in the .npy file)"""
 _FILL = 0xA5  # of memory that nothing has written: a wild address, and visible in a result
 
@@ -69,6 +70,8 @@ def parse(text: str) -> Argument:
         if not path:
             raise ArgumentError(f"argument {text!r}; expected {kind}:FILE.npy:TYPE[SIZES], such as {kind}:-:f32[16]")
         return _pointer(text, _new(text, shape, 0 if kind == "zeros" else _FILL), path, kind == "zeros")
+    if kind == "random" and rest:
+        return _pointer(text, _random(text, rest), "")
     if text.endswith(".npy"):
         return _pointer(text, _load(text, text), "")
     raise ArgumentError(f"argument {text!r}; accepted:\n{HELP}")
@@ -103,6 +106,17 @@ def _new(text: str, description: str, fill: int) -> np.ndarray:
     dtype = np.dtype(DTYPES[name])
     raw = np.full(int(np.prod(shape)) * dtype.itemsize, fill, np.uint8)
     return raw.view(dtype).reshape(shape)
+
+
+def _random(text: str, description: str) -> np.ndarray:
+    array, rng = _new(text, description, 0), np.random.default_rng()
+    kind = description.partition("[")[0]
+    if kind in ("bf16", "f8"):  # finite, of both signs: the top bits of floats in -1 to 1
+        bits = rng.uniform(-1, 1, array.shape).astype(np.float32 if kind == "bf16" else np.float16)
+        return (bits.view(f"u{bits.itemsize}") >> (16 if kind == "bf16" else 8)).astype(array.dtype)
+    if array.dtype.kind == "f":
+        return rng.uniform(-1, 1, array.shape).astype(array.dtype)
+    return rng.integers(0, 100, array.shape).astype(array.dtype)
 
 
 def _pointer(text: str, array: np.ndarray, save: str, defined: bool = True) -> Argument:

@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> None:
     packed = pack(arguments, machine.kernel.explicit, machine.kernel.kernarg_bytes, name)
     tracer = _tracer(options, machine, grid, block) if options.trace else None
     lds = options.lds if options.lds is not None else artefact.dynamic_shared if artefact else 0
-    regions = [Region(a.array.ctypes.data, a.array.nbytes, a.text) for a in arguments if a.array is not None]
+    regions = [
+        Region(a.array.ctypes.data, a.array.nbytes, a.text, a.defined) for a in arguments if a.array is not None
+    ]
     budget = {} if options.budget is None else {"budget": options.budget}
     try:
         with Progress(grid[0] * grid[1] * grid[2], name) as progress:

@@ -78,6 +78,19 @@ def test_arrays_are_changed_in_place_or_printed(files, capsys):
     assert f"[[{str(a[0])[:5]}" in capsys.readouterr().out
 
 
+def test_new_input(files):
+    assert emulate(*RUN, "random:f32[300]", "zeros:b.npy:f32[300]", "out:c.npy:f32[300]", "i32:300", "f32:1") == 0
+    c = np.load("c.npy")
+    assert (np.abs(c) <= 1).all() and len(np.unique(c)) > 200 and not np.load("b.npy").any()
+    for kind, dtype in (("bf16", np.uint16), ("f8", np.uint8), ("i8", np.int8), ("f16", np.float16)):
+        assert parse(f"random:{kind}[100]").array.dtype == dtype
+
+
+def test_reading_what_nothing_has_written(files, capsys):
+    assert emulate(*RUN, "a.npy", "out:-:f32[300]", "out:c.npy:f32[300]", "i32:300", "f32:1") == 1
+    assert "reads memory that nothing has written: byte 0 of out:-:f32[300]" in capsys.readouterr().err
+
+
 def test_listing(files, capsys):
     assert emulate("add.hsaco", "--list") == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Matrix instructions against float64 products, with the layouts of AMD's matrix instruction calculator as formulas."""
+"""Matrix instructions against float64 products; layouts as formulas of AMD's matrix instruction calculator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operand_place(shape: MatrixShape, lanes: int, block: int, i: int, k: int) ->
 
 
 def result_place(shape: MatrixShape, block: int, i: int, j: int) -> tuple[int, int]:
-    """(lane, register) of D[i, j]: register r of a 32x32 block holds row 8·(r/4) + 4·(lane/32) + r%4, column lane%32."""
+    """(lane, register) of D[i, j]; in a 32x32 block, register r holds row 8·(r/4) + 4·(lane/32) + r%4."""
     if shape.m == 32:
         return j + 32 * (i // 4 % 2), 16 * block + 4 * (i // 8) + i % 4
     if shape.m == 16:

@@ -233,21 +233,5 @@ def test_results_repeat_bit_for_bit(seed):
         assert torch.equal(first, again) and torch.equal(lse, again_lse)
 
 
-@needs_emulator
-@pytest.mark.parametrize("lengths", [(1, 1), (33, 65), (65, 33)])
-@kinds
-def test_emulated(dtype, causal, head_dim, lengths, seed):
-    workload = square(1, lengths[0], 2, dtype, causal, head_dim, 1, lengths[1])
-    assert failure(workload, seed, device="cpu") is None
-
-
-@needs_emulator
-@pytest.mark.parametrize("layout", ["heads first", "rows padded to 2 bytes", "address moved by 2 bytes"])
-def test_emulated_strides(layout, seed):
-    workload = square(1, 17, 2, "f16", True, 64)
-    tensors = [LAYOUTS[layout](t) for t in workload.tensors(seed, "cpu")]
-    assert failure(workload, seed, tensors, device="cpu") is None
-
-
 if __name__ == "__main__":
     sys.exit(main())

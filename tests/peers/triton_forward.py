@@ -81,14 +81,13 @@ def attention_forward(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A code object of Triton's: the kernel's symbol, its dynamic LDS in bytes, and its work-items a workgroup."""
+    """A code object of Triton's: the kernel's symbol, its LDS in bytes, work-items a workgroup, assembly listing."""
 
     code: bytes
     symbol: str
     shared: int
     threads: int
-    parameters: tuple[tuple[str, str], ...]
-    """Name and type of each run-time argument, in order; Triton may append pointers of its own, which are null."""
+    listing: str
 
 
 def compile_forward(
@@ -105,5 +104,4 @@ def compile_forward(
     target = GPUTarget("hip", arch, 64)
     built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     meta = built.metadata
-    parameters = tuple(signature.items())
-    return Compiled(built.asm["hsaco"], meta.name, meta.shared, 64 * meta.num_warps, parameters)
+    return Compiled(built.asm["hsaco"], meta.name, meta.shared, 64 * meta.num_warps, built.asm["amdgcn"])
