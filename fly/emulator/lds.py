@@ -9,6 +9,7 @@ import numpy as np
 
 from fly.emulator.decode import M0, Instruction
 from fly.emulator.memory import ATOMICS, packed_add, rounds
+from fly.emulator.native import gather, gather_transposed
 from fly.emulator.operands import store, unknown, vector_row
 from fly.emulator.state import Group
 
@@ -130,9 +131,14 @@ def _read(inst: Instruction, machine: Machine) -> Run:
     address = vector_row(machine, inst.get("addr"), False)
     row = vector_row(machine, inst.get("vdst"), bool(inst.get("acc")), (size + 3) // 4)
     signed = 8 * size if width[0] == "i" else 0
+    call = gather(size // 4) if size >= 4 else None
 
     def run(g: Group) -> None:
         index, mask = place(g, inst, g.vu[address] + offset, size, _mask(g), False)
+        if mask is None and call is not None and not (index & 3).any():
+            index = np.ascontiguousarray(index)
+            call(machine.lds_address, index.ctypes.data, index.size, g.address + row * g.stride, g.stride)
+            return
         put_loaded(g, row, read_words(machine, index, size, mask), signed, half)
 
     return run
@@ -190,6 +196,7 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
     kind = np.dtype(f"u{bits // 8}")
     # as axes: (16-lane group, n, (l % 16) / e, l % e) of the source becomes (group, (l % 16) / e, l % e, n)
     axes = (-1, 4, each, 16 // each, each)
+    call = gather_transposed(bits)
 
     def build(inst: Instruction, machine: Machine) -> Run:
         offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
@@ -198,6 +205,10 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
 
         def run(g: Group) -> None:
             index, mask = place(g, inst, g.vu[address] + offset, 8, _mask(g), False)
+            if mask is None:
+                index = np.ascontiguousarray(index)
+                call(machine.lds_address, index.ctypes.data, index.size, g.address + row * g.stride, g.stride)
+                return
             words = read_words(machine, index, 8, mask)
             loaded = np.stack(words, -1).view(kind)  # (W, 64, each)
             turned = np.ascontiguousarray(loaded.reshape(axes).transpose(0, 1, 3, 4, 2))
@@ -208,6 +219,14 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
         return run
 
     return build
+
+
+def _transpose16(inst: Instruction, machine: Machine) -> Run:
+    return _transpose(16)(inst, machine)
+
+
+def _transpose8(inst: Instruction, machine: Machine) -> Run:
+    return _transpose(8)(inst, machine)
 
 
 def _bpermute(inst: Instruction, machine: Machine) -> Run:
@@ -337,7 +356,7 @@ def compile_ds(inst: Instruction, machine: Machine) -> Run:
         raise unknown(inst, machine, "uses the global data share, which is not modelled")
     fixed = {
         "ds_nop": lambda i, m: lambda g: None, "ds_bpermute_b32": _bpermute, "ds_permute_b32": _bpermute,
-        "ds_swizzle_b32": _swizzle, "ds_read_b64_tr_b16": _transpose(16), "ds_read_b64_tr_b8": _transpose(8),
+        "ds_swizzle_b32": _swizzle, "ds_read_b64_tr_b16": _transpose16, "ds_read_b64_tr_b8": _transpose8,
         "ds_read_addtid_b32": _addtid, "ds_write_addtid_b32": _addtid,
     }  # fmt: skip
     if name in fixed:

@@ -166,6 +166,7 @@ class Machine:
         wave, wg = (x.reshape(-1) for x in np.meshgrid(np.arange(waves), np.arange(count), indexing="ij"))
         total = waves * count
         lds = np.full(count * self.lds_stride // 4 + 8, _UNSET, np.uint32)
+        self.lds_address = lds.ctypes.data
         self.lds_views = {1: lds.view(np.uint8), 2: lds.view(np.uint16), 4: lds, 8: lds.view(np.uint64)}
         scratch = np.full(total * 64 * self.scratch_bytes // 4 + 8, _UNSET, np.uint32)
         self.scratch_views = {1: scratch.view(np.uint8), 2: scratch.view(np.uint16), 4: scratch}

@@ -340,3 +340,63 @@ def matrix_product(shape: MatrixShape) -> Any:
     """
     p, n = ctypes.c_void_p, ctypes.c_int64
     return _compile(_matrix_ir(shape), "product", [p, p, p, p, n, n])
+
+
+_GATHER = """
+define void @gather(ptr %memory, ptr %index, i64 %n, ptr %out, i64 %stride) {{
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %entry ], [ %next, %loop ]
+  %pi = getelementptr i64, ptr %index, i64 %i
+  %at = load i64, ptr %pi
+  %source = getelementptr i8, ptr %memory, i64 %at
+  %lane = shl i64 %i, 2
+{body}
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %n
+  br i1 %more, label %loop, label %done
+done:
+  ret void
+}}
+"""
+
+
+@functools.cache
+def gather(words: int) -> Any:
+    """Compiled `call(memory, byte indices int64, lanes, out, register stride in bytes)`: `words` dwords a lane into
+    as many registers; indices are multiples of 4."""
+    body = "\n".join(
+        f"""  %s{w} = getelementptr i8, ptr %source, i64 {4 * w}
+  %x{w} = load i32, ptr %s{w}, align 4
+  %r{w} = mul i64 %stride, {w}
+  %o{w} = add i64 %r{w}, %lane
+  %p{w} = getelementptr i8, ptr %out, i64 %o{w}
+  store i32 %x{w}, ptr %p{w}, align 4"""
+        for w in range(words)
+    )
+    p, n = ctypes.c_void_p, ctypes.c_int64
+    return _compile(_GATHER.format(body=body), "gather", [p, p, n, p, n])
+
+
+@functools.cache
+def gather_transposed(bits: int) -> Any:
+    """Compiled LDS read with transposition, arguments as `gather`; see `fly.emulator.lds` for the layout."""
+    each, size = 64 // bits, bits // 8
+    lines = ["  %base = and i64 %i, -16", "  %in = and i64 %i, 15", f"  %first = udiv i64 %in, {each}"]
+    lines += [f"  %element = urem i64 %in, {each}", f"  %offset = mul i64 %element, {size}"]
+    for n in range(each):
+        lines.append(f"""  %l{n} = add i64 %base, {n * (16 // each)}
+  %lane{n} = add i64 %l{n}, %first
+  %pi{n} = getelementptr i64, ptr %index, i64 %lane{n}
+  %at{n} = load i64, ptr %pi{n}
+  %from{n} = add i64 %at{n}, %offset
+  %ps{n} = getelementptr i8, ptr %memory, i64 %from{n}
+  %x{n} = load i{bits}, ptr %ps{n}, align 1
+  %r{n} = mul i64 %stride, {n * size // 4}
+  %o{n} = add i64 %r{n}, %lane
+  %q{n} = add i64 %o{n}, {n * size % 4}
+  %po{n} = getelementptr i8, ptr %out, i64 %q{n}
+  store i{bits} %x{n}, ptr %po{n}, align 1""")
+    p, n = ctypes.c_void_p, ctypes.c_int64
+    return _compile(_GATHER.format(body="\n".join(lines)), "gather", [p, p, n, p, n])

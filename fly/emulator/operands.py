@@ -103,7 +103,9 @@ def reader(
     if code in (235, 236, 237, 238):  # shared/private base and limit apertures
         value = constant(machine.apertures[code] & ((1 << width) - 1) if width == 64 else 0, kind)
         return lambda g: value
-    bits = constant_bits(code, kind if width != 16 or code != LITERAL else "u32", literal)
+    # a constant of a 16-bit operation fills 32 bits, of which op_sel picks a half; a float16 one lies in the low half
+    as_kind = "u32" if width == 16 and not (kind == "f16" and code in FLOATS) else kind
+    bits = constant_bits(code, as_kind, literal)
     if width == 16 and high:
         bits >>= 16
     value = constant(bits & ((1 << width) - 1), kind)

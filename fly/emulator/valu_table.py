@@ -403,7 +403,7 @@ VOP3: dict[str, Op] = {
     "v_cvt_pknorm_u16_f32": _op("f32 f32", "u32", _norm(0xFFFF, 0, np.uint16)),
     "v_cvt_pknorm_i16_f16": _op("f16 f16", "u32", _norm(0x7FFF, -1, np.int16)),
     "v_cvt_pknorm_u16_f16": _op("f16 f16", "u32", _norm(0xFFFF, 0, np.uint16)),
-    "v_pack_b32_f16": _op("u16 u16", "u32", convert.pack16),
+    "v_pack_b32_f16": _op("f16 f16", "u32", convert.pack16),
     "v_ashr_pk_i8_i32": _op("i32 i32 u32", "u32", _ashr_pk(-128, 127)),
     "v_ashr_pk_u8_i32": _op("i32 i32 u32", "u32", _ashr_pk(0, 255)),
     **{f"v_{n}_f32": _op("f32 f32 f32", "f32", f, flushes=True) for n, f in _FLOAT3.items()},

@@ -256,6 +256,7 @@ CASES = (
     Case("bitop3", "v_bitop3_b32 $0, $1, $2, $3 bitop3:0x6b", "v", "v v v", archs=("gfx950",)),
     Case("inline16", "v_pk_add_u16 $0, $2, -3\nv_pk_add_u16 $1, $2, 5 op_sel_hi:[1,0]", "v v", "v"),
     Case("inline16f", "v_pk_add_f16 $0, $2, 1.0 op_sel_hi:[1,0]\nv_pk_mul_f16 $1, $2, 2.0", "v v", "v"),
+    Case("pack", "v_pack_b32_f16 $0, 4.0, -|$1| op_sel:[0,1,0]", "v", "v"),
     Case("inline64", "v_mov_b64 $0, 4.0\nv_mov_b64 $1, -0.5", "v2 v2", "v"),
 )  # fmt: skip
 
@@ -361,6 +362,8 @@ def test_masks_and_moves(arch: str) -> None:
     np.testing.assert_array_equal(plus, lanes(halves(lambda x: x + 5), a))
     both, low = shared.run("inline16f", np.full(64, 0x3C003C00, np.uint32))
     assert (both == 0x40004000).all() and (low == 0x00004000).all()
+    (got,) = shared.run("pack", a)
+    np.testing.assert_array_equal(got, lanes(lambda x: 0x4400 | (x >> 16 | 0x8000) << 16, a))
     if arch == "gfx950":
         (got,) = shared.run("bitop3", a, b, c)
         np.testing.assert_array_equal(got, lanes(_bitop3, a, b, c))
