@@ -193,10 +193,9 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
     dst[l][n] = src[(l & ~15) + (l % 16) / e + n·16 / e][l % e], with e = 64 / bits elements in a lane.
     """
     each = 64 // bits
-    lane, n = _LANE[:, None], np.arange(each)[None, :]
-    source = (lane & ~15) + (lane & 15) // each + n * (16 // each)
-    element = np.broadcast_to(_LANE[:, None] % each, source.shape)
     kind = np.dtype(f"u{bits // 8}")
+    # as axes: (16-lane group, n, (l % 16) / e, l % e) of the source becomes (group, (l % 16) / e, l % e, n)
+    axes = (-1, 4, each, 16 // each, each)
     call = gather_transposed(bits)
 
     def build(inst: Instruction, machine: Machine) -> Run:
@@ -212,7 +211,8 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
                 return
             words = read_words(machine, index, 8, mask)
             loaded = np.stack(words, -1).view(kind)  # (W, 64, each)
-            turned = np.ascontiguousarray(loaded[:, source, element]).view(np.uint32)
+            turned = np.ascontiguousarray(loaded.reshape(axes).transpose(0, 1, 3, 4, 2))
+            turned = turned.reshape(loaded.shape).view(np.uint32)
             store(g, row, turned[..., 0])
             store(g, row + 1, turned[..., 1])
 

@@ -190,6 +190,7 @@ class Memory:
         """
         size = np.dtype(dtype).itemsize
         self.check(address, size, mask)
+        self._is_unaligned(address[mask], size)
         view = self.views[size].view(dtype)
         index = ((address - np.uint64(_BASE)) >> np.uint64(size.bit_length() - 1)).astype(np.int64)
         return rounds(view, index, operands, function, mask)

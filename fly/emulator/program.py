@@ -74,6 +74,7 @@ class Program:
         *,
         dynamic_lds: int = 0,
         checks: bool = True,
+        strict_alignment: bool = False,
         budget: int = BUDGET,
         batch_waves: int = BATCH_WAVES,
         progress: Callable[[int], None] | None = None,
@@ -85,6 +86,7 @@ class Program:
             grid: workgroups by axis. block: work-items a workgroup by axis.
             kernarg: packed explicit arguments; hidden ones are filled in.
             regions: host memory that the kernel may touch.
+            strict_alignment: whether the checks also report global loads and stores off their natural alignment.
             checks: whether to look for missing waits, races, uninitialised reads and hazards.
 
         Raises:
@@ -97,7 +99,7 @@ class Program:
             if checks:
                 from fly.emulator.checks import Checker
 
-                machine.checker = Checker(machine)
+                machine.checker = Checker(machine, strict_alignment)
             scheduler = Scheduler(machine, progress, trace, budget, batch_waves)
             begin = time.perf_counter()
             try:
