@@ -73,12 +73,13 @@ def loops(isa: str) -> list[Loop]:
     """The innermost loops of an assembly text, in program order."""
     code = instructions(isa)
     position: dict[str, int] = {}
-    found: list[tuple[int, int, str]] = []
+    ends: dict[str, int] = {}  # the last branch back to a label closes its loop
     for i, (label, opcode) in enumerate(code):
         if opcode == "":
             position[label] = i
         elif label.startswith("->") and label[2:] in position:
-            found.append((position[label[2:]], i, label[2:]))
+            ends[label[2:]] = i
+    found = [(position[label], end, label) for label, end in ends.items()]
     inner = [
         (a, b, name) for a, b, name in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d, _ in found)
     ]
