@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import torch
 
 Call = Callable[[], object]
 FLUSH_BYTES = 256 << 20  # more than any L2
+WARM_BURST = 10
 
 
 @dataclass(frozen=True)
@@ -30,49 +32,61 @@ class Timing:
         return cls(median, low, high)
 
 
-def _turns(names: list[str], iters: int) -> list[str]:
-    """Every name once per round, each round starting with the next name."""
-    return [names[(first + i) % len(names)] for first in range(iters) for i in range(len(names))]
+def _turns(names: list[str], rounds: int, seed: int) -> list[str]:
+    """Every name once per round, each round in an order of its own."""
+    order = random.Random(seed)
+    return [name for _ in range(rounds) for name in order.sample(names, len(names))]
 
 
-def _on_gpu(calls: Mapping[str, Call], iters: int, flush: bool) -> dict[str, list[float]]:
+def _on_gpu(calls: Mapping[str, Call], turns: list[str], cold: bool) -> dict[str, list[float]]:
     # writing the scratch buffer empties the L2 and keeps the GPU busy while the host queues the next call, so
     # that host time does not show between the events
-    scratch = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(FLUSH_BYTES if cold else 0, dtype=torch.uint8, device="cuda")
+    burst = 1 if cold else WARM_BURST
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for name in _turns(list(calls), iters):
+    for name in turns:
         scratch.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        calls[name]()
+        for _ in range(burst):
+            calls[name]()
         end.record()
         events[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+    return {name: [start.elapsed_time(end) / burst for start, end in pairs] for name, pairs in events.items()}
 
 
-def _on_host(calls: Mapping[str, Call], iters: int) -> dict[str, list[float]]:
+def _on_host(calls: Mapping[str, Call], turns: list[str]) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for name in _turns(list(calls), iters):
+    for name in turns:
         start = time.perf_counter()
         calls[name]()
         samples[name].append((time.perf_counter() - start) * 1e3)
     return samples
 
 
-def measure(
-    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, flush: bool = True
-) -> dict[str, Timing]:
-    """Time each call `iters` times (≥ 1), taking turns, after `warmup` calls of each.
+def samples(
+    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, cold: bool = True, seed: int = 0
+) -> dict[str, list[float]]:
+    """Milliseconds of each call in `iters` (≥ 1) rounds after `warmup` calls of each: sample i is of round i.
 
-    On "cuda" with events on the current stream, on "cpu" by the clock. `flush` empties the L2 cache before
-    each call; without it, calls shorter than their launch show host time.
+    In a round every call has one turn, in an order drawn from `seed`. On "cuda" timed with events on the current
+    stream, on "cpu" by the clock. `cold` empties the L2 cache before each call; else a turn is `WARM_BURST` calls
+    and the sample their mean, in which calls shorter than their launch show host time.
     """
     for call in calls.values():
         for _ in range(warmup):
             call()
-    samples = _on_gpu(calls, iters, flush) if device == "cuda" else _on_host(calls, iters)
-    return {name: Timing.of(times) for name, times in samples.items()}
+    turns = _turns(list(calls), iters, seed)
+    return _on_gpu(calls, turns, cold) if device == "cuda" else _on_host(calls, turns)
+
+
+def measure(
+    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, cold: bool = True
+) -> dict[str, Timing]:
+    """`samples`, summed up."""
+    taken = samples(calls, device=device, iters=iters, warmup=warmup, cold=cold)
+    return {name: Timing.of(times) for name, times in taken.items()}
 
 
 def host_microseconds(call: Call, *, device: str, calls: int = 300, repeats: int = 7) -> float:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.providers import FLY, PROVIDERS, Call, Provider, named
+from benchmarks.providers import FLY, FORCED, PEERS, PROVIDERS, Call, Provider, named
+from benchmarks.shapes import SETS, Kind, kinds, workloads_of_sets
 from benchmarks.timing import measure
-from benchmarks.workload import DTYPES, Workload
+from benchmarks.workload import COLUMNS, DTYPES, Workload
 from tests.kernels.reference import Reference, check, reference
 
 try:
@@ -25,34 +26,7 @@ try:
 except ImportError:  # everything works without a progress bar
     tqdm = None
 
-# The default configurations: (num_heads, num_kv_heads): (batch, seq_len)s.
-DEFAULT_SHAPES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
-    (64, 64): (
-        *((8, s) for s in (128, 256, 512)),
-        *((1, s) for s in (128, 256, 384, 512, 1024, 2048, 4096, 8192)),
-        *((2, 1024), (4, 8192), (16, 8192)),
-    ),
-    (64, 8): ((16, 8192),),
-    (32, 32): ((1, 2048), (1, 4096), (1, 8192), (8, 8192)),
-    (16, 16): ((1, 2048), (1, 4096), (1, 8192), (16, 8192)),
-    (8, 8): ((1, 2048), (1, 4096), (1, 8192), (32, 8192)),
-}
 OK, WRONG, FAILED, SKIPPED = "ok", "WRONG", "FAILED", "skipped"
-
-
-def default_workloads(
-    dtypes: Iterable[str] = tuple(DTYPES),
-    causal: Iterable[bool] = (True, False),
-    head_dims: Iterable[int] = (128,),
-) -> list[Workload]:
-    """The default shapes, each with every dtype, mask and head dimension, in that order."""
-    shapes = [(*size, *heads) for heads, sizes in DEFAULT_SHAPES.items() for size in sizes]
-    return [
-        Workload(batch, seq_len, seq_len, heads, kv_heads, head_dim, dtype, is_causal)
-        for (batch, seq_len, heads, kv_heads), dtype, is_causal, head_dim in itertools.product(
-            shapes, dtypes, causal, head_dims
-        )
-    ]
 
 
 @dataclass(frozen=True)
@@ -70,7 +44,7 @@ class Row:
     tflops: float | None = None
 
     def __str__(self) -> str:
-        text = f"{self.workload!s:40} {self.provider:11} {self.status:7}"
+        text = f"{self.workload!s:40} {self.provider:12} {self.status:7}"
         if self.max_error is not None:
             text += f" error {self.max_error:.2e} of {self.error_bound:.2e}  cosine {self.row_cosine:.6f}"
         if self.tflops is not None:
@@ -80,7 +54,17 @@ class Row:
     def as_dict(self) -> dict[str, object]:
         """One flat record, for a CSV file."""
         own = {name: value for name, value in vars(self).items() if name != "workload"}
-        return asdict(self.workload) | own
+        return self.workload.record() | own
+
+
+# of a CSV file; the figures are empty where there are none
+CSV_COLUMNS = (
+    *COLUMNS,
+    *(field.name for field in fields(Row) if field.name != "workload"),
+    "seed",
+    "device",
+    "torch",
+)
 
 
 def _first_line(error: Exception) -> str:
@@ -130,7 +114,7 @@ def run_workload(
     calls: dict[str, Call] = {}
     try:
         tensors = workload.tensors(seed, device)
-        ref = reference(*tensors, causal=workload.causal)
+        ref = reference(*tensors, causal=workload.causal, lengths=workload.lengths)
         for provider in providers:
             reason = provider.unsupported(workload)
             if reason is not None:
@@ -186,6 +170,7 @@ def run(
         An exit code: 0; 1 when a result is wrong or fly fails; 2 when nothing was checked at all.
     """
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    run_of = {"seed": seed, "device": name, "torch": torch.__version__}
     _say(f"seed {seed}, {name}, torch {torch.__version__}, {len(workloads)} configurations")
     present = []
     for provider in providers:
@@ -196,9 +181,7 @@ def run(
             _say(f"{provider.name}: {reason}")
     counts = Counter[str]()
     with nullcontext() if csv_path is None else csv_path.open("w", newline="") as file:
-        columns = [field.name for field in fields(Workload)]
-        columns += [field.name for field in fields(Row) if field.name != "workload"]
-        writer = None if file is None else csv.DictWriter(file, [*columns, "seed", "device"])
+        writer = None if file is None else csv.DictWriter(file, CSV_COLUMNS)
         if writer is not None:
             writer.writeheader()
         for workload in _progress(workloads) if present else ():
@@ -206,7 +189,7 @@ def run(
                 counts[row.status] += 1
                 _say(str(row))
                 if writer is not None:
-                    writer.writerow(row.as_dict() | {"seed": seed, "device": name})
+                    writer.writerow(row.as_dict() | run_of)
     _say(", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing could run")
     if counts[WRONG] or counts[FAILED]:
         return 1
@@ -221,16 +204,45 @@ SHAPE_FLAGS = {
     "num_kv_heads": "key heads; num_heads by default",
 }
 SHAPE_DEFAULTS = {"batch": 1, "seq_len": 1024, "num_heads": 16}
+HEAD_FLAGS = ("num_heads", "num_kv_heads")
+PACKED_FLAGS = {
+    "seqlens": "packed sequences: the queries of each",
+    "seqlens_kv": "and the keys of each; seqlens by default",
+}
+REDUCED_LENGTH = 256
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected lengths such as 1024,8192,3, got {text!r}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Check flash attention against a float32 reference and time it. Without a shape flag, "
-        "the 27 default shapes run with both dtypes, causal and full.",
+        description="Check flash attention against a float32 reference and time it. Configurations are one shape, "
+        "packed sequences (--seqlens), or named sets; without any of these, the 27 default shapes. Each runs with "
+        "both dtypes, causal and full.",
     )
+    shape = parser.add_argument_group("one shape")
     for flag, meaning in SHAPE_FLAGS.items():
         default = f" ({SHAPE_DEFAULTS[flag]})" if flag in SHAPE_DEFAULTS else ""
-        parser.add_argument(f"--{flag}", type=int, metavar="N", help=meaning + default)
+        shape.add_argument(f"--{flag}", type=int, metavar="N", help=meaning + default)
+    for flag, meaning in PACKED_FLAGS.items():
+        shape.add_argument(f"--{flag}", type=_lengths, metavar="N,N", help=meaning)
+    named_sets = parser.add_argument_group("sets (several may be given)")
+    for name, (meaning, _) in SETS.items():
+        named_sets.add_argument(f"--{name}", dest="sets", action="append_const", const=name, help=meaning)
+    named_sets.add_argument("--all", dest="sets", action="store_const", const=list(SETS), help="all sets")
+    named_sets.add_argument(
+        "--reduced",
+        action="store_true",
+        help=f"cut lengths to {REDUCED_LENGTH}, and batch and heads: small enough for the emulator",
+    )
+    parser.add_argument(
+        "--num_kv_splits", type=int, metavar="N", help="split keys; 0 leaves the number to the kernel"
+    )
     parser.add_argument("--head_dim", type=int, metavar="N", default=128, help="size of a head (128)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="both by default")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
@@ -243,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="run this one only (may be repeated): " + ", ".join(p.name for p in PROVIDERS),
+        help="run this one only (may be repeated): " + ", ".join(p.name for p in (FLY, *FORCED, *PEERS)),
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument(
@@ -252,23 +264,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def workloads_of(args: argparse.Namespace) -> list[Workload]:
-    """The configurations that the parsed flags ask for.
+def _shape_of(args: argparse.Namespace) -> dict[str, Any]:
+    flags = (*SHAPE_FLAGS, *PACKED_FLAGS)
+    return {flag: getattr(args, flag) for flag in flags if getattr(args, flag) is not None}
 
-    Raises:
-        ValueError: sizes that make no workload.
-    """
-    dtypes = tuple(DTYPES) if args.dtype is None else (args.dtype,)
-    causal = (True, False) if args.causal is None else (args.causal,)
-    shape = {flag: getattr(args, flag) for flag in SHAPE_FLAGS if getattr(args, flag) is not None}
-    if not shape:
-        return default_workloads(dtypes, causal, (args.head_dim,))
+
+def _one_shape(shape: dict[str, Any], of: Sequence[Kind]) -> list[Workload]:
+    if "seqlens" in shape:
+        dense = [flag for flag in shape if flag not in (*HEAD_FLAGS, *PACKED_FLAGS)]
+        if dense:
+            raise ValueError(f"--seqlens packs sequences: leave --{' and --'.join(dense)} out")
+        queries, keys = shape["seqlens"], shape.get("seqlens_kv", shape["seqlens"])
+        if len(keys) != len(queries):
+            raise ValueError(f"--seqlens has {len(queries)} lengths and --seqlens_kv {len(keys)}")
+        heads = shape.get("num_heads", SHAPE_DEFAULTS["num_heads"])
+        return [kind.packed(tuple(zip(queries, keys)), heads, shape.get("num_kv_heads", heads)) for kind in of]
+    if "seqlens_kv" in shape:
+        raise ValueError("--seqlens_kv needs --seqlens")
     shape = SHAPE_DEFAULTS | shape
     shape = {"seq_len_kv": shape["seq_len"], "num_kv_heads": shape["num_heads"]} | shape
-    return [
-        Workload(**shape, head_dim=args.head_dim, dtype=dtype, causal=is_causal)
-        for dtype, is_causal in itertools.product(dtypes, causal)
-    ]
+    return [Workload(**shape, **vars(kind)) for kind in of]
+
+
+def workloads_of(args: argparse.Namespace) -> list[Workload]:
+    """The configurations that the parsed flags ask for, each once.
+
+    Raises:
+        ValueError: sizes that make no workload, or flags that do not go together.
+    """
+    causal = (True, False) if args.causal is None else (args.causal,)
+    of = kinds(tuple(DTYPES) if args.dtype is None else (args.dtype,), causal, (args.head_dim,))
+    shape = _shape_of(args)
+    if args.sets and shape:
+        raise ValueError("one shape or sets, not both: leave the shape's flags or the sets out")
+    selected = _one_shape(shape, of) if shape else workloads_of_sets(args.sets or ["default"], of)
+    if args.num_kv_splits is not None:
+        selected = [replace(workload, num_kv_splits=args.num_kv_splits) for workload in selected]
+    if args.reduced:
+        selected = [workload.reduced(REDUCED_LENGTH) for workload in selected]
+    return list(dict.fromkeys(selected))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        workloads = workloads_of(args)
+        selected = workloads_of(args)
         providers = named(args.provider) if args.provider else PROVIDERS if args.compare else (FLY,)
     except ValueError as error:
         parser.error(str(error))
@@ -285,11 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
-    if device == "cpu" and all(getattr(args, flag) is None for flag in SHAPE_FLAGS):
-        parser.error("the default shapes need a GPU; on the CPU choose a small one, e.g. --seq_len 64 --num_heads 2")
+    if device == "cpu" and not args.reduced and not _shape_of(args):
+        parser.error("the default shapes and sets need a GPU; on the CPU choose a small shape or --reduced")
     with torch.no_grad():
         return run(
-            workloads,
+            selected,
             providers,
             seed=secrets.randbits(31) if args.seed is None else args.seed,
             device=device,

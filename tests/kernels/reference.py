@@ -7,13 +7,14 @@ the input dtype is. Both are computed once per configuration and shared by every
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 MAX_SCORES = 1 << 28  # scores held at a time; 1 GiB of float32
+MAX_ELEMENTS = 1 << 26  # of a result compared at a time
 SLACK = 1e-5
 LSE_TOLERANCE = 1e-3
 
@@ -45,6 +46,7 @@ def attention(
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     max_scores: int = MAX_SCORES,
+    lengths: Sequence[tuple[int, int]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention written down directly, every step in `dtype`, a block of heads and rows at a time.
 
@@ -54,10 +56,19 @@ def attention(
         softmax_scale: factor of the scores; D**-0.5 by default.
         dtype: float32 or float64 for a reference, the input dtype for plain attention as a user writes it.
         max_scores: bound on the scores held in memory at a time.
+        lengths: (queries, keys) of the sequences packed in q (total queries, H, D), k and v (total keys, Hkv, D).
 
     Returns:
-        out (B, Sq, H, D) and lse (B, H, Sq), the natural log of the sum of exponentials, both of `dtype`.
+        out (B, Sq, H, D) and lse (B, H, Sq), the natural log of the sum of exponentials, both of `dtype`; packed,
+        (total queries, H, D) and (H, total queries).
     """
+    if lengths:
+        queries, keys = (list(side) for side in zip(*lengths))
+        parts = q.split(queries), k.split(keys), v.split(keys)
+        options = {"causal": causal, "softmax_scale": softmax_scale, "dtype": dtype, "max_scores": max_scores}
+        results = [attention(*(part[None] for part in sequence), **options) for sequence in zip(*parts)]
+        outs, lses = zip(*results)
+        return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], -1)
     batch, seq_len, heads, head_dim = q.shape
     seq_len_kv, group = k.shape[1], heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -83,7 +94,7 @@ def attention(
 class Reference:
     """What exact attention gives, and how far plain attention in the input dtype is from it.
 
-    out: (B, Sq, H, D), lse: (B, H, Sq), float32 or float64; `plain_error` is max|pt − out|.
+    out: (B, Sq, H, D), lse: (B, H, Sq), or packed, float32 or float64; `plain_error` is max|pt − out|.
     """
 
     out: torch.Tensor
@@ -120,20 +131,26 @@ class Report:
         return f"{verdict}: max error {self.error:.2e} (bound {self.bound:.2e}), cosine {self.cosine:.6f}{lse}"
 
 
+def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Matching parts of both, `a` in b's dtype, small enough for temporaries."""
+    rows = max(1, MAX_ELEMENTS // max(1, b[:1].numel()))
+    for x, y in zip(a.split(rows), b.split(rows)):
+        if y.numel():
+            yield x.to(y.dtype), y
+
+
 def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a − b| in b's dtype; NaN when either has one; per batch, to keep the temporaries small."""
-    differences = [(x.to(b.dtype) - y).abs().max() for x, y in zip(a, b) if y.numel()]
+    """max|a − b| in b's dtype; NaN when either has one."""
+    differences = [(x - y).abs().max() for x, y in _pieces(a, b)]
     return torch.stack(differences).max().item() if differences else 0.0
 
 
 def _min_cosine(out: torch.Tensor, ref: torch.Tensor) -> float:
     lowest = []
-    for x, y in zip(out, ref):
-        if y.numel():
-            x = x.to(y.dtype)
-            both_zero = (x == 0).all(-1) & (y == 0).all(-1)
-            cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1, eps=1e-30)
-            lowest.append(torch.where(both_zero, 1.0, cosine).min())
+    for x, y in _pieces(out, ref):
+        both_zero = (x == 0).all(-1) & (y == 0).all(-1)
+        cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1, eps=1e-30)
+        lowest.append(torch.where(both_zero, 1.0, cosine).min())
     return torch.stack(lowest).min().item() if lowest else 1.0
 
 
@@ -167,12 +184,13 @@ def reference(
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     max_scores: int = MAX_SCORES,
+    lengths: Sequence[tuple[int, int]] = (),
 ) -> Reference:
-    """Exact attention in `dtype` (float32 or float64) and plain attention's distance from it.
+    """Exact attention (see `attention`) in `dtype` (float32 or float64) and plain attention's distance from it.
 
     TensorFloat-32 is kept out of the float32 products.
     """
-    options = {"causal": causal, "softmax_scale": softmax_scale, "max_scores": max_scores}
+    options = {"causal": causal, "softmax_scale": softmax_scale, "max_scores": max_scores, "lengths": lengths}
     with _exact_products():
         out, lse = attention(q, k, v, dtype=dtype, **options)
     plain, _ = attention(q, k, v, dtype=q.dtype, **options)

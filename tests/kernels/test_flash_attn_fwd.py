@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a script
@@ -16,79 +16,52 @@ if not __package__:  # run as a script
 import pytest
 import torch
 
-from benchmarks.workload import Workload
+from benchmarks.shapes import Kind
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from tests.kernels.harness import default_workloads, main
-from tests.kernels.reference import MAX_SCORES, check, reference
+from tests.kernels import acceptance
+from tests.kernels.acceptance import (
+    CHOSEN,
+    EMULATED,
+    FAMILIES,
+    KINDS,
+    ON_GPU,
+    REDUCED_LENGTHS,
+    Run,
+    failure,
+    failures,
+)
+from tests.kernels.harness import main
+from tests.kernels.reference import check, reference
 
 DEVICE = "cuda"
-needs_emulator = pytest.mark.skipif(
-    find_spec("fly.runtime.emulated") is None, reason="CPU tensors need the emulator, which is not here"
+kinds = pytest.mark.parametrize(
+    "kind", KINDS, ids=lambda k: f"{k.dtype}-{'causal' if k.causal else 'full'}-{k.head_dim}"
 )
-KINDS = [(dtype, causal, head_dim) for dtype in ("bf16", "f16") for causal in (True, False) for head_dim in (64, 128)]
-kinds = pytest.mark.parametrize("dtype, causal, head_dim", KINDS)
-SMALL_LENGTHS = (1, 3, 31, 33, 63, 65, 127, 129, 255, 257)
+families = pytest.mark.parametrize("family", FAMILIES)
+reduced_families = pytest.mark.parametrize("family", REDUCED_LENGTHS)
+emulated = pytest.mark.parametrize("run", EMULATED, ids=str, indirect=True)
 
 
-def needs_gpu(test):
-    """Mark a test as one that runs on a GPU only."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")(test))
+def _on_gpu(runs):
+    """Mark a test as one that runs on the GPU, so."""
+    return lambda test: pytest.mark.gpu(pytest.mark.parametrize("run", runs, ids=str, indirect=True)(test))
+
+
+on_gpu = _on_gpu(ON_GPU)  # with every kernel
+on_gpu_anyhow = _on_gpu((CHOSEN, Run("generic")))  # what not every kernel serves, and the dispatch must find one for
+
+
+@pytest.fixture
+def run(request, monkeypatch):
+    """A row of `RUNS`, set up; the test is skipped where it cannot run."""
+    request.param.start(monkeypatch)
+    return request.param
 
 
 @pytest.fixture
 def seed():
     """Fresh for every test; part of every failure's message, and the script takes it as --seed."""
     return secrets.randbits(31)
-
-
-def failure(workload: Workload, seed: int, tensors=None, device=DEVICE, **options) -> str | None:
-    """Run a workload with its LSE; what is wrong with the result, or None."""
-    q, k, v = workload.tensors(seed, device) if tensors is None else tensors
-    ref = reference(q, k, v, causal=workload.causal, softmax_scale=options.get("softmax_scale"))
-    out, lse = flydsl_flash_attn_func(q, k, v, workload.causal, return_lse=True, **options)
-    report = check(out, ref, lse)
-    return None if report.ok else f"{workload}, seed {seed}: {report}"
-
-
-def square(batch, seq_len, heads, dtype, causal, head_dim, kv_heads=None, seq_len_kv=None) -> Workload:
-    return Workload(batch, seq_len, seq_len_kv or seq_len, heads, kv_heads or heads, head_dim, dtype, causal)
-
-
-@needs_gpu
-@pytest.mark.parametrize("workload", default_workloads(head_dims=(64, 128)), ids=str)
-def test_default_shapes(workload, seed):
-    elements = workload.batch * workload.seq_len * workload.num_heads * workload.head_dim
-    # q, k, v, out and plain attention of 2 bytes, the reference of 4, and a block of scores with temporaries
-    needed = elements * (5 * 2 + 4) + 4 * 4 * MAX_SCORES
-    if needed > torch.cuda.get_device_properties(0).total_memory:
-        pytest.skip(f"needs {needed >> 30} GiB of GPU memory")
-    assert failure(workload, seed) is None
-
-
-@needs_gpu
-@kinds
-def test_every_pair_of_small_lengths(dtype, causal, head_dim, seed):
-    failures = []
-    for seq_len in SMALL_LENGTHS:
-        for seq_len_kv in SMALL_LENGTHS:
-            workload = square(2, seq_len, 4, dtype, causal, head_dim, 2, seq_len_kv)
-            failures.append(failure(workload, seed))
-    assert [f for f in failures if f is not None] == []
-
-
-@needs_gpu
-@kinds
-@pytest.mark.parametrize("lengths", [(1024, 8192), (8192, 1024), (129, 4096), (1, 8192), (2048, 2049)])
-def test_lengths_that_differ(dtype, causal, head_dim, lengths, seed):
-    assert failure(square(2, lengths[0], 8, dtype, causal, head_dim, 4, lengths[1]), seed) is None
-
-
-@needs_gpu
-@kinds
-@pytest.mark.parametrize("heads, kv_heads", [(8, 1), (64, 8), (7, 1), (28, 4), (6, 3), (1, 1)])
-def test_heads_share_keys(dtype, causal, head_dim, heads, kv_heads, seed):
-    for seq_len, seq_len_kv in ((512, 512), (130, 700)):
-        assert failure(square(2, seq_len, heads, dtype, causal, head_dim, kv_heads, seq_len_kv), seed) is None
 
 
 def heads_first(t):
@@ -127,11 +100,92 @@ LAYOUTS = {
 }
 
 
-@needs_gpu
+@emulated
+@kinds
+@reduced_families
+def test_emulated(run, family, kind, seed):
+    assert failures(run, acceptance.sampled(run, family, kind), seed) == []
+
+
+@emulated
+@kinds
+def test_emulated_small_lengths(run, kind, seed):
+    for shift in acceptance.shifts(run, kind):
+        assert failures(run, acceptance.paired(kind, shift), seed) == []
+
+
+@pytest.mark.exhaustive
+@emulated
+@kinds
+@reduced_families
+def test_emulated_exhaustively(run, family, kind, seed):
+    assert failures(run, acceptance.reduced(family, kind), seed) == []
+
+
+@pytest.mark.exhaustive
+@emulated
+@kinds
+def test_emulated_every_pair_of_small_lengths(run, kind, seed):
+    assert failures(run, acceptance.every_pair(kind), seed) == []
+
+
+@emulated
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_emulated_strides(run, layout, seed):
+    workload = Kind(64, "f16", True).dense(2, 17, 2)
+    tensors = [LAYOUTS[layout](t) for t in workload.tensors(seed, "cpu")]
+    assert failure(workload, seed, tensors, "cpu") is None
+
+
+def test_the_samples_cover_everything():
+    for first in EMULATED:
+        for family in REDUCED_LENGTHS:
+            sampled = {w for kind in KINDS for w in acceptance.sampled(first, family, kind)}
+            shapes = [
+                {replace(w, **vars(KINDS[0])) for w in some}
+                for some in (sampled, acceptance.reduced(family, KINDS[0]))
+            ]
+            assert shapes[0] == shapes[1]
+            assert {w.causal for w in sampled} == {True, False} and {w.dtype for w in sampled} == {"bf16", "f16"}
+        runs = [run for run in EMULATED if run.kernel == first.kernel]
+        covered = {shift for run in runs for kind in KINDS for shift in acceptance.shifts(run, kind)}
+        pairs = {(w.seq_len, w.seq_len_kv) for shift in covered for w in acceptance.paired(KINDS[0], shift)}
+        assert pairs == {(w.seq_len, w.seq_len_kv) for w in acceptance.every_pair(KINDS[0])} and len(pairs) == 144
+
+
+@on_gpu
+@kinds
+@families
+def test_full_size(run, family, kind, seed):
+    workloads = [workload for workload in FAMILIES[family](kind) if acceptance.fits_gpu(workload)]
+    assert workloads and failures(run, workloads, seed) == []
+
+
+@on_gpu
+@kinds
+def test_every_pair_of_small_lengths(run, kind, seed):
+    assert failures(run, acceptance.every_pair(kind), seed) == []
+
+
+@on_gpu
+@kinds
+def test_long_against_short(run, kind, seed):
+    lengths = ((129, 4096), (1, 8192), (2048, 2049), (4097, 3))
+    assert failures(run, [kind.dense(2, q, 8, 4, kv) for q, kv in lengths], seed) == []
+
+
+@on_gpu
+@kinds
+def test_every_ratio_of_heads(run, kind, seed):
+    heads = ((8, 1), (64, 8), (7, 1), (28, 4), (6, 3), (1, 1))
+    assert failures(run, [kind.dense(2, 130, *both, 700) for both in heads], seed) == []
+
+
+@on_gpu_anyhow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @kinds
-def test_any_strides_and_alignment(dtype, causal, head_dim, layout, seed):
-    workload = square(2, 200, 4, dtype, causal, head_dim, 4, 333)
+def test_any_strides_and_alignment(run, kind, layout, seed):
+    workload = kind.dense(2, 200, 4, 4, 333)
     tensors = workload.tensors(seed, DEVICE)
     for changed in range(3):  # one tensor at a time, then all of them
         mixed = [LAYOUTS[layout](t) if i == changed else t for i, t in enumerate(tensors)]
@@ -139,52 +193,52 @@ def test_any_strides_and_alignment(dtype, causal, head_dim, layout, seed):
     assert failure(workload, seed, [LAYOUTS[layout](t) for t in tensors]) is None
 
 
-@needs_gpu
+@on_gpu_anyhow
 @kinds
-def test_packed_projections(dtype, causal, head_dim, seed):
-    workload = square(2, 190, 4, dtype, causal, head_dim)
+def test_packed_projections(run, kind, seed):
+    workload = kind.dense(2, 190, 4)
     packed = torch.stack(workload.tensors(seed, DEVICE), dim=2)
     assert failure(workload, seed, packed.unbind(2)) is None
 
 
-@needs_gpu
+@on_gpu_anyhow
 @pytest.mark.parametrize(
     "batch, seq_len, strides",
     [(2, 80, (2**31, 128, 64, 1)), (2, 300, (8192, 2**23 - 64, 64, 1))],
     ids=["between batches", "between rows"],
 )
-def test_offsets_past_32_bits(batch, seq_len, strides, seed):
+def test_offsets_past_32_bits(run, batch, seq_len, strides, seed):
     sizes = (batch, seq_len, 2, 64)
     last = sum(stride * (size - 1) for stride, size in zip(strides, sizes))
     assert last > 2**31
     memory = torch.empty(last + 2**17, dtype=torch.bfloat16, device=DEVICE)
     q, k, v, out = (memory.as_strided(sizes, strides, 2**15 * i) for i in range(4))
-    for target, source in zip((q, k, v), square(batch, seq_len, 2, "bf16", True, 64).tensors(seed, DEVICE)):
+    for target, source in zip((q, k, v), Kind(64, "bf16", True).dense(batch, seq_len, 2).tensors(seed, DEVICE)):
         target.copy_(source)
     flydsl_flash_attn_func(q, k, v, out=out)
     report = check(out, reference(q, k, v, causal=True))
     assert report.ok, f"seed {seed}: {report}"
 
 
-@needs_gpu
+@on_gpu
 @kinds
 @pytest.mark.parametrize("scale", [1e-3, 0.3, 4.0])
-def test_softmax_scale(dtype, causal, head_dim, scale, seed):
-    workload = square(2, 257, 4, dtype, causal, head_dim)
+def test_softmax_scale(run, kind, scale, seed):
+    workload = kind.dense(2, 257, 4)
     assert failure(workload, seed, softmax_scale=scale) is None
 
 
-@needs_gpu
+@on_gpu
 @kinds
-def test_large_scores_stay_finite(dtype, causal, head_dim, seed):
-    workload = square(1, 300, 2, dtype, causal, head_dim)
+def test_large_scores_stay_finite(run, kind, seed):
+    workload = kind.dense(1, 300, 2)
     q, k, v = workload.tensors(seed, DEVICE)
     assert failure(workload, seed, (q * 100, k * 100, v)) is None
 
 
-@needs_gpu
-def test_out_is_all_that_is_written(seed):
-    workload = square(2, 100, 3, "bf16", True, 64)
+@on_gpu
+def test_out_is_all_that_is_written(run, seed):
+    workload = Kind(64, "bf16", True).dense(2, 100, 3)
     q, k, v = workload.tensors(seed, DEVICE)
     frame = torch.full((4, 104, 5, 72), 7.0, dtype=torch.bfloat16, device=DEVICE)
     out = frame[1:3, 2:102, 1:4, 4:68]
@@ -195,9 +249,9 @@ def test_out_is_all_that_is_written(seed):
     assert (frame == 7.0).all()
 
 
-@needs_gpu
-def test_a_plan_serves_new_tensors_and_streams(seed):
-    workload = square(2, 300, 4, "f16", True, 128)
+@on_gpu
+def test_a_plan_serves_new_tensors_and_streams(run, seed):
+    workload = Kind(128, "f16", True).dense(2, 300, 4)
     side = torch.cuda.Stream()
     for i in range(4):
         q, k, v = workload.tensors(seed + i, DEVICE)
@@ -209,9 +263,9 @@ def test_a_plan_serves_new_tensors_and_streams(seed):
         assert report.ok, f"call {i}, seed {seed}: {report}"
 
 
-@needs_gpu
-def test_graph_capture(seed):
-    workload = square(2, 300, 4, "bf16", True, 64)
+@on_gpu
+def test_graph_capture(run, seed):
+    workload = Kind(64, "bf16", True).dense(2, 300, 4)
     q, k, v = workload.tensors(seed, DEVICE)
     flydsl_flash_attn_func(q, k, v, return_lse=True)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -224,9 +278,9 @@ def test_graph_capture(seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
-@needs_gpu
-def test_results_repeat_bit_for_bit(seed):
-    q, k, v = square(2, 1000, 8, "bf16", True, 128, 2).tensors(seed, DEVICE)
+@on_gpu
+def test_results_repeat_bit_for_bit(run, seed):
+    q, k, v = Kind(128, "bf16", True).dense(2, 1000, 8, 2).tensors(seed, DEVICE)
     first, lse = flydsl_flash_attn_func(q, k, v, return_lse=True)
     for _ in range(5):
         again, again_lse = flydsl_flash_attn_func(q, k, v, return_lse=True)

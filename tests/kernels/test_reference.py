@@ -43,6 +43,23 @@ def test_blocking_changes_nothing(max_scores):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_apart(causal):
+    lengths = ((3, 5), (0, 2), (4, 0), (6, 4))
+    q, k, v = inputs(sum(q for q, _ in lengths), sum(kv for _, kv in lengths), batch=1)
+    out, lse = attention(q[0], k[0], v[0], causal=causal, dtype=torch.float64, lengths=lengths)
+    assert out.shape == q[0].shape and lse.shape == (6, 13)
+    row = key = 0
+    for queries, keys in lengths:
+        alone = q[:, row : row + queries], k[:, key : key + keys], v[:, key : key + keys]
+        expected, expected_lse = attention(*alone, causal=causal, dtype=torch.float64)
+        assert torch.equal(out[row : row + queries], expected[0])
+        assert torch.equal(lse[:, row : row + queries], expected_lse[0])
+        row, key = row + queries, key + keys
+    ref = reference(q[0], k[0], v[0], causal=causal, lengths=lengths)
+    assert check(out, ref, lse).ok and not check(out, ref, lse.roll(1)).ok
+
+
 def test_no_keys_at_all():
     q, k, v = inputs(seq_len_kv=0)
     out, lse = attention(q, k, v, causal=False)

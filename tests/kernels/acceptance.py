@@ -1,0 +1,169 @@
+"""What every flash-attention kernel has to pass: where kernels run (`RUNS`) against configurations (`FAMILIES`).
+
+A new kernel is one row of `RUNS`. On an emulated GPU the configurations are reduced, and without --exhaustive every
+one of them runs with two of the eight kinds; on a real GPU all run as they are. A configuration that the dispatch
+table says a kernel does not serve must be refused with an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.shapes import SETS, SMALL_LENGTHS, Kind, kinds
+from benchmarks.workload import Workload
+from kernels import dispatch
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.reference import MAX_SCORES, check, reference
+
+KINDS = kinds(head_dims=(64, 128))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kernel on an emulated architecture (`arch`) with all checks on, or on the GPU (None).
+
+    The kernel is forced; "" leaves the choice to the dispatch table.
+    """
+
+    kernel: str
+    arch: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kernel or 'chosen'}-{self.arch or 'gpu'}"
+
+    @property
+    def device(self) -> str:
+        """The device of its tensors."""
+        return "cpu" if self.arch else "cuda"
+
+    @property
+    def rows(self) -> list[dispatch.Kernel]:
+        """The kernel in the dispatch table, or all that may be chosen."""
+        return [row for row in dispatch.KERNELS if self.kernel in ("", row.name) and row.module is not None]
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here at all, or None."""
+        if not self.rows:
+            return f"the {self.kernel} kernel is not dispatched yet"
+        if self.arch is None:
+            if not torch.cuda.is_available():
+                return "torch sees no GPU"
+            target = dispatch.target_of(torch.device("cuda"))
+            if not any(target in row.archs for row in self.rows):
+                return f"the {self.kernel} kernel is not for {target}"
+        return None
+
+    def start(self, patch: pytest.MonkeyPatch) -> None:
+        """Have calls run so while `patch` lasts; skips the test where they cannot."""
+        reason = self.unavailable()
+        if reason is not None:
+            pytest.skip(reason)
+        patch.setenv("FLY_KERNEL", self.kernel)
+        if self.arch:
+            patch.setenv("FLY_ARCH", self.arch)
+            patch.setenv("FLY_EMULATOR_CHECKS", "1")
+
+    def refuses(self, workload: Workload) -> bool:
+        """Whether the dispatch table says that the kernel does not do this."""
+        wanted = {name for name, asked in _features(workload).items() if asked}
+        return not any(wanted <= set(row.features) for row in self.rows)
+
+
+def _features(workload: Workload) -> dict[str, bool]:
+    """The keys of `dispatch.FEATURES`, and whether a workload asks for them."""
+    return {"packed": bool(workload.lengths), "split_kv": workload.num_kv_splits != 1}
+
+
+CHOSEN = Run("")
+RUNS = (
+    Run("generic", "gfx942"),
+    Run("generic", "gfx950"),
+    Run("gfx950", "gfx950"),
+    Run("generic"),
+    Run("gfx950"),
+    Run("sm90"),
+)
+EMULATED = tuple(run for run in RUNS if run.arch)
+ON_GPU = tuple(run for run in RUNS if run.arch is None)
+# of the sets, "small" is contained in the pairs below
+FAMILIES: Mapping[str, Callable[[Kind], Iterator[Workload]]] = {
+    name: of for name, (_, of) in SETS.items() if name != "small"
+}
+# on an emulated GPU, and how long sequences are there; "long" would be nothing else than "split"
+REDUCED_LENGTHS: Mapping[str, int] = {"default": 1024, "cross": 512, "varlen": 512, "split": 1024, "shared": 256}
+
+
+def failure(
+    workload: Workload, seed: int, tensors: Sequence[torch.Tensor] | None = None, device: str = "cuda", **options
+) -> str | None:
+    """Run a workload with its LSE; what is wrong with the result, or None.
+
+    `out` starts as NaN, so that what is not written is found. A finding of the emulator's checks raises.
+    """
+    q, k, v = workload.tensors(seed, device) if tensors is None else tensors
+    scale = options.get("softmax_scale")
+    ref = reference(q, k, v, causal=workload.causal, softmax_scale=scale, lengths=workload.lengths)
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=device)
+    options = workload.keywords(device) | options
+    out, lse = flydsl_flash_attn_func(q, k, v, workload.causal, return_lse=True, out=out, **options)
+    report = check(out, ref, lse)
+    return None if report.ok else f"{workload}, seed {seed}: {report}"
+
+
+def failures(run: Run, workloads: Sequence[Workload], seed: int) -> list[str]:
+    """What is wrong with any of the workloads; those that the kernel does not serve must raise."""
+    wrong = []
+    for workload in workloads:
+        if run.refuses(workload):
+            tensors, options = workload.tensors(seed, run.device), workload.keywords(run.device)
+            with pytest.raises(NotImplementedError):
+                flydsl_flash_attn_func(*tensors, workload.causal, **options)
+        elif (found := failure(workload, seed, device=run.device)) is not None:
+            wrong.append(found)
+    return wrong
+
+
+def fits_gpu(workload: Workload) -> bool:
+    """Whether the GPU's memory holds a workload with its reference."""
+    queries, keys = (sum(side) for side in zip(*workload.sequences))
+    wide = queries * workload.num_heads * workload.head_dim
+    # q, out, plain attention of 2 bytes, the reference of 4; k and v; partial results; blocks of scores
+    partial = 4 * max(1, workload.num_kv_splits or 8) * (workload.num_kv_splits != 1)
+    needed = wide * (3 * 2 + 2 * 4 + partial) + 4 * keys * workload.num_kv_heads * workload.head_dim
+    return needed + 4 * 4 * MAX_SCORES <= torch.cuda.get_device_properties(0).total_memory
+
+
+def reduced(family: str, kind: Kind) -> list[Workload]:
+    """A family's workloads of one kind, in miniature, each once."""
+    return list(dict.fromkeys(workload.reduced(REDUCED_LENGTHS[family], 1) for workload in FAMILIES[family](kind)))
+
+
+def sampled(run: Run, family: str, kind: Kind) -> list[Workload]:
+    """Of `reduced`, what this kind stands for: two kinds that differ in everything share a quarter."""
+    place = KINDS.index(kind)
+    quarter = (min(place, len(KINDS) - 1 - place) + EMULATED.index(run)) % 4
+    return reduced(family, kind)[quarter::4]
+
+
+def paired(kind: Kind, shift: int) -> list[Workload]:
+    """Every small length as queries against the one `shift` places further as keys."""
+    pairs = zip(SMALL_LENGTHS, SMALL_LENGTHS[shift:] + SMALL_LENGTHS[:shift])
+    return [kind.dense(1, queries, 2, 1, keys) for queries, keys in pairs]
+
+
+def shifts(run: Run, kind: Kind) -> list[int]:
+    """The shifts of `paired` that this kind stands for: all runs and kinds of one kernel together have them all."""
+    variants = [(r, k) for r in EMULATED if r.kernel == run.kernel for k in KINDS]
+    place = variants.index((run, kind))
+    every = range(len(SMALL_LENGTHS))
+    return [*every[place :: len(variants)]] or [place % len(every)]
+
+
+def every_pair(kind: Kind) -> list[Workload]:
+    """Every small length as queries against every one as keys."""
+    return [kind.dense(2, q, 4, 2, kv) for q, kv in itertools.product(SMALL_LENGTHS, repeat=2)]
