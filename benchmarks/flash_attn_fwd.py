@@ -1,19 +1,19 @@
-"""How fast flash attention is next to its peers, all taking turns in one run.
+"""How fast flash attention is next to its peers, all taking turns in one process.
 
-    python benchmarks/flash_attn_fwd.py --csv forward.csv
+    python benchmarks/flash_attn_fwd.py --preset h200 --csv forward.csv --plot forward.png
+    python benchmarks/flash_attn_fwd.py --preset short --kernel generic
     python benchmarks/flash_attn_fwd.py --host
 
-16384 tokens and 2048 channels whatever the length and the head dimension. Figures are medians, TFLOP/s;
-ratios are fly's speed over the peer's. Whether results are right is for tests/kernels/test_flash_attn_fwd.py.
+Times are medians of CUDA events over rounds in which every provider has one turn, in random order. Ratios are fly's
+speed over a peer's. Whether results are right is for tests/kernels/test_flash_attn_fwd.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 if not __package__:  # run as a script
@@ -21,44 +21,16 @@ if not __package__:  # run as a script
 
 import torch
 
-from benchmarks.providers import FLY, PROVIDERS, Call, Provider, named
+from benchmarks.progress import progress, say
+from benchmarks.providers import FORCED, Call, Provider, named
+from benchmarks.report import Figure, plot, plot_missing, plottable, summary, table_header, table_row, write_csv
+from benchmarks.shapes import PRESETS
 from benchmarks.timing import host_microseconds, measure
 from benchmarks.workload import DTYPES, Workload
 
-TOKENS, CHANNELS = 16384, 2048
-SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
-HEAD_DIMS = (64, 128)
 SMALL = Workload(1, 128, 128, 2, 2, 64, "bf16", True)  # shorter on the GPU than its launch
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One provider's speed on one workload; `fly_ratio` is fly's speed over it, None without fly."""
-
-    workload: Workload
-    provider: str
-    milliseconds: float
-    tflops: float
-    fly_ratio: float | None
-
-
-def sweep(seq_lens: Sequence[int], head_dims: Sequence[int], dtype: str, causal: Sequence[bool]) -> list[Workload]:
-    """Workloads of the same number of tokens (at least one sequence) and channels."""
-    return [
-        Workload(
-            max(1, TOKENS // seq_len),
-            seq_len,
-            seq_len,
-            heads := CHANNELS // dim,
-            heads,
-            dim,
-            dtype,
-            is_causal,
-        )
-        for dim in head_dims
-        for is_causal in causal
-        for seq_len in seq_lens
-    ]
+CEILING_SIZE = 8192
+PACKAGES = ("triton", "flash-attn", "flash-attn-4", "aiter")  # peers that do not come with torch
 
 
 def _bind(
@@ -81,7 +53,7 @@ def _bind(
 
 
 def compare(
-    workload: Workload, providers: Sequence[Provider], *, device: str, iters: int, flush: bool = True
+    workload: Workload, providers: Sequence[Provider], *, device: str, iters: int, cold: bool = True
 ) -> tuple[list[Figure], dict[str, str]]:
     """Time the providers on one workload, taking turns: figures, and the reasons of those that have none."""
     calls: dict[str, Call] = {}
@@ -91,35 +63,26 @@ def compare(
             reasons[provider.name] = reason
         else:
             calls[provider.name] = call
-    timings = measure(calls, device=device, iters=iters, warmup=3, flush=flush)
-    ours = timings[FLY.name].median if FLY.name in timings else None
-    figures = [
-        Figure(
-            workload,
-            name,
-            timing.median,
-            workload.flops / timing.median / 1e9,
-            None if ours is None else timing.median / ours,
-        )
-        for name, timing in timings.items()
-    ]
-    return figures, reasons
+    timings = measure(calls, device=device, iters=iters, warmup=3, cold=cold) if calls else {}
+    return [Figure(workload, name, timing) for name, timing in timings.items()], reasons
 
 
-def _table_row(workload: Workload, figures: Sequence[Figure], names: Sequence[str]) -> str:
-    speeds = {figure.provider: figure for figure in figures}
-    cells = [f"{speeds[name].tflops:12.1f}" if name in speeds else f"{'-':>12}" for name in names]
-    ratios = [
-        f"{speeds[name].fly_ratio:16.2f}" if name in speeds and speeds[name].fly_ratio else f"{'-':>16}"
-        for name in names
-        if name != FLY.name
-    ]
-    return f"{workload!s:34}" + "".join(cells) + " |" + "".join(ratios)
+def ceiling(dtype: str, device: str, size: int = CEILING_SIZE, iters: int = 20) -> float:
+    """TFLOP/s of a square matrix product of random numbers: what this device reaches where nothing else is done."""
+    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+    timing = measure({"matmul": lambda: a @ b}, device=device, iters=iters, warmup=3)["matmul"]
+    return 2 * size**3 / timing.median / 1e9
 
 
-def _header(names: Sequence[str]) -> str:
-    ratios = "".join(f"{f'fly/{name}':>16}" for name in names if name != FLY.name)
-    return f"{'TFLOP/s':34}" + "".join(f"{name:>12}" for name in names) + " |" + ratios
+def versions() -> str:
+    """torch and the peers that are installed, with their versions, on one line."""
+    found = {"torch": torch.__version__, "cuDNN": torch.backends.cudnn.version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return " ".join(f"{name}={value}" for name, value in found.items() if value is not None)
 
 
 def print_host_times(providers: Sequence[Provider], device: str) -> None:
@@ -131,48 +94,55 @@ def print_host_times(providers: Sequence[Provider], device: str) -> None:
 
 
 def run(
-    workloads: Sequence[Workload],
-    providers: Sequence[Provider],
-    *,
-    device: str,
-    iters: int,
-    flush: bool = True,
-    csv_path: Path | None = None,
-) -> None:
-    """Print a table of speeds and ratios, one line per workload, and write every figure to `csv_path`."""
+    workloads: Sequence[Workload], providers: Sequence[Provider], *, device: str, iters: int, cold: bool = True
+) -> list[Figure]:
+    """Time every workload and print a table of speeds, one line per workload; what has no figure says why, once."""
     names = [provider.name for provider in providers]
-    print(_header(names))
-    rows: list[dict[str, object]] = []
+    say(table_header(names))
+    every: list[Figure] = []
     told: set[tuple[str, str]] = set()
-    for workload in workloads:
-        figures, reasons = compare(workload, providers, device=device, iters=iters, flush=flush)
-        print(_table_row(workload, figures, names), flush=True)
+    for workload in progress(workloads, "cell"):
+        figures, reasons = compare(workload, providers, device=device, iters=iters, cold=cold)
+        say(table_row(workload, figures, names))
         for reason in reasons.items():
             if reason not in told:
-                print(f"  {reason[0]}: {reason[1]}")
+                say(f"  {reason[0]}: {reason[1]}")
                 told.add(reason)
-        rows += [
-            asdict(f.workload) | {key: value for key, value in vars(f).items() if key != "workload"} for f in figures
-        ]
-    if csv_path is not None:
-        columns = [f.name for f in (*fields(Workload), *fields(Figure)) if f.name != "workload"]
-        with csv_path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        every += figures
+    return every
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time flash attention next to its peers, taking turns.")
-    parser.add_argument("--seq_len", type=int, nargs="+", metavar="N", default=list(SEQ_LENS))
-    parser.add_argument("--head_dim", type=int, nargs="+", metavar="N", default=list(HEAD_DIMS))
+    parser = argparse.ArgumentParser(
+        description="Time flash attention next to its peers, taking turns.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="presets:\n" + "\n".join(f"  {name:8} {preset.meaning}" for name, preset in PRESETS.items()),
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="h200", help="what is timed, and against what")
+    parser.add_argument("--seq_len", type=int, nargs="+", metavar="N", help="lengths instead of the preset's")
+    parser.add_argument(
+        "--head_dim", type=int, nargs="+", metavar="N", help="head dimensions instead of the preset's"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
-    parser.add_argument("--iters", type=int, metavar="N", default=30, help="timed calls of each (30)")
-    parser.add_argument("--no-flush", action="store_true", help="keep the L2 cache between calls")
-    parser.add_argument("--provider", action="append", default=[], metavar="NAME", help="only this one (repeatable)")
+    parser.add_argument("--iters", type=int, metavar="N", default=30, help="rounds (30)")
+    parser.add_argument(
+        "--warm", action="store_true", help="keep the L2 cache: bursts of calls; it is emptied before each by default"
+    )
+    parser.add_argument("--provider", action="append", metavar="NAME", help="only this one (repeatable)")
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        choices=[provider.name.removeprefix("fly ") for provider in FORCED],
+        help="also time fly with this kernel forced (repeatable)",
+    )
+    parser.add_argument(
+        "--threshold", type=float, metavar="X", default=1.0, help="list cells under X of the best (1)"
+    )
     parser.add_argument("--host", action="store_true", help="host time of a warm call instead")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed against length into FILE (.png, .svg)")
     return parser
 
 
@@ -182,12 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.iters < 1:
         parser.error(f"--iters must be at least 1, got {args.iters}")
+    preset = PRESETS[args.preset]
+    chosen = {"seq_lens": args.seq_len, "head_dims": args.head_dim}
+    chosen = {name: values for name, values in chosen.items() if values}
     try:
-        providers = named(args.provider) if args.provider else PROVIDERS
+        providers = named(dict.fromkeys([*(args.provider or preset.providers), *(f"fly {k}" for k in args.kernel)]))
         causal = (True, False) if args.causal is None else (args.causal,)
-        workloads = sweep(args.seq_len, args.head_dim, args.dtype, causal)
+        workloads = preset.workloads(args.dtype, causal, **chosen)
     except (ValueError, ZeroDivisionError) as error:
         parser.error(str(error))
+    if args.plot is not None and plot_missing():
+        parser.error(f"--plot: {plot_missing()}")
     if not torch.cuda.is_available():
         print("torch sees no GPU: nothing to time", file=sys.stderr)
         return 2
@@ -200,19 +175,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{provider.name}: {reason}")
     if not present:
         return 2
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    device = torch.cuda.get_device_name()
+    print(f"{device}, {versions()}")
     with torch.no_grad():
         if args.host:
             print_host_times(present, "cuda")
-        else:
-            run(
-                workloads,
-                present,
-                device="cuda",
-                iters=args.iters,
-                flush=not args.no_flush,
-                csv_path=args.csv,
-            )
+            return 0
+        before = ceiling(args.dtype, "cuda")
+        figures = run(workloads, present, device="cuda", iters=args.iters, cold=not args.warm)
+        top = max(before, after := ceiling(args.dtype, "cuda"))
+    if args.csv is not None:
+        l2 = "warm" if args.warm else "cold"
+        write_csv(args.csv, figures, {"ceiling_tflops": top, "l2": l2, "device": device, "versions": versions()})
+    if args.plot is not None and any(plottable(figure.workload) for figure in figures):
+        plot(args.plot, figures, top, f"Flash attention forward, {args.dtype}, {device}")
+    print(f"matrix product {CEILING_SIZE}³ {args.dtype}: {before:.0f} TFLOP/s before, {after:.0f} after")
+    print("\n".join(summary(figures, args.threshold)))
     return 0
 
 

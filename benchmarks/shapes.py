@@ -151,7 +151,12 @@ def sweep(
     ]
 
 
-def short(dtype: str, causal: Sequence[bool] = (True, False), head_dims: Sequence[int] = (64, 128)) -> list[Workload]:
+def short(
+    dtype: str,
+    causal: Sequence[bool] = (True, False),
+    seq_lens: Sequence[int] = (64, 128, 256, 512, 1024),
+    head_dims: Sequence[int] = (64, 128),
+) -> list[Workload]:
     """What fills a GPU badly: one short sequence, packed mixtures of lengths, few key heads."""
     mixtures = (
         (512,) * 8 + (64,) * 32,
@@ -160,7 +165,7 @@ def short(dtype: str, causal: Sequence[bool] = (True, False), head_dims: Sequenc
     )
     cells = []
     for kind in kinds((dtype,), causal, head_dims):
-        cells += [kind.dense(1, length, 16) for length in (64, 128, 256, 512, 1024)]
+        cells += [kind.dense(1, length, 16) for length in seq_lens]
         cells += [kind.dense(1, 1024, 64, 8), kind.dense(8, 1024, 64, 8), kind.dense(1, 4096, 64, 8)]
         cells += [kind.packed(_square(lengths), 16) for lengths in mixtures]
         cells += [kind.packed(_square(mixtures[1]), 64, 8)]
@@ -169,7 +174,10 @@ def short(dtype: str, causal: Sequence[bool] = (True, False), head_dims: Sequenc
 
 @dataclass(frozen=True)
 class Preset:
-    """What one benchmark run times: workloads of a dtype and masks, and the names of providers."""
+    """What one benchmark run times.
+
+    `workloads(dtype, causal, seq_lens, head_dims)` gives the cells, the last two by default; `providers` are names.
+    """
 
     meaning: str
     workloads: Callable[..., list[Workload]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import csv
 import secrets
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,16 +14,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.progress import progress, say
 from benchmarks.providers import FLY, FORCED, PEERS, PROVIDERS, Call, Provider, named
 from benchmarks.shapes import SETS, Kind, kinds, workloads_of_sets
 from benchmarks.timing import measure
 from benchmarks.workload import COLUMNS, DTYPES, Workload
 from tests.kernels.reference import Reference, check, reference
-
-try:
-    from tqdm import tqdm
-except ImportError:  # everything works without a progress bar
-    tqdm = None
 
 OK, WRONG, FAILED, SKIPPED = "ok", "WRONG", "FAILED", "skipped"
 
@@ -136,24 +131,6 @@ def _timed(row: Row, milliseconds: float) -> Row:
     return replace(row, **figures)
 
 
-def _progress(workloads: list[Workload]) -> Iterator[Workload]:
-    """The workloads, under a progress bar on a terminal when there are several."""
-    if tqdm is None or len(workloads) == 1:
-        yield from workloads
-        return
-    with tqdm(workloads, unit="config", disable=None, file=sys.stderr) as bar:
-        for workload in bar:
-            bar.set_postfix_str(str(workload))
-            yield workload
-
-
-def _say(text: str) -> None:
-    if tqdm is None:
-        print(text, flush=True)
-    else:
-        tqdm.write(text, file=sys.stdout)
-
-
 def run(
     workloads: list[Workload],
     providers: Sequence[Provider],
@@ -171,26 +148,26 @@ def run(
     """
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     run_of = {"seed": seed, "device": name, "torch": torch.__version__}
-    _say(f"seed {seed}, {name}, torch {torch.__version__}, {len(workloads)} configurations")
+    say(f"seed {seed}, {name}, torch {torch.__version__}, {len(workloads)} configurations")
     present = []
     for provider in providers:
         reason = provider.missing(device)
         if reason is None:
             present.append(provider)
         else:
-            _say(f"{provider.name}: {reason}")
+            say(f"{provider.name}: {reason}")
     counts = Counter[str]()
     with nullcontext() if csv_path is None else csv_path.open("w", newline="") as file:
         writer = None if file is None else csv.DictWriter(file, CSV_COLUMNS)
         if writer is not None:
             writer.writeheader()
-        for workload in _progress(workloads) if present else ():
+        for workload in progress(workloads, "config") if present else ():
             for row in run_workload(workload, present, seed=seed, device=device, iters=iters, warmup=warmup):
                 counts[row.status] += 1
-                _say(str(row))
+                say(str(row))
                 if writer is not None:
                     writer.writerow(row.as_dict() | run_of)
-    _say(", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing could run")
+    say(", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing could run")
     if counts[WRONG] or counts[FAILED]:
         return 1
     return 0 if counts[OK] else 2

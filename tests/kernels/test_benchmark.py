@@ -1,4 +1,4 @@
-"""The forward benchmark's table and file, with stand-ins for providers."""
+"""The forward benchmark's figures, table, file and plot, with stand-ins for providers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from benchmarks import flash_attn_fwd as benchmark
+from benchmarks import report, shapes
 from benchmarks.providers import Provider
+from benchmarks.report import Figure
+from benchmarks.timing import Timing
 from benchmarks.workload import Workload
 
 WORKLOADS = [Workload(1, 8, 8, 2, 2, 16, "bf16", causal) for causal in (True, False)]
+CAUSAL, FULL = WORKLOADS
 
 
 def sleeping(name, milliseconds, unsupported=lambda workload: None):
@@ -31,49 +35,161 @@ def broken(name):
     return Provider(name, lambda device: None, lambda workload: None, bind)
 
 
-def test_table_and_file(tmp_path, capsys):
-    path = tmp_path / "figures.csv"
-    peers = [
+def figure(provider, milliseconds, workload=CAUSAL):
+    return Figure(workload, provider, Timing(milliseconds, milliseconds / 2, milliseconds * 2))
+
+
+def test_table(capsys):
+    providers = [
         sleeping("fly", 2),
         sleeping("slow", 8),
-        sleeping("full only", 1, lambda workload: "no mask" if workload.causal else None),
+        sleeping("full only", 20, lambda workload: "no mask" if workload.causal else None),
         broken("broken"),
     ]
-    benchmark.run(WORKLOADS, peers, device="cpu", iters=3, csv_path=path)
+    figures = benchmark.run(WORKLOADS, providers, device="cpu", iters=3)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split()[:3] == ["TFLOP/s", "fly", "slow"]
-    assert printed[0].split("|")[1].split() == ["fly/slow", "fly/full", "only", "fly/broken"]
-    assert printed[1].startswith("B1 H2 S8 D16 bf16 causal") and printed[1].split("|")[1].split()[1:] == [
-        "-",
-        "-",
-    ]
+    assert printed[0].split() == ["TFLOP/s", "fly", "slow", "full", "only", "broken", "fly/best"]
+    causal = printed[1].removeprefix("B1 H2 S8 D16 bf16 causal").split()
+    assert causal[2:4] == ["-", "-"] and float(causal[4]) > 1.5
     assert "  full only: no mask" in printed
     assert printed.count("  broken: RuntimeError: no kernel") == 1
+    assert [(f.workload.causal, f.provider) for f in figures] == [
+        (True, "fly"),
+        (True, "slow"),
+        (False, "fly"),
+        (False, "slow"),
+        (False, "full only"),
+    ]
+
+
+def test_a_workload_that_nobody_does():
+    figures, reasons = benchmark.compare(CAUSAL, [broken("broken")], device="cpu", iters=1)
+    assert figures == [] and reasons == {"broken": "RuntimeError: no kernel"}
+    assert report.table_row(CAUSAL, figures, ["broken"]).split()[-2:] == ["-", "-"]
+
+
+def test_file(tmp_path):
+    figures = [figure("fly", 2.0), figure("slow", 3.0), figure("slow", 3.0, FULL)]
+    path = tmp_path / "figures.csv"
+    report.write_csv(path, figures, {"ceiling_tflops": 700.0, "l2": "cold", "device": "x", "versions": "torch=1"})
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["causal"], row["provider"]) for row in rows] == [
-        ("True", "fly"),
-        ("True", "slow"),
-        ("False", "fly"),
-        ("False", "slow"),
-        ("False", "full only"),
+    assert tuple(rows[0]) == report.CSV_COLUMNS
+    assert [(row["causal"], row["provider"], row["fly_ratio"]) for row in rows] == [
+        ("True", "fly", "1.0"),
+        ("True", "slow", "1.5"),
+        ("False", "slow", ""),
     ]
-    for row in rows:
-        assert float(row["tflops"]) > 0
-    assert float(rows[0]["fly_ratio"]) == 1 and float(rows[1]["fly_ratio"]) > 1.5
+    assert (rows[0]["milliseconds"], rows[0]["low_ms"], rows[0]["high_ms"]) == ("2.0", "1.0", "4.0")
+    assert float(rows[0]["tflops"]) == CAUSAL.flops / 2e9 and rows[0]["ceiling_tflops"] == "700.0"
 
 
-def test_without_fly_there_are_no_ratios():
-    figures, _ = benchmark.compare(WORKLOADS[0], [sleeping("peer", 1)], device="cpu", iters=1)
-    assert [figure.fly_ratio for figure in figures] == [None]
+def test_ratios_are_to_each_peer_and_to_the_fastest():
+    figures = [figure("fly", 2.0), figure("slow", 4.0), figure("fly generic", 3.0), figure("fast", 1.0)]
+    found = {(ratio.ours, ratio.peer): (ratio.other, ratio.value) for ratio in report.ratios(figures)}
+    assert found == {
+        ("fly", "slow"): ("slow", 2.0),
+        ("fly", "fast"): ("fast", 0.5),
+        ("fly", "best peer"): ("fast", 0.5),
+        ("fly generic", "slow"): ("slow", 4 / 3),
+        ("fly generic", "fast"): ("fast", 1 / 3),
+        ("fly generic", "best peer"): ("fast", 1 / 3),
+    }
+    assert report.ratios([figure("fly", 1.0)]) == report.ratios([figure("slow", 1.0)]) == []
+
+
+def test_summary():
+    figures = [figure("fly", 2.0), figure("slow", 8.0), figure("fly", 4.0, FULL), figure("slow", 2.0, FULL)]
+    lines = report.summary(figures, 0.9)
+    assert lines[1].split() == ["fly", "/", "peer,", "geomean", "all", "D16", "causal", "D16", "full"]
+    assert lines[2].split() == ["slow", "1.414", "4.000", "0.500"]
+    assert lines[3].split() == ["best", "peer", "1.414", "4.000", "0.500"]
+    assert lines[4:] == [
+        "fly: 1 of 2 cells under 0.9 of the best peer",
+        "  0.500 of slow         B1 H2 S8 D16 bf16 full",
+    ]
+    assert report.summary(figures, 0.4)[-1] == "fly: 0 of 2 cells under 0.4 of the best peer"
+    assert report.summary(figures[1:2], 1.0) == ["no ratios: that takes fly and a peer"]
+
+
+def test_curves_are_of_dense_squares():
+    dense = [shapes.Kind(64, "bf16", True).dense(1, length, 4) for length in (512, 256)]
+    shared, packed = (
+        shapes.Kind(64, "bf16", True).dense(1, 512, 4, 2),
+        shapes.Kind(64, "bf16", True).packed([(9, 9)], 4),
+    )
+    figures = [figure("fly", 1.0, workload) for workload in (*dense, shared, packed)]
+    speeds = [(256, figures[1].tflops), (512, figures[0].tflops)]
+    assert report.curves(figures) == {"D64 causal": {"fly": speeds}}
+
+
+class Recorder:
+    """Stands in for a plotting library's figure and axes; keeps what it is told."""
+
+    def __init__(self, **_):
+        self.axes, self.calls = [], []
+
+    def subplots(self, rows, columns, **_):
+        grid = [[Recorder() for _ in range(columns)] for _ in range(rows)]
+        self.axes = [axis for row in grid for axis in row]
+        return grid
+
+    def __getattr__(self, name):
+        return lambda *args, **options: self.calls.append((name, args, options))
+
+
+def test_plot(tmp_path):
+    made = []
+    report.plot(
+        tmp_path / "x.png",
+        [figure("fly", 1.0), figure("slow", 2.0), figure("fly", 1.0, FULL)],
+        700.0,
+        "Title",
+        lambda **options: made.append(Recorder(**options)) or made[-1],
+    )
+    (picture,) = made
+    first, second = picture.axes
+    drawn = [options["label"] for name, _, options in first.calls if name == "plot"]
+    assert drawn == ["fly", "slow"] and [name for name, _, _ in second.calls].count("plot") == 1
+    assert ("axhline", (700.0,)) in [(name, args) for name, args, _ in first.calls]
+    assert picture.calls[-1][:2] == ("savefig", (tmp_path / "x.png",))
+    with pytest.raises(ValueError, match="nothing to plot"):
+        report.plot(tmp_path / "x.png", [], 1.0, "")
+
+
+def test_plot_with_matplotlib(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "x.png", [figure("fly", 1.0)], 1.0, "Title")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_run_does_not_start(monkeypatch, capsys):
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--plot", "x.png"])
+    assert "--plot: matplotlib is not installed: pip install fly-attention[bench]" in capsys.readouterr().err
 
 
 def test_sweep_keeps_tokens_and_channels():
-    workloads = benchmark.sweep(benchmark.SEQ_LENS, benchmark.HEAD_DIMS, "f16", (True, False))
-    assert len(workloads) == 24
+    workloads = shapes.PRESETS["h200"].workloads("f16", (True, False))
+    assert len(workloads) == len(set(workloads)) == 36
+    assert {w.head_dim for w in workloads} == {64, 128, 256}
     for workload in workloads:
         assert workload.batch * workload.seq_len == 16384 and workload.num_heads * workload.head_dim == 2048
         assert workload.dtype == "f16" and workload.seq_len_kv == workload.seq_len
+    assert len(shapes.PRESETS["generic"].workloads("bf16", (True,), head_dims=[32], seq_lens=[100, 200])) == 2
+
+
+def test_short_cells():
+    cells = shapes.PRESETS["short"].workloads("bf16", (True, False))
+    assert len(cells) == len(set(cells))
+    assert any(w.batch == 1 and w.seq_len == 64 for w in cells)
+    assert any(w.lengths and w.num_heads == 8 * w.num_kv_heads for w in cells)
+
+
+def test_presets_name_providers():
+    for preset in shapes.PRESETS.values():
+        assert [provider.name for provider in benchmark.named(preset.providers)] == list(preset.providers)
 
 
 def test_host_times(capsys, monkeypatch):
@@ -83,6 +199,61 @@ def test_host_times(capsys, monkeypatch):
         "fly              12.3 µs",
         "broken       RuntimeError: no kernel",
     ]
+
+
+def test_ceiling():
+    assert benchmark.ceiling("bf16", "cpu", size=64, iters=2) > 0
+
+
+def test_a_run(monkeypatch, capsys, tmp_path):
+    """The command line from flags to the last line, on a pretended GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
+    monkeypatch.setattr(benchmark, "named", lambda names: [sleeping(name, 1 + len(name)) for name in names])
+    monkeypatch.setattr(benchmark, "ceiling", lambda dtype, device: 700.0)
+    compare = benchmark.compare
+    small = lambda workload, providers, **options: compare(CAUSAL, providers, **options | {"device": "cpu"})  # noqa: E731
+    monkeypatch.setattr(benchmark, "compare", small)
+    path = tmp_path / "figures.csv"
+    flags = [
+        "--preset",
+        "generic",
+        "--kernel",
+        "sm90",
+        "--seq_len",
+        "64",
+        "--head_dim",
+        "64",
+        "--causal",
+        "--iters",
+        "2",
+        "--warm",
+    ]
+    assert benchmark.main([*flags, "--csv", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "pretended GPU, torch=" in printed and "matrix product 8192³ bf16: 700 TFLOP/s before, 700 after" in printed
+    )
+    assert "fly generic: 1 of 1 cells under 1 of the best peer" in printed
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["provider"], row["l2"]) for row in rows] == [
+        ("fly generic", "warm"),
+        ("SDPA flash", "warm"),
+        ("fly sm90", "warm"),
+    ]
+
+
+def test_versions_of_what_is_there(monkeypatch):
+    def version(package):
+        if package != "triton":
+            raise benchmark.PackageNotFoundError
+        return "3.6"
+
+    monkeypatch.setattr(benchmark, "version", version)
+    assert benchmark.versions().startswith(f"torch={torch.__version__}") and benchmark.versions().endswith(
+        "triton=3.6"
+    )
 
 
 def test_no_gpu_is_said(monkeypatch, capsys):
@@ -96,6 +267,8 @@ def test_no_gpu_is_said(monkeypatch, capsys):
     [
         (["--iters", "0"], "--iters must be at least 1, got 0"),
         (["--provider", "nobody"], "no provider is called 'nobody'"),
+        (["--kernel", "nothing"], "invalid choice: 'nothing'"),
+        (["--preset", "nothing"], "invalid choice: 'nothing'"),
         (["--seq_len", "-5"], "seq_len must be at least 1, got -5"),
         (["--head_dim", "4096"], "num_heads must be at least 1, got 0"),
     ],
