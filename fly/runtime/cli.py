@@ -117,7 +117,7 @@ def _flash_attention(arch: str, statics: dict[str, Any]) -> tuple[Any, list[Any]
     options = kernels.options_for(description, statics.pop("head_dim", 128), statics.pop("causal", False), 16)
     if statics:
         raise ArgumentError(f"flash_attn has no setting {next(iter(statics))!r}; expected head_dim, causal, dtype")
-    specs = [parse_spec(f"{dtype}[4]")] * 4 + [parse_spec("f32[3]"), parse_spec("f32")]
+    specs = [parse_spec(f"{dtype}[4]")] * 4 + [parse_spec(text) for text in ("f32[3]", "f32", "none", "none")]
     return kernels.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
 
 
