@@ -17,6 +17,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels.dispatch import DUALWAVE, Request
+from kernels.tile_scheduler import MAX_SPLITS
 
 FUNCTION = "flydsl_flash_attn_func"
 DTYPES = {
@@ -28,7 +29,6 @@ DTYPES = {
 DEVICE_TYPES = ("cuda", "cpu")
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
-MAX_SPLITS = 64
 ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
 
 

@@ -78,7 +78,9 @@ def block_work(
     first = fly.i32(0)
     if split is not None:
         # even parts of the tiles that this block sees, so that causal blocks split as evenly as others
-        first, last = (fly.first_lane(last * s // splits) for s in (split, split + 1))
+        size = last // splits
+        longer = last - size * splits  # parts that have one tile more
+        first, last = (fly.first_lane(size * s + fly.minimum(s, longer)) for s in (split, split + 1))
         full = fly.first_lane(fly.minimum(fly.maximum(full, first), last))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
     return Work(
@@ -144,24 +146,24 @@ def grid(batch: int, heads: int, seq_len: int, block_m: int, splits: int = 1) ->
     return -(-seq_len // block_m), heads, batch * splits
 
 
-# What a block costs before its first tile, and what combining costs a split, in the time of one key tile
-_START_TILES = 3
-_COMBINE_TILES = 1
+# In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing
+# and reading the parts costs for every round of blocks. Estimates, not measured.
+_START, _COMBINE, _COMBINE_ROUND = 3, 8, 4
 
 
 def automatic_splits(blocks: int, key_tiles: int, compute_units: int) -> int:
     """How many parts the keys are best split into: the fewest that are predicted to be fastest.
 
     `blocks` of `key_tiles` each run `compute_units` at a time; a split adds blocks and shortens them. The model
-    counts rounds of blocks times tiles of a block, with a fixed start for every block and a share of the
-    combination for every split. 1 when the blocks alone fill the device, or when there is little to split.
+    counts rounds of blocks times tiles of a block, each block with a fixed start, and the combination. 1 when the
+    blocks alone fill the device, or when there is little to split.
     """
 
     def cost(splits: int) -> int:
         rounds = -(-blocks * splits // compute_units)
-        combination = _COMBINE_TILES * splits if splits > 1 else 0
-        return rounds * (-(-key_tiles // splits) + _START_TILES) + combination
+        combination = _COMBINE + _COMBINE_ROUND * rounds if splits > 1 else 0
+        return rounds * (-(-key_tiles // splits) + _START) + combination
 
     if blocks >= compute_units:
         return 1
-    return min(range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1), key=lambda splits: (cost(splits), splits))
+    return min(range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1), key=cost)
