@@ -27,7 +27,7 @@ def compiled(arch: str, head_dim: int, dtype: str, causal: bool) -> tuple[Artefa
     """The build that the library makes for aligned tensors, with log-sum-exp; test processes share the cache."""
     description = target(arch)
     options = options_for(description, head_dim, causal, 16)
-    specs = ((TensorSpec(dtype, 4, 16, True),) * 4) + (TensorSpec("f32", 3, 4, True), ScalarSpec("f32"))
+    specs = ((TensorSpec(dtype, 4, 16, True),) * 4) + (TensorSpec("f32", 3, 4, True), ScalarSpec("f32"), None, None)
     threads = options.waves * description.wave_size
     return compile_kernel(flash_attn_generic, specs, {"options": options}, arch, (threads, 1, 1)), options
 
