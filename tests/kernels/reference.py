@@ -28,8 +28,15 @@ def _blocks(heads: int, seq_len: int, seq_len_kv: int, max_scores: int) -> Itera
             yield slice(head, min(head + together, heads)), slice(row, min(row + rows, seq_len))
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, added up in float32 and rounded once if they have 16 bits, as GPUs do it; a CPU is 5 times faster so."""
+    if a.device.type == "cpu" and a.element_size() == 2:
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
 def _scores(q: torch.Tensor, k: torch.Tensor, first_row: int, seq_len: int, causal: bool) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2)
+    scores = _product(q, k.transpose(-1, -2))
     if causal:
         row = torch.arange(first_row, first_row + q.shape[-2], device=q.device)[:, None]
         key = torch.arange(k.shape[-2], device=q.device)[None, :]
@@ -85,7 +92,7 @@ def attention(
             block_lse = torch.logsumexp(scores, -1)
             probabilities = torch.softmax(scores, -1)
             probabilities.masked_fill_((block_lse == -math.inf)[..., None], 0.0)
-            out[b, row, head] = (probabilities @ value).transpose(0, 1)
+            out[b, row, head] = _product(probabilities, value).transpose(0, 1)
             lse[b, head, row] = block_lse
     return out, lse
 
