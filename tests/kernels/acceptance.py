@@ -7,7 +7,6 @@ table says a kernel does not serve must be refused with an error.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.shapes import SETS, SMALL_LENGTHS, Kind, kinds
 from benchmarks.workload import Workload
+from fly import config
 from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.reference import MAX_SCORES, check, reference
@@ -63,10 +63,13 @@ class Run:
         reason = self.unavailable()
         if reason is not None:
             pytest.skip(reason)
-        patch.setenv("FLY_KERNEL", self.kernel)
+        for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP):
+            patch.delenv(variable.name, raising=False)
+        if self.kernel:
+            patch.setenv(config.KERNEL.name, self.kernel)
         if self.arch:
-            patch.setenv("FLY_ARCH", self.arch)
-            patch.setenv("FLY_EMULATOR_CHECKS", "1")
+            patch.setenv(config.ARCH.name, self.arch)
+            patch.setenv(config.EMULATOR_CHECKS.name, "1")
 
     def refuses(self, workload: Workload) -> bool:
         """Whether the dispatch table says that the kernel does not do this."""
@@ -79,7 +82,6 @@ def _features(workload: Workload) -> dict[str, bool]:
     return {"packed": bool(workload.lengths), "split_kv": workload.num_kv_splits != 1}
 
 
-CHOSEN = Run("")
 RUNS = (
     Run("generic", "gfx942"),
     Run("generic", "gfx950"),
@@ -150,20 +152,15 @@ def sampled(run: Run, family: str, kind: Kind) -> list[Workload]:
     return reduced(family, kind)[quarter::4]
 
 
-def paired(kind: Kind, shift: int) -> list[Workload]:
-    """Every small length as queries against the one `shift` places further as keys."""
-    pairs = zip(SMALL_LENGTHS, SMALL_LENGTHS[shift:] + SMALL_LENGTHS[:shift])
-    return [kind.dense(1, queries, 2, 1, keys) for queries, keys in pairs]
+def every_pair(kind: Kind, heads: int = 4) -> list[Workload]:
+    """Every small length as queries against every one as keys, in an order in which neighbours share none."""
+    count = len(SMALL_LENGTHS)
+    places = [(i, (i + shift) % count) for shift in range(count) for i in range(count)]
+    return [kind.dense(1, SMALL_LENGTHS[q], heads, heads // 2, SMALL_LENGTHS[kv]) for q, kv in places]
 
 
-def shifts(run: Run, kind: Kind) -> list[int]:
-    """The shifts of `paired` that this kind stands for: all runs and kinds of one kernel together have them all."""
+def sampled_pairs(run: Run, kind: Kind) -> list[Workload]:
+    """Of `every_pair`, what this kind stands for: all emulated runs of one kernel with all kinds have them all."""
     variants = [(r, k) for r in EMULATED if r.kernel == run.kernel for k in KINDS]
-    place = variants.index((run, kind))
-    every = range(len(SMALL_LENGTHS))
-    return [*every[place :: len(variants)]] or [place % len(every)]
-
-
-def every_pair(kind: Kind) -> list[Workload]:
-    """Every small length as queries against every one as keys."""
-    return [kind.dense(2, q, 4, 2, kv) for q, kv in itertools.product(SMALL_LENGTHS, repeat=2)]
+    pairs, place = every_pair(kind, heads=2), variants.index((run, kind))
+    return pairs[len(pairs) * place // len(variants) : len(pairs) * (place + 1) // len(variants)]
