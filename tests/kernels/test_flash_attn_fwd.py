@@ -20,7 +20,6 @@ from benchmarks.shapes import Kind
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import acceptance
 from tests.kernels.acceptance import (
-    CHOSEN,
     EMULATED,
     FAMILIES,
     KINDS,
