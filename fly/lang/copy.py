@@ -16,12 +16,16 @@ from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
 from fly.ir.dtypes import i32
 from fly.ir.memory import i64_attribute
-from fly.ir.value import Value, shuffle
+from fly.ir.value import Value, select, shuffle
 from fly.lang.ids import linear_thread
 from fly.lang.lanes import linear_layout
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
 from fly.lang.tensor import Panel, RowView, Window
+
+
+# As an unsigned byte offset, beyond every bound (they are below 2**31), also with a column's offset added.
+PAST_THE_END = -(2**30)
 
 
 def _threads() -> int:
@@ -32,31 +36,38 @@ def _threads() -> int:
 class _Copy:
     """What the kinds of copy share: which part of a tile each thread moves.
 
-    Tiles of a `RowView` follow one another along its rows, those of a `Panel` along its columns.
+    Tiles of a `RowView` follow one another along its rows, those of a `Panel` along its columns. A tile is cut
+    along its `columns` into groups, one after the other: the largest power of two that divides them. Columns that
+    the source lacks arrive as zeros.
     """
 
-    def __init__(self, source: RowView | Panel, rows: int, vector: int):
-        self.source = source
-        self.rows = rows
-        self.vector = vector
-        lanes_per_row = source.columns // vector
-        if lanes_per_row == 0 or source.columns % vector:
+    def __init__(self, source: RowView | Panel, rows: int, columns: int, vector: int):
+        if vector <= 0 or columns % vector or source.columns % vector:
             raise ShapeError(f"rows of {source.columns} elements do not divide into vectors of {vector}")
+        self.source = source
+        self.vector = vector
+        self.group = columns & -columns
+        lanes_per_row = self.group // vector
         threads = _threads()
-        if threads % lanes_per_row:
+        if lanes_per_row == 0 or threads % lanes_per_row:
             raise ShapeError(f"{threads} threads do not divide into rows of {lanes_per_row} vectors")
         self.rows_per_pass = min(rows, threads // lanes_per_row)
         if rows % self.rows_per_pass:
             raise ShapeError(f"{rows} rows do not divide into passes of {self.rows_per_pass} rows")
         if self.rows_per_pass * lanes_per_row < threads:
-            raise ShapeError(f"a tile of {rows} x {source.columns} is too small for {threads} threads")
+            raise ShapeError(f"a tile of {rows} x {columns} is too small for {threads} threads")
         self.passes = rows // self.rows_per_pass
+        self.groups = range(0, columns, self.group)
         thread = linear_thread()
         self.row = thread // lanes_per_row
         self.column = (thread % lanes_per_row) * vector
 
-    def _window(self, tile: Any) -> Window:
-        return self.source.tile(tile, self.rows)
+    def _reach(self, offsets: list[Value], group: int) -> list[Value]:
+        """Byte offsets for a group of columns: past every bound where the source has no such columns."""
+        if group + self.group <= self.source.columns:
+            return offsets
+        exists = self.column < self.source.columns - group
+        return [select(exists, offset, PAST_THE_END) for offset in offsets]
 
 
 class RowCopy(_Copy):
@@ -66,48 +77,60 @@ class RowCopy(_Copy):
     """
 
     def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, asynchronous: bool):
-        if layout.columns != source.columns or vector > layout.granule:
+        if layout.columns < source.columns or vector > layout.granule:
             raise ShapeError(
                 f"a tile of {layout.columns} columns in runs of {layout.granule} does not take rows of "
                 f"{source.columns} in vectors of {vector}"
             )
-        super().__init__(source, layout.rows, vector)
+        super().__init__(source, layout.rows, layout.columns, vector)
         self.layout = layout
         self.asynchronous = asynchronous
         if asynchronous and vector * 2 not in current().target.async_copy_bytes:
             raise ShapeError(f"{current().target.arch} has no asynchronous copy of {vector * 2} bytes")
         bytes_ = source.dtype.bytes
         pitch = source.pitch
-        self._global = [
-            (self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)
+        offsets = [(self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)]
+        # (offset of the lane, bytes from there to its piece in the group, where it goes)
+        self._pieces = [
+            (offset, group * bytes_, self._shared_offset(p, group))
+            for group in self.groups
+            for p, offset in enumerate(self._reach(offsets, group))
         ]
-        self._shared = [self._shared_offset(p) for p in range(self.passes)]
 
-    def _shared_offset(self, p: int) -> tuple[Value, int]:
+    def _shared_offset(self, p: int, group: int) -> tuple[Value, int]:
         first = p * self.rows_per_pass
-        if self.rows_per_pass % self.layout.row_period == 0:
-            return self._base(), self.layout.displace(first, 0)[1]
-        return self.layout.base(self.row + first, self.column), 0
+        if self.rows_per_pass % self.layout.row_period:
+            base, (xor, add) = self.layout.base(self.row + first, self.column), self.layout.displace(0, group)
+        else:
+            base, (xor, add) = self._base(), self.layout.displace(first, group)
+        return (base ^ xor if xor else base), add
 
     def _base(self) -> Value:
         if not hasattr(self, "_cached_base"):
             self._cached_base = self.layout.base(self.row, self.column)
         return self._cached_base
 
+    def _window(self, tile: Any) -> Window:
+        return self.source.tile(tile, self.layout.rows)
+
     def issue(self, tile: Any, destination: SharedTile) -> Any:
         """Start tile number `tile`; asynchronous copies write `destination` from now on."""
         window = self._window(tile)
-        bytes_ = self.vector * self.source.dtype.bytes
+        dtype = self.source.dtype
+        bytes_ = self.vector * dtype.bytes
         align = min(self.source.alignment, bytes_)
         if not self.asynchronous:
             return tuple(
-                memory.load_bounded(window.base, offset, window.bound, self.source.dtype, self.vector, align=align)
-                for offset in self._global
+                memory.load_bounded(
+                    window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
+                )
+                for offset, step, _ in self._pieces
             )
         tokens = []
-        for offset, (base, add) in zip(self._global, self._shared, strict=True):
+        for offset, step, (base, add) in self._pieces:
             target = destination.pointer.offset(base).offset(add)
-            operands = [target.ir, window.base.ir, offset.ir, window.bound.ir]
+            # the bound tells rows that exist from others, whatever the column: all groups share the comparison
+            operands = [target.ir, window.base.offset(step).ir, offset.ir, window.bound.ir]
             op = emit("fly.copy_async", operands, [token_type()], {"bytes": i64_attribute(bytes_)})
             tokens.append(Token(op.results[0]))
         return join(tokens)
@@ -118,7 +141,7 @@ class RowCopy(_Copy):
             wait(in_flight)
             return
         align = min(16, self.vector * self.source.dtype.bytes)
-        for value, (base, add) in zip(in_flight, self._shared, strict=True):
+        for value, (_, _, (base, add)) in zip(in_flight, self._pieces, strict=True):
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
 
 
@@ -132,28 +155,25 @@ class TransposedCopy(_Copy):
     PIECE = 4
 
     def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
-        if layout.rows != source.columns:
-            raise ShapeError(f"a transposed tile of {source.columns} columns needs as many rows, not {layout.rows}")
+        if layout.rows < source.columns:
+            raise ShapeError(
+                f"a transposed tile of {source.columns} columns needs at least as many rows, not {layout.rows}"
+            )
         linear_layout(slot_of_piece)  # what _slot relies on
         self.tile_rows = layout.columns
-        super().__init__(source, layout.columns // self.PIECE, vector)
+        super().__init__(source, layout.columns // self.PIECE, layout.rows, vector)
         self.layout = layout
         bytes_ = source.dtype.bytes
         pitch = source.pitch
-        self._global = [
-            [
-                ((self.row + p * self.rows_per_pass) * self.PIECE + r) * pitch + self.column * bytes_
-                for r in range(self.PIECE)
-            ]
-            for p in range(self.passes)
-        ]
-        self._shared = [
-            [
-                layout.base(self.column + c, self._slot(self.row + p * self.rows_per_pass, slot_of_piece))
-                for c in range(vector)
-            ]
-            for p in range(self.passes)
-        ]
+        # of each piece: the offsets of its rows, the bytes from there to the group, where each column goes
+        self._pieces = []
+        for group in self.groups:
+            for p in range(self.passes):
+                first = (self.row + p * self.rows_per_pass) * self.PIECE
+                offsets = [(first + r) * pitch + self.column * bytes_ for r in range(self.PIECE)]
+                slot = self._slot(self.row + p * self.rows_per_pass, slot_of_piece)
+                places = [layout.base(self.column + (group + c), slot) for c in range(vector)]
+                self._pieces.append((self._reach(offsets, group), group * bytes_, places))
 
     def _slot(self, piece: Value, slot_of_piece: tuple[int, ...]) -> Value:
         """Column of the tile where a 4-row piece starts."""
@@ -172,19 +192,22 @@ class TransposedCopy(_Copy):
         """Start loading tile number `tile` into registers."""
         del destination  # the data waits in registers
         window = self._window(tile)
-        align = min(self.source.alignment, self.vector * self.source.dtype.bytes)
+        dtype = self.source.dtype
+        align = min(self.source.alignment, self.vector * dtype.bytes)
         return tuple(
             tuple(
-                memory.load_bounded(window.base, offset, window.bound, self.source.dtype, self.vector, align=align)
+                memory.load_bounded(
+                    window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
+                )
                 for offset in offsets
             )
-            for offsets in self._global
+            for offsets, step, _ in self._pieces
         )
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
         """Turn what was loaded and store it; other threads need a barrier to see it."""
-        for rows, bases in zip(in_flight, self._shared, strict=True):
-            for column, base in enumerate(bases):
+        for rows, (_, _, places) in zip(in_flight, self._pieces, strict=True):
+            for column, base in enumerate(places):
                 pairs = [shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)]
                 piece = shuffle(pairs[0], pairs[1], [0, 1, 2, 3])
                 memory.store(piece, destination.pointer.offset(base), align=8)
@@ -247,8 +270,6 @@ class TileRing:
 
 
 def _wrap(slot: Value, stages: int) -> Value:
-    from fly.ir.value import select
-
     if stages & (stages - 1) == 0:
         return slot & (stages - 1)
     return select(slot >= stages, slot - stages, slot)

@@ -16,10 +16,18 @@ TILES = 3
 
 
 def stream(
-    source: fly.Tensor, out: fly.Tensor, *, tile: fly.SwizzledTile, vector: int, stages: int, turned: bool, tiles: int
+    source: fly.Tensor,
+    out: fly.Tensor,
+    *,
+    tile: fly.SwizzledTile,
+    vector: int,
+    stages: int,
+    turned: bool,
+    tiles: int,
+    columns: int,
 ):
     """out[j] = the j-th tile of source, row by row as it lies in shared memory (without the swizzle)."""
-    rows = source.rows(tile.rows if turned else tile.columns)
+    rows = source.rows(columns)
     if turned:
         copy = fly.TransposedCopy(rows, tile, vector=vector, slot_of_piece=(0, 2, 1, 3))
     else:
@@ -39,7 +47,8 @@ def stream(
 def run(arch: str, block: int, source: np.ndarray, tile: fly.SwizzledTile, late: bool, **statics) -> np.ndarray:
     out = np.full((TILES * tile.rows, tile.columns), 77, np.float16)
     spec = matrix("f16", 2)
-    module = trace(stream, spec, spec, arch=arch, block=block, tile=tile, tiles=TILES, **statics)
+    columns = source.shape[1]
+    module = trace(stream, spec, spec, arch=arch, block=block, tile=tile, tiles=TILES, columns=columns, **statics)
     Machine(Program(module, target(arch)), late)(flat(source, out))
     return out
 
@@ -63,6 +72,29 @@ def test_rows_arrive_in_order_and_missing_ones_are_zero(arch, block, tile, vecto
     out = run(arch, block, source, tile, late, vector=vector, stages=stages, turned=False)
     np.testing.assert_array_equal(out[:count], source)
     assert (out[count:] == 0).all()
+
+
+@pytest.mark.parametrize("columns", [72, 88, 96])
+@pytest.mark.parametrize(("arch", "block", "vector", "stages"), [("sm_80", 128, 8, 2), ("gfx950", 256, 4, 1)])
+def test_columns_that_are_no_power_of_two_arrive_and_missing_ones_are_zero(arch, block, vector, stages, columns):
+    tile = fly.SwizzledTile(64, 96)
+    count = TILES * tile.rows - 7
+    wide = np.random.default_rng(0).standard_normal((count, columns + 16)).astype(np.float16)
+    source = wide[:, :columns]  # what lies beyond a row's end is not zero
+    out = run(arch, block, source, tile, True, vector=vector, stages=stages, turned=False)
+    np.testing.assert_array_equal(out[:count, :columns], source)
+    assert (out[:, columns:] == 0).all() and (out[count:] == 0).all()
+
+
+@pytest.mark.parametrize("missing", [0, 24])
+def test_turned_tiles_whose_rows_are_no_power_of_two(missing):
+    tile = fly.SwizzledTile(96, 64, fold=True)
+    source = np.random.default_rng(0).standard_normal((TILES * 64, 96)).astype(np.float16)[:, : 96 - missing]
+    out = run("gfx942", 256, source, tile, False, vector=2, stages=1, turned=True).reshape(TILES, 96, 16, 4)
+    wanted = source.reshape(TILES, 64, -1).transpose(0, 2, 1).reshape(TILES, 96 - missing, 4, 4, 4)
+    pieces = wanted[:, :, :, [0, 2, 1, 3]].reshape(TILES, 96 - missing, 16, 4)
+    np.testing.assert_array_equal(out[:, : 96 - missing], pieces)
+    assert (out[:, 96 - missing :] == 0).all()
 
 
 @pytest.mark.parametrize("vector", [2, 4])
@@ -101,7 +133,12 @@ def turned_copy(x: fly.Tensor, *, columns: int = 64, tile=(64, 64), slots=(0, 1,
         (1024, lambda x: row_copy(x, tile=(16, 64)), ShapeError, r"a tile of 16 x 64 is too small for 1024 threads"),
         (192, lambda x: row_copy(x), ShapeError, r"64 rows do not divide into passes of 24 rows"),
         (64, lambda x: row_copy(x, asynchronous=True), ShapeError, r"gfx950 has no asynchronous copy of 16 bytes"),
-        (64, lambda x: turned_copy(x, tile=(32, 64)), ShapeError, r"of 64 columns needs as many rows, not 32"),
+        (
+            64,
+            lambda x: turned_copy(x, tile=(32, 64)),
+            ShapeError,
+            r"of 64 columns needs at least as many rows, not 32",
+        ),
         (64, lambda x: turned_copy(x, slots=(0, 1, 3, 2)), LayoutError, r"lane 3 maps to 2, which is not linear"),
         (64, lambda x: turned_copy(x, slots=(0, 1, 2)), LayoutError, r"power-of-two length, not 3"),
         (
