@@ -23,7 +23,6 @@ from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
 from fly.lang.tensor import Panel, RowView, Window
 
-
 # As an unsigned byte offset, beyond every bound (they are below 2**31), also with a column's offset added.
 PAST_THE_END = -(2**30)
 

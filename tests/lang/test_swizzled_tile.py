@@ -11,7 +11,6 @@ import pytest
 import fly
 from fly.backends.target import target
 from fly.errors import LayoutError
-from fly.layout import Layout
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
