@@ -9,10 +9,14 @@ in tiles of `block_n`:
 
 | what | where |
 |---|---|
-| Q | registers, loaded once |
-| K, V | shared memory, swizzled, filled ahead by `fly.TileRing` |
+| Q | registers, loaded once; or shared memory, where accumulators leave no room |
+| K, V | shared memory, swizzled, filled ahead (`fly.TileRing`) or by turns (`fly.AlternatingTiles`) |
 | V's operand | transposing load where the target has one that fits, else stored transposed |
 | S, P, O, max, sum | registers, f32 |
+
+With `overlap`, a tile's scores are computed while the tile before it goes through the softmax:
+
+    S(j + 1) = Q K(j + 1)^T    and    P(j), O += P(j) V(j)    have no value in common
 
 Grid: (query blocks, query heads, batch). Causal blocks run longest first. Tiles that every row sees whole take
 the unmasked loop; the masked loop does the rest.
@@ -32,17 +36,26 @@ from fly.runtime.arguments import describe_all
 from fly.runtime.compile import compile_kernel
 from fly.runtime.device import device_for
 from fly.runtime.prepared import bind
-from kernels.attention_tiles import group_size, load_queries, product, store_lse, store_output
+from kernels.attention_operands import KeyValues, KeyValueTiling, SharedQueries, direct_queries
+from kernels.attention_tiles import group_size, store_lse, store_output
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
+
+HEAD_DIMS = range(32, 257, 8)
 
 
 @dataclass(frozen=True)
 class GenericOptions:
     """The static parameters of one build.
 
-    `vector` is the number of elements that one copy moves (16 bytes at most), `stages` the slots of the K and V
-    rings; with one stage, tiles go through registers.
+    Wave w owns rows w * block_m / waves and on. `vector` is the number of elements that one copy moves (16 bytes
+    at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
+    `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
+    computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
+    V's and the output's head dimension (None: `head_dim`).
+
+    Raises:
+        ShapeError: a value that no build has, or some that do not go together.
     """
 
     head_dim: int
@@ -55,14 +68,41 @@ class GenericOptions:
     waves_per_eu: int | None = None
     min_blocks: int | None = None
     daz: bool = False
+    head_dim_v: int | None = None
+    queries: str = "registers"
+    alternate: bool = False
+    overlap: bool = False
+    lazy: bool = False
 
     def __post_init__(self):
-        if self.head_dim not in (64, 128):
-            raise ShapeError(f"head_dim is {self.head_dim}; expected 64 or 128")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value not in HEAD_DIMS and (name, value) != ("head_dim_v", None):
+                raise ShapeError(
+                    f"{name} is {value}; expected a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+                )
         if self.vector not in (1, 2, 4, 8):
             raise ShapeError(f"vector is {self.vector}; expected 1, 2, 4 or 8 elements")
         if self.block_m % self.waves:
             raise ShapeError(f"block_m {self.block_m} does not divide into {self.waves} waves")
+        if self.queries not in ("registers", "shared"):
+            raise ShapeError(f"queries is {self.queries!r}; expected 'registers' or 'shared'")
+        if self.alternate and self.stages != 1:
+            raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
+        if self.overlap and self.stages < 2:
+            raise ShapeError(f"overlap needs two stages or more, not {self.stages}")
+        if self.queries == "shared" and not self.asynchronous:
+            raise ShapeError("queries in shared memory need asynchronous copies: two stages or more, or alternate")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether tiles go past the registers."""
+        return self.stages > 1 or self.alternate
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of V and of the output."""
+        return self.head_dim_v or self.head_dim
 
 
 @fly.kernel
@@ -78,21 +118,16 @@ def flash_attn_generic(
 ):
     """out = softmax(softmax_scale * q k^T) v, per batch and head.
 
-    q, out: (B, Sq, H, D); k, v: (B, Skv, Hkv, D) with H a multiple of Hkv; lse: (B, H, Sq) f32 or None;
-    scale_log2: softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
+    q: (B, Sq, H, D); k: (B, Skv, Hkv, D); v: (B, Skv, Hkv, Dv) with H a multiple of Hkv; out: (B, Sq, H, Dv);
+    lse: (B, H, Sq) f32 or None; scale_log2: softmax_scale * log2(e).
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
         fly.flush_denormals()
     link = fly.chain(fly.target().mma(q.dtype.name))
-    layout, depth = link.layout, link.atom.k
+    layout = link.layout
     wave_rows = options.block_m // options.waves
-    row_tiles, key_tiles = wave_rows // layout.rows, options.block_n // layout.columns
-    dim_tiles, dim_steps, key_steps = (
-        options.head_dim // layout.columns,
-        options.head_dim // depth,
-        options.block_n // depth,
-    )
+    row_tiles = wave_rows // layout.rows
 
     head, batch = fly.block_id.y, fly.block_id.z
     kv_head = head // group_size(q, k)
@@ -104,98 +139,71 @@ def flash_attn_generic(
 
     q_rows = q[batch, :, head, :].rows(options.head_dim)
     k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
-    v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
-    ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
+    v_rows = v[batch, :, kv_head, :].rows(options.value_dim)
+    if options.asynchronous:
+        arriving = SharedQueries(link, q_rows, block, options.block_m, options.vector)
+    else:
+        queries = direct_queries(link, q_rows.window(first_row, options.block_m), wave_offset, wave_rows)
+    tiling = KeyValueTiling(
+        options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
+    )
+    tiles = KeyValues(link, k_rows, v_rows, tiling)
+    ring = tiles.ring
 
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
     full_tiles, all_tiles = keys.tiles(first_row, options.block_m, options.block_n)
 
+    def scores_of(j: Any, k_tile: fly.SharedTile, masked: bool) -> fly.Fragment:
+        scores = tiles.scores(queries, row_tiles, k_tile)
+        return keys.apply(scores, rows, j * options.block_n) if masked else scores
+
+    def take(
+        scores: fly.Fragment, v_tile: fly.SharedTile, output: Any, softmax: OnlineSoftmax, masked: bool
+    ) -> tuple:
+        softmax, probabilities, output = softmax.update(scores, output, scale_log2, masked=masked, lazy=options.lazy)
+        return tiles.accumulate(output, probabilities, v_tile), softmax
+
     def step(j: Any, state: tuple, masked: bool) -> tuple:
         output, softmax, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
-        scores = fly.Fragment.zeros(layout, row_tiles, key_tiles)
-        for t in range(dim_steps):
-            scores = product(
-                link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores
-            )
+        scores = tiles.scores(queries, row_tiles, k_tile)
+        flight = ring.halfway(j, flight)
         if masked:
             scores = keys.apply(scores, rows, j * options.block_n)
-        softmax, probabilities, factor = softmax.update(scores, scale_log2, masked=masked)
-        output = output.scale_rows(factor)
-        weights = probabilities.map(lambda tile, r, c: tile.to(q.dtype, rounding="nearest_any"))
-        operands = [link.operands(tiles) for tiles in weights.tiles]
-        for t in range(key_steps):
-            output = product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
-        return output, softmax, flight
+        return *take(scores, v_tile, output, softmax, masked), flight
+
+    def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
+        output, softmax, flight, scores = state
+        (k_tile, v_tile), flight = ring.advance(j, flight)
+        following = scores_of(j, k_tile, masked)
+        return *take(scores, v_tile, output, softmax, masked), flight, following
 
     start = (
-        fly.Fragment.zeros(layout, row_tiles, dim_tiles),
+        fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles),
         OnlineSoftmax.start(layout, row_tiles),
         ring.start(fly.i32(0)),
     )
-    for j, state in (loop := fly.range(full_tiles, carry=start)):
+    if options.asynchronous:
+        queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
+    first_tile: Any = 0
+    if options.overlap:
+        (k_tile, _), flight = ring.advance(fly.i32(0), start[2])
+        start = (*start[:2], flight, scores_of(0, k_tile, True))
+        first_tile, step = 1, step_ahead
+        all_tiles = fly.maximum(all_tiles, 1)
+    for j, state in (loop := fly.range(first_tile, full_tiles, carry=start)):
         loop.next(step(j, state, masked=False))
-    for j, state in (loop := fly.range(full_tiles, all_tiles, carry=loop.results)):
+    for j, state in (loop := fly.range(fly.maximum(full_tiles, first_tile), all_tiles, carry=loop.results)):
         loop.next(step(j, state, masked=True))
-    output, softmax, _ = loop.results
+    output, softmax, flight, *ahead = loop.results
+    if options.overlap:
+        (_, v_tile), _ = ring.advance(all_tiles, flight)
+        output, softmax = take(ahead[0], v_tile, output, softmax, masked=True)
 
     inverse, row_lse = softmax.finish(scale_log2)
-    store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
+    store_output(out[batch, :, head, :].rows(options.value_dim), output.scale_rows(inverse), wave_row, wave_rows)
     if lse is not None:
         store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
-
-
-def _operands(link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, options: GenericOptions):
-    """The ring of K and V tiles, their operand loaders, and where V's operand (dim tile, key step) is."""
-    target, atom, operand = fly.target(), link.atom, link.column_operand
-    values, columns, depth = atom.values(operand), link.layout.columns, atom.k
-    asynchronous = options.stages > 1
-
-    def plan(**kwargs: Any) -> fly.OperandPlan | None:
-        want = fly.operand_coordinates(atom, operand, **kwargs)
-        return fly.plan_operand(target.matrix_loads, want, values)
-
-    k_plan = fly.require_plan(plan(transposed=False), atom, operand)
-    k_layout = fly.SwizzledTile(options.block_n, options.head_dim, k_plan.load.granule)
-    k_copy = fly.RowCopy(k_rows, k_layout, vector=options.vector, asynchronous=asynchronous)
-
-    v_plan = plan(transposed=True, slot_of=lambda k: link.columns[k])
-    if v_plan is not None:
-        v_layout = fly.SwizzledTile(options.block_n, options.head_dim, v_plan.load.granule)
-        v_copy: Any = fly.RowCopy(v_rows, v_layout, vector=options.vector, asynchronous=asynchronous)
-
-        def v_place(n: int, t: int) -> tuple[int, int]:
-            return t * depth, n * columns
-
-    else:
-        # no load turns V: it is stored turned, keys in the order in which P's registers hold them
-        v_plan = fly.require_plan(plan(transposed=False), atom, operand)
-        v_layout = fly.SwizzledTile(options.head_dim, options.block_n, v_plan.load.granule, fold=True)
-        pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
-        v_copy = fly.TransposedCopy(
-            v_rows, v_layout, vector=min(options.vector, _turned_vector(options)), slot_of_piece=pieces
-        )
-
-        def v_place(n: int, t: int) -> tuple[int, int]:
-            return n * columns, t * depth
-
-    k_ring = fly.SharedTile.ring("k", k_layout, k_rows.dtype, options.stages)[0]
-    v_ring = fly.SharedTile.ring("v", v_layout, v_rows.dtype, options.stages)[0]
-    ring = fly.TileRing([(k_copy, k_ring), (v_copy, v_ring)], options.stages)
-    k_loader, v_loader = fly.OperandLoader(k_plan, k_layout), fly.OperandLoader(v_plan, v_layout)
-    for t in range(options.head_dim // depth):
-        k_loader.prepare(0, t * depth)
-    for n in range(0, options.head_dim // columns, v_plan.tiles):
-        for t in range(options.block_n // depth):
-            v_loader.prepare(*v_place(n, t))
-    return ring, k_loader, v_loader, v_place
-
-
-def _turned_vector(options: GenericOptions) -> int:
-    """Columns of V per thread so that all threads have a piece of 4 rows to turn."""
-    threads = options.waves * fly.wave_size()
-    return max(1, options.block_n * options.head_dim // (4 * threads))
 
 
 # (block_m, block_n, waves, stages) by backend, head dim and causality; AMD tiles go through registers

@@ -25,6 +25,7 @@ from fly.lang.tensor import Panel, RowView, Window
 
 # As an unsigned byte offset, beyond every bound (they are below 2**31), also with a column's offset added.
 PAST_THE_END = -(2**30)
+NO_ROW = 2**31 - 1  # not below any number of rows
 
 
 def _threads() -> int:
@@ -61,12 +62,12 @@ class _Copy:
         self.row = thread // lanes_per_row
         self.column = (thread % lanes_per_row) * vector
 
-    def _reach(self, offsets: list[Value], group: int) -> list[Value]:
-        """Byte offsets for a group of columns: past every bound where the source has no such columns."""
+    def _reach(self, values: list[Value], group: int, nowhere: int) -> list[Value]:
+        """Where the pieces of a group of columns are: `nowhere` in lanes whose columns the source lacks."""
         if group + self.group <= self.source.columns:
-            return offsets
+            return values
         exists = self.column < self.source.columns - group
-        return [select(exists, offset, PAST_THE_END) for offset in offsets]
+        return [select(exists, value, nowhere) for value in values]
 
 
 class RowCopy(_Copy):
@@ -87,14 +88,21 @@ class RowCopy(_Copy):
         if asynchronous and vector * 2 not in current().target.async_copy_bytes:
             raise ShapeError(f"{current().target.arch} has no asynchronous copy of {vector * 2} bytes")
         bytes_ = source.dtype.bytes
-        pitch = source.pitch
-        offsets = [(self.row + p * self.rows_per_pass) * pitch + self.column * bytes_ for p in range(self.passes)]
-        # (offset of the lane, bytes from there to its piece in the group, where it goes)
-        self._pieces = [
-            (offset, group * bytes_, self._shared_offset(p, group))
-            for group in self.groups
-            for p, offset in enumerate(self._reach(offsets, group))
-        ]
+        places = [[self._shared_offset(p, group) for p in range(self.passes)] for group in self.groups]
+        self._places = [place for group in places for place in group]
+        if asynchronous:
+            self._first = self.row * source.pitch + self.column * bytes_
+            self._rows = [self._reach([self.row], group, NO_ROW)[0] for group in self.groups]
+        else:
+            offsets = [self._offset(p) for p in range(self.passes)]
+            self._offsets = [
+                (offset, group * bytes_)
+                for group in self.groups
+                for offset in self._reach(offsets, group, PAST_THE_END)
+            ]
+
+    def _offset(self, p: int) -> Value:
+        return (self.row + p * self.rows_per_pass) * self.source.pitch + self.column * self.source.dtype.bytes
 
     def _shared_offset(self, p: int, group: int) -> tuple[Value, int]:
         first = p * self.rows_per_pass
@@ -115,23 +123,38 @@ class RowCopy(_Copy):
     def issue(self, tile: Any, destination: SharedTile) -> Any:
         """Start tile number `tile`; asynchronous copies write `destination` from now on."""
         window = self._window(tile)
+        if self.asynchronous:
+            return self._issue_asynchronous(window, destination)
         dtype = self.source.dtype
-        bytes_ = self.vector * dtype.bytes
-        align = min(self.source.alignment, bytes_)
-        if not self.asynchronous:
-            return tuple(
-                memory.load_bounded(
-                    window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
-                )
-                for offset, step, _ in self._pieces
+        align = min(self.source.alignment, self.vector * dtype.bytes)
+        return tuple(
+            memory.load_bounded(
+                window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
             )
+            for offset, step in self._offsets
+        )
+
+    def _issue_asynchronous(self, window: Window, destination: SharedTile) -> Token:
+        # One address a lane for the tile, and uniform steps from there: an address for each piece would be as many
+        # registers. Comparing rows, not bytes, lets tiles of the same rows share the comparisons.
+        lane = window.base.offset(self._first)
+        step = self.source.pitch * self.rows_per_pass
+        bytes_ = self.vector * self.source.dtype.bytes
         tokens = []
-        for offset, step, (base, add) in self._pieces:
-            target = destination.pointer.offset(base).offset(add)
-            # the bound tells rows that exist from others, whatever the column: all groups share the comparison
-            operands = [target.ir, window.base.offset(step).ir, offset.ir, window.bound.ir]
-            op = emit("fly.copy_async", operands, [token_type()], {"bytes": i64_attribute(bytes_)})
-            tokens.append(Token(op.results[0]))
+        places = iter(self._places)
+        for group, row in zip(self.groups, self._rows, strict=True):
+            for p in range(self.passes):
+                base, add = next(places)
+                target = destination.pointer.offset(base).offset(add)
+                source = lane.offset(step * p if p else 0).offset(group * self.source.dtype.bytes)
+                inside = row < window.rows_left - p * self.rows_per_pass
+                op = emit(
+                    "fly.copy_async",
+                    [target.ir, source.ir, inside.ir],
+                    [token_type()],
+                    {"bytes": i64_attribute(bytes_)},
+                )
+                tokens.append(Token(op.results[0]))
         return join(tokens)
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
@@ -140,7 +163,7 @@ class RowCopy(_Copy):
             wait(in_flight)
             return
         align = min(16, self.vector * self.source.dtype.bytes)
-        for value, (_, _, (base, add)) in zip(in_flight, self._pieces, strict=True):
+        for value, (base, add) in zip(in_flight, self._places, strict=True):
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
 
 
@@ -172,7 +195,7 @@ class TransposedCopy(_Copy):
                 offsets = [(first + r) * pitch + self.column * bytes_ for r in range(self.PIECE)]
                 slot = self._slot(self.row + p * self.rows_per_pass, slot_of_piece)
                 places = [layout.base(self.column + (group + c), slot) for c in range(vector)]
-                self._pieces.append((self._reach(offsets, group), group * bytes_, places))
+                self._pieces.append((self._reach(offsets, group, PAST_THE_END), group * bytes_, places))
 
     def _slot(self, piece: Value, slot_of_piece: tuple[int, ...]) -> Value:
         """Column of the tile where a 4-row piece starts."""
@@ -224,48 +247,102 @@ class TileRing:
     """Tiles of several copies, fetched ahead of their use into rings of `stages` slots.
 
     Asynchronous copies need two slots or more and keep `stages - 1` tiles in flight; one barrier per tile.
-    Copies through registers use one slot and keep the next tile in registers; two barriers per tile.
+    Copies through registers use one slot and keep the next tile in registers; two barriers per tile. A copy's
+    `lag` (0, or 1 with asynchronous copies) is how many tiles it is behind: step t uses its tile t - lag.
     """
 
-    def __init__(self, copies: list[tuple[RowCopy | TransposedCopy, SharedTile]], stages: int):
+    def __init__(
+        self,
+        copies: list[tuple[RowCopy | TransposedCopy, SharedTile]],
+        stages: int,
+        lags: tuple[int, ...] | None = None,
+    ):
         self.copies = copies
         self.stages = stages
+        self.lags = lags or (0,) * len(copies)
         self.asynchronous = all(getattr(copy, "asynchronous", False) for copy, _ in copies)
         if self.asynchronous != (stages > 1):
             raise ShapeError(
                 f"{stages} stages do not suit {'asynchronous copies' if self.asynchronous else 'copies in registers'}"
             )
+        if len(self.lags) != len(copies) or any(lag not in (0, int(self.asynchronous)) for lag in self.lags):
+            raise ShapeError(f"lags {self.lags} of {len(copies)} copies; expected 0, or 1 if asynchronous, for each")
 
-    def _issue(self, tile: Any, slot: Any) -> Any:
-        parts = tuple(copy.issue(tile, self._tile(ring, slot)) for copy, ring in self.copies)
+    def _issue(self, tile: Any, slot: Any, lags: tuple[int, ...]) -> Any:
+        parts = tuple(
+            copy.issue(tile - lag if lag else tile, self._tile(ring, slot, lag))
+            for (copy, ring), lag in zip(self.copies, self.lags, strict=True)
+            if lag in lags
+        )
         return join(list(parts)) if self.asynchronous else parts
 
-    def _tile(self, ring: SharedTile, slot: Any) -> SharedTile:
-        return (
-            ring if isinstance(slot, int) and slot == 0 else ring.slot(i32(slot) if isinstance(slot, int) else slot)
-        )
+    def _tile(self, ring: SharedTile, slot: Any, lag: int) -> SharedTile:
+        slot = _wrap(slot + (self.stages - lag), self.stages) if lag else slot
+        return ring if isinstance(slot, int) and slot == 0 else ring.slot(slot)
 
     def start(self, first: Any) -> InFlight:
         """Set the first tiles on their way; `first` is the number of the first one."""
         count = max(1, self.stages - 1)
-        return InFlight(tuple(self._issue(first + i, i) for i in range(count)), i32(0))
+        # step `first` of a copy that lags has no tile
+        return InFlight(
+            tuple(self._issue(first + i, i32(i) if i else 0, (0, 1)[: i + 1]) for i in range(count)), i32(0)
+        )
 
     def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
-        """Complete tile number `tile`, start a later one, and give the shared tiles to read now."""
+        """Complete the tiles of step `tile`, start later ones, and give the shared tiles to read now."""
         if self.asynchronous:
             wait(flight.pending[0])
             barrier()  # the tile is whole, and nobody reads the slot that is filled next any more
             ahead = _wrap(flight.slot + (self.stages - 1), self.stages)
-            newest = self._issue(tile + (self.stages - 1), ahead)
-            tiles = [self._tile(ring, flight.slot) for _, ring in self.copies]
+            newest = self._issue(tile + (self.stages - 1), ahead, (0, 1))
+            tiles = [
+                self._tile(ring, flight.slot, lag) for (_, ring), lag in zip(self.copies, self.lags, strict=True)
+            ]
             following = _wrap(flight.slot + 1, self.stages)
             return tiles, InFlight((*flight.pending[1:], newest), following)
         barrier()
         for (copy, ring), part in zip(self.copies, flight.pending[0], strict=True):
             copy.land(part, ring)
         barrier()
-        newest = self._issue(tile + 1, 0)
+        newest = self._issue(tile + 1, 0, (0,))
         return [ring for _, ring in self.copies], InFlight((newest,), flight.slot)
+
+    def halfway(self, tile: Any, flight: InFlight) -> InFlight:
+        """What `AlternatingTiles` does here is done already."""
+        del tile
+        return flight
+
+
+class AlternatingTiles:
+    """Tiles of two asynchronous copies with one slot each: while one tile is read, the other one arrives.
+
+    Half the shared memory of a ring, and two barriers per tile.
+    """
+
+    def __init__(self, first: tuple[RowCopy, SharedTile], second: tuple[RowCopy, SharedTile]):
+        self.first = first
+        self.second = second
+        if not all(getattr(copy, "asynchronous", False) for copy, _ in (first, second)):
+            raise ShapeError("alternating tiles need asynchronous copies")
+
+    def start(self, first: Any) -> InFlight:
+        """Set the first copy's first tile on its way; `first` is its number."""
+        copy, place = self.first
+        return InFlight((copy.issue(first, place),), i32(0))
+
+    def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
+        """Complete the first copy's tile, start the second's, and give both places; the first may be read."""
+        return [self.first[1], self.second[1]], self._turn(self.second, tile, flight)
+
+    def halfway(self, tile: Any, flight: InFlight) -> InFlight:
+        """Nothing reads the first place any more: complete the second tile, start the first copy's next one."""
+        return self._turn(self.first, tile + 1, flight)
+
+    def _turn(self, other: tuple[RowCopy, SharedTile], tile: Any, flight: InFlight) -> InFlight:
+        wait(flight.pending[0])
+        barrier()  # the tile is whole, and nobody reads the other place any more
+        copy, place = other
+        return InFlight((copy.issue(tile, place),), flight.slot)
 
 
 def _wrap(slot: Value, stages: int) -> Value:
