@@ -78,9 +78,8 @@ class GenericOptions:
         for name in ("head_dim", "head_dim_v"):
             value = getattr(self, name)
             if value not in HEAD_DIMS and (name, value) != ("head_dim_v", None):
-                raise ShapeError(
-                    f"{name} is {value}; expected a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-                )
+                accepted = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+                raise ShapeError(f"{name} is {value}; expected {accepted}")
         if self.vector not in (1, 2, 4, 8):
             raise ShapeError(f"vector is {self.vector}; expected 1, 2, 4 or 8 elements")
         if self.block_m % self.waves:
