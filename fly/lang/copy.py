@@ -69,6 +69,20 @@ class _Copy:
         exists = self.column < self.source.columns - group
         return [select(exists, value, nowhere) for value in values]
 
+    def _load(self, window: Window, offset: Value, step: int) -> Value:
+        """A vector into registers, as 32-bit words where it has whole ones.
+
+        Loops carry what is in flight. LLVM carries words, and conversions of many narrow vectors at the head of a
+        loop keep it from rotating the loop.
+        """
+        dtype, count = self.source.dtype, self.vector
+        align = min(self.source.alignment, count * dtype.bytes)
+        if count > 1:
+            dtype, count = i32, count * dtype.bytes // i32.bytes
+        return memory.load_bounded(
+            window.base, offset + step if step else offset, window.bound, dtype, count, align=align
+        )
+
 
 class RowCopy(_Copy):
     """Tiles of `layout.rows` rows, kept as rows.
@@ -125,14 +139,7 @@ class RowCopy(_Copy):
         window = self._window(tile)
         if self.asynchronous:
             return self._issue_asynchronous(window, destination)
-        dtype = self.source.dtype
-        align = min(self.source.alignment, self.vector * dtype.bytes)
-        return tuple(
-            memory.load_bounded(
-                window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
-            )
-            for offset, step in self._offsets
-        )
+        return tuple(self._load(window, offset, step) for offset, step in self._offsets)
 
     def _issue_asynchronous(self, window: Window, destination: SharedTile) -> Token:
         # One address a lane for the tile, and uniform steps from there: an address for each piece would be as many
@@ -164,6 +171,7 @@ class RowCopy(_Copy):
             return
         align = min(16, self.vector * self.source.dtype.bytes)
         for value, (base, add) in zip(in_flight, self._places, strict=True):
+            value = value.bitcast(self.source.dtype)
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
 
 
@@ -214,21 +222,14 @@ class TransposedCopy(_Copy):
         """Start loading tile number `tile` into registers."""
         del destination  # the data waits in registers
         window = self._window(tile)
-        dtype = self.source.dtype
-        align = min(self.source.alignment, self.vector * dtype.bytes)
         return tuple(
-            tuple(
-                memory.load_bounded(
-                    window.base, offset + step if step else offset, window.bound, dtype, self.vector, align=align
-                )
-                for offset in offsets
-            )
-            for offsets, step, _ in self._pieces
+            tuple(self._load(window, offset, step) for offset in offsets) for offsets, step, _ in self._pieces
         )
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
         """Turn what was loaded and store it; other threads need a barrier to see it."""
-        for rows, (_, _, places) in zip(in_flight, self._pieces, strict=True):
+        for words, (_, _, places) in zip(in_flight, self._pieces, strict=True):
+            rows = [word.bitcast(self.source.dtype) for word in words]
             for column, base in enumerate(places):
                 pairs = [shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)]
                 piece = shuffle(pairs[0], pairs[1], [0, 1, 2, 3])
