@@ -34,17 +34,18 @@ def direct_queries(link: fly.Chain, window: fly.Window, offset: Any, count: int)
 
 
 class SharedQueries:
-    """Rows [block * block_rows, ...) of Q on their way to shared memory, by asynchronous copies of `vector`."""
+    """A window of `count` rows of Q on their way to shared memory, by asynchronous copies of `vector` elements."""
 
-    def __init__(self, link: fly.Chain, rows: fly.RowView, block: Any, block_rows: int, vector: int):
+    def __init__(self, link: fly.Chain, window: fly.Window, count: int, vector: int):
+        rows = window.view
         plan = fly.require_plan(_plan(link, link.row_operand, transposed=False), link.atom, link.row_operand)
-        layout = fly.SwizzledTile(block_rows, padded(rows.columns), plan.load.granule)
+        layout = fly.SwizzledTile(count, padded(rows.columns), plan.load.granule)
         self.link = link
         self.steps = -(-rows.columns // link.atom.k)
         self.tile = fly.SharedTile.ring("q", layout, rows.dtype, 1)[0]
         self.loader = fly.OperandLoader(plan, layout)
         copy = fly.RowCopy(rows, layout, vector=vector, asynchronous=True)
-        self.flight = copy.issue(block, self.tile)
+        self.flight = copy.issue_window(window, self.tile)
 
     def arrive(self, offset: Any, count: int, *, keep: bool) -> Queries:
         """Operands of `count` rows from the wave's `offset` on, when they are there.

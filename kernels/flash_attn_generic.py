@@ -14,32 +14,28 @@ in tiles of `block_n`:
 | V's operand | transposing load where the target has one that fits, else stored transposed |
 | S, P, O, max, sum | registers, f32 |
 
-With `overlap`, a tile's scores are computed while the tile before it goes through the softmax:
+Tiles that every row sees whole take the unmasked loop; the masked loop does the rest. `kernels.tile_scheduler` says
+which block computes what, for dense and packed tensors and for split keys. With `overlap`, a tile's scores are
+computed while the tile before it goes through the softmax:
 
     S(j + 1) = Q K(j + 1)^T    and    P(j), O += P(j) V(j)    have no value in common
-
-Grid: (query blocks, query heads, batch). Causal blocks run longest first. Tiles that every row sees whole take
-the unmasked loop; the masked loop does the rest.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fly
 from fly.backends.target import Target, target
-from fly.errors import ShapeError, UnsupportedError
-from fly.runtime.arguments import describe_all
-from fly.runtime.compile import compile_kernel
-from fly.runtime.device import device_for
-from fly.runtime.prepared import bind
-from kernels.attention_operands import KeyValues, KeyValueTiling, SharedQueries, direct_queries
-from kernels.attention_tiles import group_size, store_lse, store_output
-from kernels.mask import KeyRange
+from fly.errors import ShapeError
+from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
+from kernels.attention_tiles import store_lse, store_output
+from kernels.dispatch import Launch, Request, Tensors, target_of
 from kernels.online_softmax import OnlineSoftmax
+from kernels.tile_scheduler import Work, block_work
 
 HEAD_DIMS = range(32, 257, 8)
 
@@ -112,172 +108,186 @@ def flash_attn_generic(
     out: fly.Tensor,
     lse: fly.Tensor | None,
     scale_log2: fly.f32,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
     *,
     options: GenericOptions,
 ):
-    """out = softmax(softmax_scale * q k^T) v, per batch and head.
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    q: (B, Sq, H, D); k: (B, Skv, Hkv, D); v: (B, Skv, Hkv, Dv) with H a multiple of Hkv; out: (B, Sq, H, Dv);
-    lse: (B, H, Sq) f32 or None; scale_log2: softmax_scale * log2(e).
+    Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may
+    have another head dimension than q and k; scale_log2: softmax_scale * log2(e).
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
         fly.flush_denormals()
-    link = fly.chain(fly.target().mma(q.dtype.name))
+    work = block_work(
+        (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
+        head_dim=options.head_dim,
+        head_dim_v=options.value_dim,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+    )
+    with work.if_any_row():
+        output, softmax, rows = _attend(work, scale_log2, options)
+        inverse, row_lse = softmax.finish(scale_log2)
+        store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
+        if work.lse is not None:
+            store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
+
+
+@dataclass(frozen=True)
+class WaveRows:
+    """The query rows of a wave: `count` from `first` on, as number per row that the lane holds in `numbers`."""
+
+    first: fly.Value
+    count: int
+    numbers: fly.RowVector
+
+
+def _attend(
+    work: Work, scale_log2: fly.Value, options: GenericOptions
+) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
+    """O before its division by the sum, the sums and maxima, and which rows they are."""
+    link = fly.chain(fly.target().mma(work.q.dtype.name))
     layout = link.layout
     wave_rows = options.block_m // options.waves
     row_tiles = wave_rows // layout.rows
-
-    head, batch = fly.block_id.y, fly.block_id.z
-    kv_head = head // group_size(q, k)
-    block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
-    first_row = block * options.block_m
     wave_offset = fly.wave_id() * wave_rows
-    wave_row = first_row + wave_offset
-    keys = KeyRange(q.shape[1], k.shape[1], options.causal)
+    wave_row = work.first_row + wave_offset
+    rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
 
-    q_rows = q[batch, :, head, :].rows(options.head_dim)
-    k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
-    v_rows = v[batch, :, kv_head, :].rows(options.value_dim)
+    q_window = work.q.window(work.first_row, options.block_m)
     if options.asynchronous:
-        arriving = SharedQueries(link, q_rows, block, options.block_m, options.vector)
-    else:
-        queries = direct_queries(link, q_rows.window(first_row, options.block_m), wave_offset, wave_rows)
+        arriving = SharedQueries(link, q_window, options.block_m, options.vector)
     tiling = KeyValueTiling(
         options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
     )
-    tiles = KeyValues(link, k_rows, v_rows, tiling)
+    tiles = KeyValues(link, work.k, work.v, tiling)
     ring = tiles.ring
-
-    rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
-    full_tiles, all_tiles = keys.tiles(first_row, options.block_m, options.block_n)
+    output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
+    flight = ring.start(work.first_tile)
+    queries: Queries
+    if options.asynchronous:
+        queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
+    else:
+        queries = direct_queries(link, q_window, wave_offset, wave_rows)
 
     def scores_of(j: Any, k_tile: fly.SharedTile, masked: bool) -> fly.Fragment:
         scores = tiles.scores(queries, row_tiles, k_tile)
-        return keys.apply(scores, rows, j * options.block_n) if masked else scores
+        return work.keys.apply(scores, rows, j * options.block_n) if masked else scores
 
-    def take(
-        scores: fly.Fragment, v_tile: fly.SharedTile, output: Any, softmax: OnlineSoftmax, masked: bool
-    ) -> tuple:
+    def take_in(scores: fly.Fragment, v_tile: fly.SharedTile, state: tuple, masked: bool) -> tuple:
+        output, softmax = state
         softmax, probabilities, output = softmax.update(scores, output, scale_log2, masked=masked, lazy=options.lazy)
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple, masked: bool) -> tuple:
-        output, softmax, flight = state
+        *state, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
         if masked:
-            scores = keys.apply(scores, rows, j * options.block_n)
-        return *take(scores, v_tile, output, softmax, masked), flight
+            scores = work.keys.apply(scores, rows, j * options.block_n)
+        return *take_in(scores, v_tile, state, masked), flight
 
     def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
-        output, softmax, flight, scores = state
+        *state, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
         following = scores_of(j, k_tile, masked)
-        return *take(scores, v_tile, output, softmax, masked), flight, following
+        return *take_in(scores, v_tile, state, masked), following, flight
 
-    start = (
-        fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles),
-        OnlineSoftmax.start(layout, row_tiles),
-        ring.start(fly.i32(0)),
-    )
-    if options.asynchronous:
-        queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
-    first_tile: Any = 0
+    first, full, last = work.first_tile, work.full_tiles, work.last_tile
+    state = (output, softmax, flight)
     if options.overlap:
-        (k_tile, _), flight = ring.advance(fly.i32(0), start[2])
-        start = (*start[:2], flight, scores_of(0, k_tile, True))
-        first_tile, step = 1, step_ahead
-        all_tiles = fly.maximum(all_tiles, 1)
-    for j, state in (loop := fly.range(first_tile, full_tiles, carry=start)):
-        loop.next(step(j, state, masked=False))
-    for j, state in (loop := fly.range(fly.maximum(full_tiles, first_tile), all_tiles, carry=loop.results)):
-        loop.next(step(j, state, masked=True))
-    output, softmax, flight, *ahead = loop.results
+        # the first tile's scores come before the loops, and where there is no tile, they are all masked
+        (k_tile, _), flight = ring.advance(first, flight)
+        state = (output, softmax, scores_of(first, k_tile, True), flight)
+        first, step = first + 1, step_ahead
+        full, last = fly.maximum(full, first), fly.maximum(last, first)
+    for j, carried in (loop := fly.range(first, full, carry=state)):
+        loop.next(step(j, carried, masked=False))
+    for j, carried in (loop := fly.range(full, last, carry=loop.results)):
+        loop.next(step(j, carried, masked=True))
+    output, softmax, *ahead, flight = loop.results
     if options.overlap:
-        (_, v_tile), _ = ring.advance(all_tiles, flight)
-        output, softmax = take(ahead[0], v_tile, output, softmax, masked=True)
-
-    inverse, row_lse = softmax.finish(scale_log2)
-    store_output(out[batch, :, head, :].rows(options.value_dim), output.scale_rows(inverse), wave_row, wave_rows)
-    if lse is not None:
-        store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
+        (_, v_tile), _ = ring.advance(last, flight)
+        output, softmax = take_in(ahead[0], v_tile, (output, softmax), masked=True)
+    return output, softmax, WaveRows(wave_row, wave_rows, rows)
 
 
-# (block_m, block_n, waves, stages) by backend, head dim and causality; AMD tiles go through registers
-_TILES = {
-    ("rocdl", 64, False): (128, 64, 4, 1),
-    ("rocdl", 64, True): (128, 64, 4, 1),
-    ("rocdl", 128, False): (128, 64, 4, 1),
-    ("rocdl", 128, True): (128, 64, 4, 1),
-    ("nvvm", 64, False): (128, 64, 4, 2),
-    ("nvvm", 64, True): (128, 64, 4, 2),
-    ("nvvm", 128, False): (64, 64, 4, 2),
-    ("nvvm", 128, True): (64, 64, 4, 2),
+def _tiles(block_m: int, block_n: int, waves: int, stages: int, **more: Any) -> Mapping[str, Any]:
+    return {"block_m": block_m, "block_n": block_n, "waves": waves, "stages": stages, **more}
+
+
+# The build for each backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
+# tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
+TILES: Mapping[tuple[str, int], Mapping[str, Any]] = {
+    ("rocdl", 32): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 64): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 96): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 128): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 160): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 192): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 224): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 256): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("nvvm", 32): _tiles(128, 64, 4, 2),
+    ("nvvm", 64): _tiles(128, 64, 4, 2),
+    ("nvvm", 96): _tiles(128, 64, 4, 2, queries="shared"),
+    ("nvvm", 128): _tiles(64, 64, 4, 2),
+    ("nvvm", 160): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 192): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 224): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 256): _tiles(64, 32, 4, 2),
+}
+# NVIDIA without asynchronous copies: what is in flight takes registers too
+UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
+    **dict.fromkeys((32, 64, 96, 128), _tiles(64, 64, 4, 1)),
+    **dict.fromkeys((160, 192, 224, 256), _tiles(64, 32, 4, 1)),
 }
 
 
 def options_for(
-    target: Target, head_dim: int, causal: bool, alignment: int, tuning: Mapping[str, Any] | None = None
-) -> GenericOptions:
-    """The build for a target: tile sizes, and copies as wide as K's and V's `alignment` (bytes) allows."""
-    tuning = tuning or {}
-    block_m, block_n, waves, stages = _TILES[target.backend, head_dim, causal]
-    vector = 8
-    if stages > 1 and alignment in target.async_copy_bytes:
-        vector = alignment // 2
-    elif stages > 1:
-        stages = 1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
-    waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
-    return GenericOptions(
-        head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))
-    )
-
-
-def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    softmax_scale: float,
+    target: Target,
+    head_dim: int,
     causal: bool,
-    cross_seqlen: bool,
-    tuning: Mapping[str, Any],
-) -> Callable[..., None]:
-    """Compile and bind a launch for these tensors; returns `launch(q, k, v, out, lse, stream)`.
+    alignment: int,
+    tuning: Mapping[str, Any] | None = None,
+    head_dim_v: int | None = None,
+) -> GenericOptions:
+    """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows."""
+    tuning = tuning or {}
+    dim = padded(max(head_dim, head_dim_v or head_dim))
+    tiles = dict(TILES[target.backend, dim])
+    asynchronous = tiles["stages"] > 1 or tiles.get("alternate", False)
+    if asynchronous and alignment in target.async_copy_bytes:
+        tiles["vector"] = alignment // 2
+    elif asynchronous:
+        # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
+        tiles = dict(UNALIGNED_TILES[dim])
+    if "waves_per_eu" in tuning:
+        tiles["waves_per_eu"] = tuning["waves_per_eu"]
+    return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), **tiles)
 
-    The launch takes other tensors of the same shapes, strides, dtypes, device and alignment. One build serves
-    equal and different lengths (`cross_seqlen`): masks follow the lengths at run time.
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
+
+    One build serves equal and different lengths: masks follow the lengths at run time.
 
     Raises:
-        UnsupportedError: rows of K or V are 2**31 bytes or more apart within one tile.
+        UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
-    del cross_seqlen
-    batch, seq_len, heads, head_dim = q.shape
-    arguments = describe_all(flash_attn_generic.signature, (q, k, v, out, lse, 0.0))
-    (_, k_spec, v_spec, *_), place = [a.spec for a in arguments[0]], arguments[1]
-    description = target(device_for(place).target)
-    options = options_for(description, head_dim, causal, min(k_spec.alignment, v_spec.alignment), tuning)
-    widest = max(t.stride(1) * t.element_size() for t in (q, k, v, out))
-    if widest * max(options.block_m, options.block_n) >= 2**31:
-        raise UnsupportedError(
-            f"rows of q, k, v or out are {widest} bytes apart; the generic kernel on {description.arch} takes less "
-            f"than {2**31 // max(options.block_m, options.block_n)}: make the tensors contiguous"
-        )
-    grid = (-(-seq_len // options.block_m), heads, batch)
-    block = options.waves * description.wave_size
-    scale_log2 = softmax_scale * math.log2(math.e)
-    prepared = bind(
-        flash_attn_generic, grid, block, (q, k, v, out, lse, scale_log2), {"options": options}, compile_kernel
+    description = target(target_of(tensors.q.device))
+    options = options_for(description, request.head_dim, request.causal, request.alignment, request.tuning)
+    return bind_forward(
+        flash_attn_generic,
+        tensors,
+        request,
+        block_m=options.block_m,
+        block_n=options.block_n,
+        threads=options.waves * description.wave_size,
+        statics={"options": options},
+        splits=split_count(request, tensors.q.device, options.block_m, options.block_n),
     )
-
-    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> None:
-        if lse is None:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream=stream)
-        else:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), stream=stream)
-
-    return launch

@@ -136,7 +136,10 @@ class RowCopy(_Copy):
 
     def issue(self, tile: Any, destination: SharedTile) -> Any:
         """Start tile number `tile`; asynchronous copies write `destination` from now on."""
-        window = self._window(tile)
+        return self.issue_window(self._window(tile), destination)
+
+    def issue_window(self, window: Window, destination: SharedTile) -> Any:
+        """Start a window of the source as high as a tile, which may begin at any row."""
         if self.asynchronous:
             return self._issue_asynchronous(window, destination)
         return tuple(self._load(window, offset, step) for offset, step in self._offsets)

@@ -28,11 +28,17 @@ def inputs(batch=2, seq_len=5, seq_len_kv=5, heads=4, kv_heads=2, head_dim=64, d
     return [torch.empty(batch, s, h, head_dim, dtype=dtype).uniform_(-1, 1) for s, h in shapes]
 
 
+def settings(stub):
+    """What a kernel was prepared with, once: scale, causal, cross, tuning."""
+    (request,) = stub.prepared
+    return request.softmax_scale, request.causal, request.cross_seqlen, request.tuning
+
+
 def test_default_is_causal_with_the_usual_scale(stub):
     q, k, v = inputs()
     out = flydsl_flash_attn_func(q, k, v)
     assert out.shape == q.shape and out.dtype == q.dtype
-    assert stub.prepared == [{"scale": 0.125, "causal": True, "cross": False, "tuning": {}}]
+    assert settings(stub) == (0.125, True, False, {})
     torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
 
 
@@ -41,8 +47,7 @@ def test_options_reach_the_kernel(stub):
     out, lse = flydsl_flash_attn_func(
         q, k, v, False, softmax_scale=0.5, num_kv_heads=2, return_lse=True, waves_per_eu=2, daz=True
     )
-    tuning = {"waves_per_eu": 2, "daz": True}
-    assert stub.prepared == [{"scale": 0.5, "causal": False, "cross": True, "tuning": tuning}]
+    assert settings(stub) == (0.5, False, True, {"waves_per_eu": 2, "daz": True})
     expected, expected_lse = attention(q, k, v, causal=False, softmax_scale=0.5)
     torch.testing.assert_close(out, expected.to(q.dtype))
     torch.testing.assert_close(lse, expected_lse)
@@ -51,7 +56,7 @@ def test_options_reach_the_kernel(stub):
 
 def test_cross_length_can_be_asked_for(stub):
     flydsl_flash_attn_func(*inputs(), cross_seqlen=True)
-    assert stub.prepared[0]["cross"] is True
+    assert stub.prepared[0].cross_seqlen is True
 
 
 def test_the_same_kind_of_call_is_prepared_once(stub):
@@ -203,10 +208,12 @@ REQUEST = dispatch.Request(
     causal=True,
     cross_seqlen=False,
     return_lse=False,
+    batch=1,
     seq_len=1024,
     seq_len_kv=1024,
     num_heads=8,
     num_kv_heads=8,
+    softmax_scale=0.1,
 )
 
 

@@ -140,24 +140,24 @@ MISTAKES = {
         VALUE,
         "q's heads must be a multiple of k's heads, got q 5 and k 3",
     ),
-    "head_dim 32": (
-        qkv(B, SQ, H, 32),
+    "head_dim 20": (
+        qkv(B, SQ, H, 20),
         UNSUPPORTED,
         "no flash-attention kernel serves this call on target gfx950: the gfx950 kernel is not built yet on "
-        "gfx950; the generic kernel takes head_dim 64, 128, not 32: pad q, k and v with zeros to head_dim 64 "
-        "and pass softmax_scale=32**-0.5",
+        "gfx950; the generic kernel takes head_dim 32 to 256 in steps of 8, not 20: pad q, k and v with zeros to "
+        "head_dim 32 and pass softmax_scale=20**-0.5",
     ),
-    "head_dim 96": (
-        qkv(B, SQ, H, 96),
+    "head_dim 98": (
+        qkv(B, SQ, H, 98),
         UNSUPPORTED,
-        "with zeros to head_dim 128 and pass softmax_scale=96**-0.5",
+        "with zeros to head_dim 104 and pass softmax_scale=98**-0.5",
     ),
-    "head_dim 256": (
-        qkv(B, SQ, H, 256),
+    "head_dim 264": (
+        qkv(B, SQ, H, 264),
         UNSUPPORTED,
-        "not 256: torch.nn.functional.scaled_dot_product_attention",
+        "not 264: torch.nn.functional.scaled_dot_product_attention",
     ),
-    "head_dim 0": (qkv(B, SQ, H, 0), UNSUPPORTED, "takes head_dim 64, 128, not 0"),
+    "head_dim 0": (qkv(B, SQ, H, 0), UNSUPPORTED, "takes head_dim 32 to 256 in steps of 8, not 0"),
     # strides
     "q's last dimension is strided": (
         {"q": tensor(B, SQ, H, 2 * D)[..., ::2]},
@@ -245,15 +245,10 @@ MISTAKES = {
         TYPE,
         "cross_seqlen must be True or False, got 'auto'",
     ),
-    "num_kv_splits is zero": ({"num_kv_splits": 0}, VALUE, "num_kv_splits must be at least 1, got 0"),
+    "num_kv_splits is negative": ({"num_kv_splits": -1}, VALUE, "num_kv_splits must be from 0 to 64, got -1"),
+    "num_kv_splits is 65": ({"num_kv_splits": 65}, VALUE, "num_kv_splits must be from 0 to 64, got 65"),
     "num_kv_splits is None": ({"num_kv_splits": None}, TYPE, "num_kv_splits must be an int, got None"),
     "num_kv_splits is a list": ({"num_kv_splits": [2]}, TYPE, "num_kv_splits must be an int, got [2] (list)"),
-    "num_kv_splits 2": (
-        {"num_kv_splits": 2},
-        UNSUPPORTED,
-        "target gfx950: the gfx950 kernel is not built yet on gfx950; the generic kernel does not do split "
-        "keys (num_kv_splits > 1) yet: num_kv_splits=1 gives the same result",
-    ),
     "waves_per_eu is a bool": ({"waves_per_eu": True}, TYPE, "waves_per_eu must be an int, got True (bool)"),
     "waves_per_eu is 9": ({"waves_per_eu": 9}, VALUE, "waves_per_eu must be from 1 to 8, got 9"),
     "daz is a number": ({"daz": 3}, TYPE, "daz must be True or False, got 3 (int)"),
@@ -270,12 +265,6 @@ MISTAKES = {
         VALUE,
         "cu_seqlens_q and cu_seqlens_kv go together, got only cu_seqlens_q",
     ),
-    "packed": (
-        packed(),
-        UNSUPPORTED,
-        "the generic kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_kv) yet: call it once per "
-        "sequence with (1, S, H, D) tensors",
-    ),
     "packed, but dense q": (
         packed(q=tensor(B, SQ, H, D)),
         VALUE,
@@ -290,7 +279,8 @@ MISTAKES = {
     "offsets of 64 bits": (
         packed(cu_seqlens_kv=OFFSETS.long()),
         VALUE,
-        "cu_seqlens_kv must hold batch + 1 int32 offsets on cpu, got shape (3,), dtype torch.int64 on cpu",
+        "cu_seqlens_kv must hold batch + 1 contiguous int32 offsets on cpu, got shape (3,), strides (1,), dtype "
+        "torch.int64 on cpu",
     ),
     "offsets of two batches": (
         packed(cu_seqlens_kv=OFFSETS[:2]),

@@ -110,6 +110,50 @@ def test_turned_tiles_have_rows_as_columns_in_slot_order(rows, columns, block, v
     np.testing.assert_array_equal(out.reshape(TILES, rows, columns), pieces.reshape(TILES, rows, columns))
 
 
+def two_streams(a: fly.Tensor, b: fly.Tensor, out: fly.Tensor, *, tile: fly.SwizzledTile, feed: str, tiles: int):
+    """out[j] = tile j of a plus tile j (j - 1 if b lags, with zeros before the first) of b, row by row."""
+    places = [fly.SharedTile.ring(name, tile, a.dtype, 1 if feed == "alternate" else 2)[0] for name in "ab"]
+    copies = [fly.RowCopy(x.rows(tile.columns), tile, vector=8, asynchronous=True) for x in (a, b)]
+    pairs = list(zip(copies, places, strict=True))
+    if feed == "alternate":
+        source = fly.AlternatingTiles(*pairs)
+    else:
+        source = fly.TileRing(pairs, 2, lags=(0, 1 if feed == "lag" else 0))
+    thread, threads = fly.thread_id.x, fly.block_dim()[0]
+
+    def element(shared: fly.SharedTile, index: fly.Value) -> fly.Value:
+        at = tile.base(index // tile.columns, index % tile.columns)
+        return memory.load(shared.pointer.offset(at), a.dtype).to(fly.f32)
+
+    def add(j, values, index):
+        place = (j * tile.rows + index // tile.columns, index % tile.columns)
+        out.store(out.load(*place) + values, *place)
+
+    for j, flight in (loop := fly.range(tiles, carry=source.start(fly.i32(0)))):
+        (first, second), flight = source.advance(j, flight)
+        for i in fly.range(tile.rows * tile.columns // threads):
+            add(j, element(first, i * threads + thread), i * threads + thread)
+        flight = source.halfway(j, flight)
+        with fly.when(j > 0 if feed == "lag" else j >= 0):
+            for i in fly.range(tile.rows * tile.columns // threads):
+                add(j, element(second, i * threads + thread), i * threads + thread)
+        loop.next(flight)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("feed", ["ring", "lag", "alternate"])
+def test_two_copies_each_in_its_turn(feed, late):
+    tile = fly.SwizzledTile(32, 64)
+    random = np.random.default_rng(0)
+    a, b = (random.integers(-99, 99, (TILES * tile.rows, tile.columns)).astype(np.float16) for _ in range(2))
+    out = np.zeros(a.shape, np.float32)
+    specs = (matrix("f16", 2), matrix("f16", 2), matrix("f32", 2))
+    module = trace(two_streams, *specs, arch="sm_80", block=64, tile=tile, feed=feed, tiles=TILES)
+    Machine(Program(module, target("sm_80")), late)(flat(a, b, out))
+    late_b = np.concatenate([np.zeros((tile.rows, tile.columns)), b[: -tile.rows]])
+    np.testing.assert_array_equal(out, a.astype(np.float32) + (late_b if feed == "lag" else b))
+
+
 def rows_of(x: fly.Tensor, columns: int = 64) -> fly.RowView:
     return x.rows(columns)
 
@@ -145,6 +189,18 @@ def turned_copy(x: fly.Tensor, *, columns: int = 64, tile=(64, 64), slots=(0, 1,
             lambda x: fly.TileRing([(row_copy(x), None)], 2),
             ShapeError,
             r"2 stages do not suit copies in registers",
+        ),
+        (
+            64,
+            lambda x: fly.TileRing([(row_copy(x), None)], 1, lags=(1,)),
+            ShapeError,
+            r"lags \(1,\) of 1 copies; expected 0, or 1 if asynchronous",
+        ),
+        (
+            64,
+            lambda x: fly.AlternatingTiles((row_copy(x), None), (row_copy(x), None)),
+            ShapeError,
+            r"alternating tiles need asynchronous copies",
         ),
         ((32, 2, 1), lambda x: row_copy(x), TraceError, r"need a one-dimensional block, not \(32, 2, 1\)"),
     ],
