@@ -18,6 +18,7 @@ def load_queries(
     """Row operands [row tile][step] straight from global memory, from row `first` of the block's window on.
 
     Rows past the tensor's end repeat its last one: the block has at least one row, but a wave may have none.
+    Columns past the view's are zero.
     """
     atom, operand = link.atom, link.row_operand
     want = fly.operand_coordinates(atom, operand, transposed=False)
@@ -29,6 +30,7 @@ def load_queries(
     column0 = fly.lane_map([want(i, 0)[1] for i in range(atom.lanes)], lane)
     extent = link.layout.rows
     last = window.rows_left - 1
+    columns = window.view.columns
     result = []
     for r in range(row_tiles):
         steps_of_tile = []
@@ -36,7 +38,12 @@ def load_queries(
             pieces = []
             for run in runs:
                 row = fly.minimum(row0 + (r * extent + want(0, run)[0]), last)
-                pieces.append(window.load_inside(row, column0 + (t * atom.k + want(0, run)[1]), length))
+                column = column0 + (t * atom.k + want(0, run)[1])
+                if (t + 1) * atom.k <= columns:
+                    pieces.append(window.load_inside(row, column, length))
+                else:
+                    piece = window.load_inside(row, fly.minimum(column, columns - length), length)
+                    pieces.append(fly.select(column < columns, piece, 0.0))
             steps_of_tile.append(fly.concat(pieces))
         result.append(steps_of_tile)
     return result
@@ -44,26 +51,28 @@ def load_queries(
 
 def product(
     link: fly.Chain,
-    rows: list[list[fly.Value]],
-    t: int,
+    rows: list[fly.Value],
     loader: fly.OperandLoader,
     tile: fly.SharedTile,
     place: Any,
     accumulator: fly.Fragment,
 ) -> fly.Fragment:
-    """accumulator += rows[:, t] times the column operands of step t; each is loaded once for all row tiles."""
+    """accumulator += rows (one operand per row tile) times the column operands of one step.
+
+    `place(n)` is where in the tile column tile n's operand is; each is loaded once for all row tiles.
+    """
     tiles = [list(row) for row in accumulator.tiles]
     for n in range(0, len(tiles[0]), loader.plan.tiles):
         for i, columns in enumerate(loader.load(tile, *place(n))):
             for r, row in enumerate(tiles):
-                row[n + i] = link.mma(rows[r][t], columns, row[n + i])
+                row[n + i] = link.mma(rows[r], columns, row[n + i])
     return fly.Fragment(accumulator.layout, tuple(tuple(row) for row in tiles))
 
 
 def store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count: int) -> None:
-    """Round to the output's dtype and store; rows past the end are dropped."""
+    """Round to the output's dtype and store; rows and columns past the end are dropped."""
     window = view.window(first_row, count)
-    for row, column, values in output.map(lambda tile, r, c: tile.to(view.dtype)).runs():
+    for row, column, values in output.map(lambda tile, r, c: tile.to(view.dtype)).runs(view.columns):
         window.store(values, row, column)
 
 

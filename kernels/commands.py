@@ -14,7 +14,7 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
-from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Kernel, Request, choose, refusal
+from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Kernel, Request, choose, head_dims, refusal
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
@@ -75,7 +75,7 @@ def _tuning(kernel: Kernel) -> str:
 COLUMNS = (
     Column("kernel", 9, lambda k: k.name if k.module else f"{k.name} (not built)"),
     Column("targets", 8, lambda k: _listed(k.archs)),
-    Column("head_dim", 8, lambda k: _listed(k.head_dims)),
+    Column("head_dim", 8, head_dims),
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
     Column("features", 14, lambda k: _listed(k.features)),
     Column("tuning", 27, _tuning),

@@ -6,6 +6,7 @@ A kernel is one row of `KERNELS`. A new kernel adds its row above those that it 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,7 +188,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="generic",
         module="kernels.flash_attn_generic",
         archs=AMD + NVIDIA,
-        head_dims=(64, 128),
+        head_dims=tuple(range(32, 257, 8)),
         dtypes=("bf16", "f16"),
         features=("packed", "split_kv"),
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
@@ -198,6 +199,15 @@ KERNELS: tuple[Kernel, ...] = (
 
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(v) for v in values)
+
+
+def head_dims(kernel: Kernel) -> str:
+    """The kernel's head dimensions in words; many in equal steps as a range."""
+    dims = kernel.head_dims
+    steps = {b - a for a, b in itertools.pairwise(dims)}
+    if len(dims) > 4 and len(steps) == 1:
+        return f"{dims[0]} to {dims[-1]} in steps of {steps.pop()}"
+    return _listed(dims)
 
 
 def _head_dim_advice(kernel: Kernel, head_dim: int) -> str:
@@ -219,7 +229,7 @@ def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
         return f"takes {_listed(kernel.dtypes)}, not {request.dtype}: convert with .to(torch.bfloat16)"
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
-        return f"takes head_dim {_listed(kernel.head_dims)}, not {request.head_dim}: {advice}"
+        return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"
     missing = [FEATURES[name] for name in request.features if name not in kernel.features]
     if missing:
         return "; ".join(f"does not do {what} yet: {instead}" for what, instead in missing)

@@ -9,13 +9,16 @@ in tiles of `block_n`:
 
 | what | where |
 |---|---|
-| Q | registers, loaded once |
-| K, V | shared memory, swizzled, filled ahead by `fly.TileRing` |
+| Q | registers, loaded once; or shared memory, where accumulators leave no room |
+| K, V | shared memory, swizzled, filled ahead (`fly.TileRing`) or by turns (`fly.AlternatingTiles`) |
 | V's operand | transposing load where the target has one that fits, else stored transposed |
 | S, P, O, max, sum | registers, f32 |
 
 Tiles that every row sees whole take the unmasked loop; the masked loop does the rest. `kernels.tile_scheduler` says
-which block computes what, for dense and packed tensors and for split keys.
+which block computes what, for dense and packed tensors and for split keys. With `overlap`, a tile's scores are
+computed while the tile before it goes through the softmax:
+
+    S(j + 1) = Q K(j + 1)^T    and    P(j), O += P(j) V(j)    have no value in common
 """
 
 from __future__ import annotations
@@ -28,18 +31,27 @@ import fly
 from fly.backends.target import Target, target
 from fly.errors import ShapeError
 from kernels.attention_launch import bind_forward, split_count
-from kernels.attention_tiles import load_queries, product, store_lse, store_output
+from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
+from kernels.attention_tiles import store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors, target_of
 from kernels.online_softmax import OnlineSoftmax
 from kernels.tile_scheduler import Work, block_work
+
+HEAD_DIMS = range(32, 257, 8)
 
 
 @dataclass(frozen=True)
 class GenericOptions:
     """The static parameters of one build.
 
-    `vector` is the number of elements that one copy moves (16 bytes at most), `stages` the slots of the K and V
-    rings; with one stage, tiles go through registers.
+    Wave w owns rows w * block_m / waves and on. `vector` is the number of elements that one copy moves (16 bytes
+    at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
+    `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
+    computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
+    V's and the output's head dimension (None: `head_dim`).
+
+    Raises:
+        ShapeError: a value that no build has, or some that do not go together.
     """
 
     head_dim: int
@@ -52,14 +64,40 @@ class GenericOptions:
     waves_per_eu: int | None = None
     min_blocks: int | None = None
     daz: bool = False
+    head_dim_v: int | None = None
+    queries: str = "registers"
+    alternate: bool = False
+    overlap: bool = False
+    lazy: bool = False
 
     def __post_init__(self):
-        if self.head_dim not in (64, 128):
-            raise ShapeError(f"head_dim is {self.head_dim}; expected 64 or 128")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value not in HEAD_DIMS and (name, value) != ("head_dim_v", None):
+                accepted = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+                raise ShapeError(f"{name} is {value}; expected {accepted}")
         if self.vector not in (1, 2, 4, 8):
             raise ShapeError(f"vector is {self.vector}; expected 1, 2, 4 or 8 elements")
         if self.block_m % self.waves:
             raise ShapeError(f"block_m {self.block_m} does not divide into {self.waves} waves")
+        if self.queries not in ("registers", "shared"):
+            raise ShapeError(f"queries is {self.queries!r}; expected 'registers' or 'shared'")
+        if self.alternate and self.stages != 1:
+            raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
+        if self.overlap and self.stages < 2:
+            raise ShapeError(f"overlap needs two stages or more, not {self.stages}")
+        if self.queries == "shared" and not self.asynchronous:
+            raise ShapeError("queries in shared memory need asynchronous copies: two stages or more, or alternate")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether tiles go past the registers."""
+        return self.stages > 1 or self.alternate
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of V and of the output."""
+        return self.head_dim_v or self.head_dim
 
 
 @fly.kernel
@@ -77,8 +115,8 @@ def flash_attn_generic(
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; scale_log2:
-    softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
+    Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may
+    have another head dimension than q and k; scale_log2: softmax_scale * log2(e).
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
@@ -86,148 +124,151 @@ def flash_attn_generic(
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
+        head_dim_v=options.value_dim,
         causal=options.causal,
         block_m=options.block_m,
         block_n=options.block_n,
     )
     with work.if_any_row():
-        _attend(work, scale_log2, options)
+        output, softmax, rows = _attend(work, scale_log2, options)
+        inverse, row_lse = softmax.finish(scale_log2)
+        store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
+        if work.lse is not None:
+            store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 
 
-def _attend(work: Work, scale_log2: fly.Value, options: GenericOptions) -> None:
+@dataclass(frozen=True)
+class WaveRows:
+    """The query rows of a wave: `count` from `first` on, as number per row that the lane holds in `numbers`."""
+
+    first: fly.Value
+    count: int
+    numbers: fly.RowVector
+
+
+def _attend(
+    work: Work, scale_log2: fly.Value, options: GenericOptions
+) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
+    """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
-    layout, depth = link.layout, link.atom.k
+    layout = link.layout
     wave_rows = options.block_m // options.waves
-    row_tiles, key_tiles = wave_rows // layout.rows, options.block_n // layout.columns
-    dim_tiles, dim_steps, key_steps = (
-        options.head_dim // layout.columns,
-        options.head_dim // depth,
-        options.block_n // depth,
-    )
+    row_tiles = wave_rows // layout.rows
     wave_offset = fly.wave_id() * wave_rows
     wave_row = work.first_row + wave_offset
-    keys = work.keys
-
-    q_window = work.q.window(work.first_row, options.block_m)
-    queries = load_queries(link, q_window, wave_offset, row_tiles, dim_steps)
-    ring, k_loader, v_loader, v_place = _operands(link, work.k, work.v, options)
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
 
-    def step(j: Any, state: tuple, masked: bool) -> tuple:
-        output, softmax, flight = state
-        (k_tile, v_tile), flight = ring.advance(j, flight)
-        scores = fly.Fragment.zeros(layout, row_tiles, key_tiles)
-        for t in range(dim_steps):
-            scores = product(
-                link, queries, t, k_loader, k_tile, lambda n, t=t: (n * layout.columns, t * depth), scores
-            )
-        if masked:
-            scores = keys.apply(scores, rows, j * options.block_n)
-        softmax, probabilities, factor = softmax.update(scores, scale_log2, masked=masked)
-        output = output.scale_rows(factor)
-        weights = probabilities.map(lambda tile, r, c: tile.to(work.q.dtype, rounding="nearest_any"))
-        operands = [link.operands(tiles) for tiles in weights.tiles]
-        for t in range(key_steps):
-            output = product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
-        return output, softmax, flight
-
-    start = (
-        fly.Fragment.zeros(layout, row_tiles, dim_tiles),
-        OnlineSoftmax.start(layout, row_tiles),
-        ring.start(work.first_tile),
+    q_window = work.q.window(work.first_row, options.block_m)
+    if options.asynchronous:
+        arriving = SharedQueries(link, q_window, options.block_m, options.vector)
+    tiling = KeyValueTiling(
+        options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
     )
-    for j, state in (loop := fly.range(work.first_tile, work.full_tiles, carry=start)):
-        loop.next(step(j, state, masked=False))
-    for j, state in (loop := fly.range(work.full_tiles, work.last_tile, carry=loop.results)):
-        loop.next(step(j, state, masked=True))
-    output, softmax, _ = loop.results
-
-    inverse, row_lse = softmax.finish(scale_log2)
-    store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
-    if work.lse is not None:
-        store_lse(work.lse, row_lse, rows, keys.queries)
-
-
-def _operands(link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, options: GenericOptions):
-    """The ring of K and V tiles, their operand loaders, and where V's operand (dim tile, key step) is."""
-    target, atom, operand = fly.target(), link.atom, link.column_operand
-    values, columns, depth = atom.values(operand), link.layout.columns, atom.k
-    asynchronous = options.stages > 1
-
-    def plan(**kwargs: Any) -> fly.OperandPlan | None:
-        want = fly.operand_coordinates(atom, operand, **kwargs)
-        return fly.plan_operand(target.matrix_loads, want, values)
-
-    k_plan = fly.require_plan(plan(transposed=False), atom, operand)
-    k_layout = fly.SwizzledTile(options.block_n, options.head_dim, k_plan.load.granule)
-    k_copy = fly.RowCopy(k_rows, k_layout, vector=options.vector, asynchronous=asynchronous)
-
-    v_plan = plan(transposed=True, slot_of=lambda k: link.columns[k])
-    if v_plan is not None:
-        v_layout = fly.SwizzledTile(options.block_n, options.head_dim, v_plan.load.granule)
-        v_copy: Any = fly.RowCopy(v_rows, v_layout, vector=options.vector, asynchronous=asynchronous)
-
-        def v_place(n: int, t: int) -> tuple[int, int]:
-            return t * depth, n * columns
-
+    tiles = KeyValues(link, work.k, work.v, tiling)
+    ring = tiles.ring
+    output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
+    flight = ring.start(work.first_tile)
+    queries: Queries
+    if options.asynchronous:
+        queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
     else:
-        # no load turns V: it is stored turned, keys in the order in which P's registers hold them
-        v_plan = fly.require_plan(plan(transposed=False), atom, operand)
-        v_layout = fly.SwizzledTile(options.head_dim, options.block_n, v_plan.load.granule, fold=True)
-        pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
-        v_copy = fly.TransposedCopy(
-            v_rows, v_layout, vector=min(options.vector, _turned_vector(options)), slot_of_piece=pieces
-        )
+        queries = direct_queries(link, q_window, wave_offset, wave_rows)
 
-        def v_place(n: int, t: int) -> tuple[int, int]:
-            return n * columns, t * depth
+    def scores_of(j: Any, k_tile: fly.SharedTile, masked: bool) -> fly.Fragment:
+        scores = tiles.scores(queries, row_tiles, k_tile)
+        return work.keys.apply(scores, rows, j * options.block_n) if masked else scores
 
-    k_ring = fly.SharedTile.ring("k", k_layout, k_rows.dtype, options.stages)[0]
-    v_ring = fly.SharedTile.ring("v", v_layout, v_rows.dtype, options.stages)[0]
-    ring = fly.TileRing([(k_copy, k_ring), (v_copy, v_ring)], options.stages)
-    k_loader, v_loader = fly.OperandLoader(k_plan, k_layout), fly.OperandLoader(v_plan, v_layout)
-    for t in range(options.head_dim // depth):
-        k_loader.prepare(0, t * depth)
-    for n in range(0, options.head_dim // columns, v_plan.tiles):
-        for t in range(options.block_n // depth):
-            v_loader.prepare(*v_place(n, t))
-    return ring, k_loader, v_loader, v_place
+    def take_in(scores: fly.Fragment, v_tile: fly.SharedTile, state: tuple, masked: bool) -> tuple:
+        output, softmax = state
+        softmax, probabilities, output = softmax.update(scores, output, scale_log2, masked=masked, lazy=options.lazy)
+        return tiles.accumulate(output, probabilities, v_tile), softmax
+
+    def step(j: Any, state: tuple, masked: bool) -> tuple:
+        *state, flight = state
+        (k_tile, v_tile), flight = ring.advance(j, flight)
+        scores = tiles.scores(queries, row_tiles, k_tile)
+        flight = ring.halfway(j, flight)
+        if masked:
+            scores = work.keys.apply(scores, rows, j * options.block_n)
+        return *take_in(scores, v_tile, state, masked), flight
+
+    def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
+        *state, scores, flight = state
+        (k_tile, v_tile), flight = ring.advance(j, flight)
+        following = scores_of(j, k_tile, masked)
+        return *take_in(scores, v_tile, state, masked), following, flight
+
+    first, full, last = work.first_tile, work.full_tiles, work.last_tile
+    state = (output, softmax, flight)
+    if options.overlap:
+        # the first tile's scores come before the loops, and where there is no tile, they are all masked
+        (k_tile, _), flight = ring.advance(first, flight)
+        state = (output, softmax, scores_of(first, k_tile, True), flight)
+        first, step = first + 1, step_ahead
+        full, last = fly.maximum(full, first), fly.maximum(last, first)
+    for j, carried in (loop := fly.range(first, full, carry=state)):
+        loop.next(step(j, carried, masked=False))
+    for j, carried in (loop := fly.range(full, last, carry=loop.results)):
+        loop.next(step(j, carried, masked=True))
+    output, softmax, *ahead, flight = loop.results
+    if options.overlap:
+        (_, v_tile), _ = ring.advance(last, flight)
+        output, softmax = take_in(ahead[0], v_tile, (output, softmax), masked=True)
+    return output, softmax, WaveRows(wave_row, wave_rows, rows)
 
 
-def _turned_vector(options: GenericOptions) -> int:
-    """Columns of V per thread so that all threads have a piece of 4 rows to turn."""
-    threads = options.waves * fly.wave_size()
-    return max(1, options.block_n * options.head_dim // (4 * threads))
+def _tiles(block_m: int, block_n: int, waves: int, stages: int, **more: Any) -> Mapping[str, Any]:
+    return {"block_m": block_m, "block_n": block_n, "waves": waves, "stages": stages, **more}
 
 
-# (block_m, block_n, waves, stages) by backend, head dim and causality; AMD tiles go through registers
-_TILES = {
-    ("rocdl", 64, False): (128, 64, 4, 1),
-    ("rocdl", 64, True): (128, 64, 4, 1),
-    ("rocdl", 128, False): (128, 64, 4, 1),
-    ("rocdl", 128, True): (128, 64, 4, 1),
-    ("nvvm", 64, False): (128, 64, 4, 2),
-    ("nvvm", 64, True): (128, 64, 4, 2),
-    ("nvvm", 128, False): (64, 64, 4, 2),
-    ("nvvm", 128, True): (64, 64, 4, 2),
+# The build for each backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
+# tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
+TILES: Mapping[tuple[str, int], Mapping[str, Any]] = {
+    ("rocdl", 32): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 64): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 96): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 128): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
+    ("rocdl", 160): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 192): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 224): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("rocdl", 256): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
+    ("nvvm", 32): _tiles(128, 64, 4, 2),
+    ("nvvm", 64): _tiles(128, 64, 4, 2),
+    ("nvvm", 96): _tiles(128, 64, 4, 2, queries="shared"),
+    ("nvvm", 128): _tiles(64, 64, 4, 2),
+    ("nvvm", 160): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 192): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 224): _tiles(64, 64, 4, 1, alternate=True),
+    ("nvvm", 256): _tiles(64, 32, 4, 2),
+}
+# NVIDIA without asynchronous copies: what is in flight takes registers too
+UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
+    **dict.fromkeys((32, 64, 96, 128), _tiles(64, 64, 4, 1)),
+    **dict.fromkeys((160, 192, 224, 256), _tiles(64, 32, 4, 1)),
 }
 
 
 def options_for(
-    target: Target, head_dim: int, causal: bool, alignment: int, tuning: Mapping[str, Any] | None = None
+    target: Target,
+    head_dim: int,
+    causal: bool,
+    alignment: int,
+    tuning: Mapping[str, Any] | None = None,
+    head_dim_v: int | None = None,
 ) -> GenericOptions:
-    """The build for a target: tile sizes, and copies as wide as K's and V's `alignment` (bytes) allows."""
+    """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows."""
     tuning = tuning or {}
-    block_m, block_n, waves, stages = _TILES[target.backend, head_dim, causal]
-    vector = 8
-    if stages > 1 and alignment in target.async_copy_bytes:
-        vector = alignment // 2
-    elif stages > 1:
-        stages = 1  # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
-    waves_per_eu = tuning.get("waves_per_eu") or (2 if target.backend == "rocdl" else None)
-    return GenericOptions(
-        head_dim, causal, block_m, block_n, waves, stages, vector, waves_per_eu, daz=bool(tuning.get("daz"))
-    )
+    dim = padded(max(head_dim, head_dim_v or head_dim))
+    tiles = dict(TILES[target.backend, dim])
+    asynchronous = tiles["stages"] > 1 or tiles.get("alternate", False)
+    if asynchronous and alignment in target.async_copy_bytes:
+        tiles["vector"] = alignment // 2
+    elif asynchronous:
+        # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
+        tiles = dict(UNALIGNED_TILES[dim])
+    if "waves_per_eu" in tuning:
+        tiles["waves_per_eu"] = tuning["waves_per_eu"]
+    return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), **tiles)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -239,7 +280,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
     description = target(target_of(tensors.q.device))
-    options = options_for(description, request.head_dim, request.causal, request.kv_alignment, request.tuning)
+    options = options_for(description, request.head_dim, request.causal, request.alignment, request.tuning)
     return bind_forward(
         flash_attn_generic,
         tensors,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from dataclasses import dataclass
 
 import fly
+
+LAZY_LOG2 = 8.0  # how far a row's maximum may grow before a lazy rescale, in log2 units
 
 
 @dataclass(frozen=True)
@@ -23,23 +28,37 @@ class OnlineSoftmax:
         )
 
     def update(
-        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool
-    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
-        """Take in a tile of raw scores: (next state, probabilities, factor for what was accumulated so far).
+        self, scores: fly.Fragment, output: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.Fragment]:
+        """Take in a tile of raw scores: (next state, probabilities, `output` rescaled to the same maximum).
 
-        `masked` tiles may hold -inf, even in whole rows: such a row's probabilities are 0, not NaN.
+        `masked` tiles may hold -inf, even in whole rows: such a row's probabilities are 0, not NaN. `lazy` keeps
+        the old maxima, and with them `output` and the sums, until a row of the wave has grown past its own by
+        `LAZY_LOG2`; probabilities are below 2 ** LAZY_LOG2 instead of 1, which f32 and 16-bit operands hold as
+        well.
         """
         tile_max = scores.row_max().reduce_lanes(fly.maximum)
         maximum = self.maximum.map(fly.maximum, tile_max)
-        # -inf - -inf is NaN: a row without any key yet is measured from 0 instead
-        pivot = maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m)) if masked else maximum
-        scaled = pivot.map(lambda m: m * scale_log2)
+
+        def rescaled() -> tuple[fly.RowVector, fly.RowVector, fly.Fragment]:
+            pivot = _pivot(maximum, masked).map(lambda m: m * scale_log2)
+            factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), pivot)
+            return maximum, self.total.map(lambda t, f: t * f, factor), output.scale_rows(factor)
+
+        if lazy:
+            # -inf - -inf, of a row without any key yet, is NaN and has not grown
+            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
+            any_row = functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values))
+            maximum, total, output = fly.cond(
+                fly.any_lane(any_row), rescaled, lambda: (self.maximum, self.total, output)
+            )
+        else:
+            maximum, total, output = rescaled()
+        negated = _pivot(maximum, masked).map(lambda m: -(m * scale_log2))
         # exp2(score * scale - max * scale): the scale is applied once, in f32, inside one FMA per score
-        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
-        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
-        factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
-        total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
-        return OnlineSoftmax(maximum, total), probabilities, factor
+        probabilities = scores.fma_rows(scale_log2, negated).map(lambda tile, r, c: fly.exp2(tile))
+        total = total.map(lambda t, p: t + p, probabilities.row_sum())
+        return OnlineSoftmax(maximum, total), probabilities, output
 
     def finish(self, scale_log2: fly.Value) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm."""
@@ -49,3 +68,8 @@ class OnlineSoftmax:
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
         )
         return inverse, lse
+
+
+def _pivot(maximum: fly.RowVector, masked: bool) -> fly.RowVector:
+    """What exponents are measured from: -inf - -inf is NaN, so a row without any key yet is measured from 0."""
+    return maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m)) if masked else maximum

@@ -54,12 +54,19 @@ class Work:
 
 
 def block_work(
-    tensors: tuple[fly.Tensor | None, ...], *, head_dim: int, causal: bool, block_m: int, block_n: int
+    tensors: tuple[fly.Tensor | None, ...],
+    *,
+    head_dim: int,
+    causal: bool,
+    block_m: int,
+    block_n: int,
+    head_dim_v: int | None = None,
 ) -> Work:
     """This block's work, from its place in the grid.
 
     `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
-    none. The block takes `block_m` query rows, and keys in tiles of `block_n`.
+    none. The block takes `block_m` query rows, and keys in tiles of `block_n`. `head_dim_v`: of v and out, if it is
+    not `head_dim`.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     head, batch, split = fly.block_id.y, fly.block_id.z, None
@@ -86,8 +93,8 @@ def block_work(
     return Work(
         q=queries.matrix(q, head).rows(head_dim),
         k=keys.matrix(k, kv_head).rows(head_dim),
-        v=keys.matrix(v, kv_head).rows(head_dim),
-        out=queries.matrix(out, head).rows(head_dim),
+        v=keys.matrix(v, kv_head).rows(head_dim_v or head_dim),
+        out=queries.matrix(out, head).rows(head_dim_v or head_dim),
         lse=None if lse is None else queries.vector(lse, head),
         head=head,
         split=split,

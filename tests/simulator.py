@@ -359,18 +359,18 @@ def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any
         waves = uniform.reshape(-1, size)
         assert (waves == waves[:, :1]).all(), "destination or shift of a direct copy differ in a wave"
     lane = np.arange(b.threads) % size
-    return _copy(b, node, destination + lane * node.attributes["bytes"], base, offset + shift, bound)
+    inside, address = _inside(b, base, offset + shift, bound, node.attributes["bytes"])
+    return _copy(b, node, destination + lane * node.attributes["bytes"], address, inside)
 
 
-def _copy_async(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> frozenset[int]:
+def _copy_async(b: _Block, node: Node, destination: Any, source: Any, inside: Any) -> frozenset[int]:
     assert node.attributes["bytes"] in b.target.async_copy_bytes
-    return _copy(b, node, destination, base, offset, bound)
+    return _copy(b, node, destination, source, b.mask & inside)
 
 
-def _copy(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> frozenset[int]:
+def _copy(b: _Block, node: Node, destination: Any, address: Any, inside: Any) -> frozenset[int]:
     size = node.attributes["bytes"]
     mask = b.mask.copy()
-    inside, address = _inside(b, base, offset, bound, size)
     bytes_ = Type(np.dtype(np.uint8), size)
 
     def land() -> None:

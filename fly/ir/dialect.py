@@ -14,7 +14,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.load_matrix` | a wave-wide (transposing) load of an operand from shared memory |
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
-| `fly.copy_async` | start global to shared, zero-filled out of bounds; gives a token |
+| `fly.copy_async` | start global to shared, or zeros where `inside` does not hold; gives a token |
 | `fly.copy_direct` | the same for a whole wave: lane l's bytes land at destination + l * bytes |
 | `fly.join` | a token that stands for several |
 | `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
@@ -109,11 +109,11 @@ irdl.dialect @fly {
   irdl.operation @copy_async {
     %dst = irdl.base "!llvm.ptr"
     %src = irdl.base "!llvm.ptr"
-    %i32 = irdl.is i32
+    %i1 = irdl.is i1
     %int = irdl.base "#builtin.integer"
     %token = irdl.base @fly::@token
     irdl.attributes { "bytes" = %int }
-    irdl.operands(destination: %dst, base: %src, offset: %i32, bound: %i32)
+    irdl.operands(destination: %dst, source: %src, inside: %i1)
     irdl.results(token: %token)
   }
   irdl.operation @copy_direct {

@@ -155,10 +155,14 @@ class Fragment:
             tuple(tuple(function(tile, r, c) for c, tile in enumerate(row)) for r, row in enumerate(self.tiles)),
         )
 
-    def runs(self) -> Iterator[tuple[Value, Value, Value]]:
+    def runs(self, columns_in_use: int | None = None) -> Iterator[tuple[Value, Value, Value]]:
         """(row, column, values) of every run of contiguous columns that the lane holds: what it can store at once.
 
-        Rows and columns are i32 and count from the fragment's corner; `values` is a vector.
+        Rows and columns are i32 and count from the fragment's corner; `values` is a vector. Only runs below
+        `columns_in_use` are given, which is a multiple of the columns that the lanes' runs span together.
+
+        Raises:
+            ShapeError: `columns_in_use` ends within what is stored at once.
         """
         layout = self.layout
         lane = lane_id()
@@ -168,9 +172,13 @@ class Fragment:
             v for v in range(layout.values) if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)
         ]
         length = layout.values // len(starts)
+        span = max(layout.column_lane(lane) for lane in range(layout.atom.lanes)) + length
+        end = len(self.tiles[0]) * layout.columns if columns_in_use is None else columns_in_use
+        if end % span:
+            raise ShapeError(f"{end} columns of a fragment in use; expected a multiple of {span}")
         for r, row in enumerate(self.tiles):
             for c, tile in enumerate(row):
-                for v in starts:
+                for v in (v for v in starts if c * layout.columns + columns[v] < end):
                     at_row, at_column = r * layout.rows + rows[v], c * layout.columns + columns[v]
                     yield row0 + at_row, column0 + at_column, tile[v : v + length]
 

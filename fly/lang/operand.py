@@ -135,11 +135,9 @@ class OperandLoader:
         if row % period and not row % period & self._lane_row_bits[index]:
             # the static bits of the row lie inside the swizzle's period: they flip bits of the column field
             inside = row % period
-            phase = (inside & (self.layout.field - 1)) ^ ((inside >> 3) if self.layout.fold else 0)
             xor, add = self.layout.displace(row - inside, column)
-            return xor ^ ((phase & (self.layout.field - 1)) * self.layout.granule * 2), add + (
-                inside * self.layout.columns * 2
-            )
+            flipped = self.layout.phase(inside) * self.layout.granule * 2
+            return xor ^ flipped, add + inside * self.layout.columns * 2
         return self.layout.displace(row, column)
 
     def _base(self, index: int, xor: int) -> Value:

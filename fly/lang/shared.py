@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,10 @@ from fly.ir import memory
 from fly.ir.dtypes import DType, dtype, i32
 from fly.ir.memory import Pointer
 from fly.ir.value import Value
-from fly.layout import Layout, Swizzle
+from fly.layout import Layout
+
+# What layouts are made free of conflicts for: 32 banks of 4 bytes.
+BANK_BYTES = 128
 
 
 class SharedMemory:
@@ -45,8 +49,10 @@ class SharedMemory:
 class SwizzledTile:
     """The layout of a (rows x columns) tile of 16-bit elements, row after row, swizzled against bank conflicts.
 
-    Runs of `granule` elements are kept together; eight of them make the field that a row's low bits (and, with
-    `fold`, the three bits above them) are xored into. Rows of fewer than 8 runs use what they have.
+    Runs of `granule` elements are kept together. The largest power of two, up to 8, that divides a row's runs is
+    the field: the place of a run within its aligned field is xored with the row's `phase`. Rows that start in
+    the same bank differ in their phase, so that as many rows as runs fit the banks once are free of conflicts at
+    any column. With `fold`, the three row bits above take part too.
     """
 
     rows: int
@@ -55,12 +61,14 @@ class SwizzledTile:
     fold: bool = False
 
     def __post_init__(self):
-        for name in ("rows", "columns", "granule"):
-            number = getattr(self, name)
-            if number <= 0 or number & (number - 1):
-                raise LayoutError(f"{name} of a swizzled tile is {number}; expected a power of two")
-        if self.granule > self.columns:
-            raise LayoutError(f"granule {self.granule} is wider than the tile's {self.columns} columns")
+        if self.granule <= 0 or self.granule & (self.granule - 1):
+            raise LayoutError(f"granule of a swizzled tile is {self.granule}; expected a power of two")
+        if self.rows <= 0 or self.rows % 8:
+            raise LayoutError(f"rows of a swizzled tile is {self.rows}; expected a multiple of 8")
+        if self.columns <= 0 or self.columns % self.granule:
+            raise LayoutError(
+                f"columns of a swizzled tile is {self.columns}; expected a multiple of its granule {self.granule}"
+            )
 
     @property
     def bytes(self) -> int:
@@ -69,41 +77,40 @@ class SwizzledTile:
     @property
     def field(self) -> int:
         """Runs in the xor field."""
-        return min(8, self.columns // self.granule)
+        return math.gcd(8, self.columns // self.granule)
 
     @property
-    def swizzles(self) -> tuple[Swizzle, ...]:
-        """The CuTe swizzles whose composition with the row-major layout this is."""
-        bits = self.field.bit_length() - 1
-        base = self.granule.bit_length() - 1
-        shift = self.columns.bit_length() - 1 - base
-        first = (Swizzle(bits, base, shift),)
-        return (*first, Swizzle(bits, base, shift + 3)) if self.fold else first
+    def _apart(self) -> int:
+        """Rows from one to the next that starts in the same bank; a power of two."""
+        runs = max(1, BANK_BYTES // (self.granule * 2))
+        return runs // math.gcd(runs, self.columns // self.granule)
 
     @property
     def row_period(self) -> int:
         """Rows after which the swizzle repeats."""
-        return 64 if self.fold else 8
+        return 64 if self.fold else max(8, self._apart * self.field)
+
+    def phase(self, row: Any) -> Any:
+        """What the runs of a row, static or traced, are xored with. Linear in the bits of the row."""
+        phase = row if self._apart == 1 else row >> (self._apart.bit_length() - 1)
+        if self.fold:
+            phase = (phase & (self.field - 1)) ^ (row >> 3)
+        return phase & (self.field - 1)
 
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""
         offset = Layout((self.rows, self.columns), (self.columns, 1))((row, column))
-        phase = 0
-        for swizzle in self.swizzles:
-            phase ^= swizzle(offset) ^ offset
-        return offset ^ phase
+        return offset ^ self.phase(row) * self.granule
 
     def base(self, row: Value, column: Value) -> Value:
         """Byte offset of a run-time coordinate; static parts are added by `displace`."""
-        phase = row & (self.field - 1)
-        if self.fold:
-            phase = (phase ^ (row >> 3)) & (self.field - 1)
-        return (row * (self.columns * 2) + column * 2) ^ (phase * (self.granule * 2))
+        return (row * (self.columns * 2) + column * 2) ^ (self.phase(row) * (self.granule * 2))
 
     def displace(self, row: int, column: int) -> tuple[int, int]:
         """(xor, add): bytes that take `base(r, c)` to the address of (r + row, c + column).
 
-        `row` is a multiple of `row_period`; the bits of `column` are disjoint from those that c takes.
+        `row` is a multiple of `row_period`; the bits of `column` within the field are disjoint from those that c
+        takes there.
 
         Raises:
             LayoutError: the static part does not fit those conditions.

@@ -119,14 +119,13 @@ def test_bounded_store_is_a_branch():
 def test_copies_read_nothing_out_of_bounds(size, kind):
     check(
         f"""
-        %t = "fly.copy_async"(%dst, %src, %i, %i) {{bytes = {size}}}
-          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32) -> !fly.token
+        %t = "fly.copy_async"(%dst, %src, %c) {{bytes = {size}}}
+          : (!llvm.ptr<3>, !llvm.ptr<1>, i1) -> !fly.token
         """,
         f"""
-        CHECK: %[[INSIDE:.*]] = llvm.icmp "ult"
         CHECK: %[[SIZE:.*]] = llvm.mlir.constant({size} : i32)
         CHECK: %[[NONE:.*]] = llvm.mlir.constant(0 : i32)
-        CHECK: %[[GIVEN:.*]] = llvm.select %[[INSIDE]], %[[SIZE]], %[[NONE]]
+        CHECK: %[[GIVEN:.*]] = llvm.select %{{{{.*}}}}, %[[SIZE]], %[[NONE]]
         CHECK: "llvm.nvvm.cp.async.{kind}.shared.global.{size}.s"(%{{{{.*}}}}, %{{{{.*}}}}, %[[GIVEN]])
         """,
     )

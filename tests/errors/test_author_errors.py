@@ -237,9 +237,9 @@ def table_not_linear(x: fly.Tensor, n: fly.i32, f: fly.f32):
     fly.lane_map([0, 1, 2, 4], n)  # <-
 
 
-@mistake(LayoutError, r"rows of a swizzled tile is 48; expected a power of two")
-def tile_not_a_power_of_two(x: fly.Tensor, n: fly.i32, f: fly.f32):
-    fly.SwizzledTile(48, 64)  # <-
+@mistake(LayoutError, r"rows of a swizzled tile is 44; expected a multiple of 8")
+def tile_rows_not_a_multiple_of_8(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.SwizzledTile(44, 64)  # <-
 
 
 @mistake(AtomError, r"gfx950 has no matrix instruction for i8; it has 32x32x16 bf16, .*")

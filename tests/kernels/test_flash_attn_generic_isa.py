@@ -80,6 +80,25 @@ def test_registers_without_spills(arch, head_dim, dtype, causal):
     assert not kinds(opcodes(artefact.isa), "(flat|scratch)_.*")
 
 
+def other_head_dims(*archs: str):
+    return pytest.mark.parametrize(("arch", "head_dim"), list(itertools.product(archs, (96, 160, 192, 224, 256))))
+
+
+@other_head_dims("gfx942", "gfx950")
+def test_other_head_dims_without_spills(arch, head_dim):
+    artefact, options = compiled(arch, head_dim, "bf16", True)
+    resources = artefact.resources
+    assert (resources.spills, resources.scratch_bytes) == (0, 0)
+    assert resources.registers + resources.accum_registers <= 512 // options.waves_per_eu
+
+
+@needs_ptxas
+@other_head_dims("sm_90a")
+def test_ptxas_spills_nothing_at_other_head_dims(arch, head_dim, tmp_path):
+    report = run_ptxas(compiled(arch, head_dim, "bf16", True)[0].isa, arch, tmp_path)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
 @amd
 def test_matrix_instructions(arch, head_dim, dtype, causal):
     artefact, options = compiled(arch, head_dim, dtype, causal)
@@ -88,6 +107,12 @@ def test_matrix_instructions(arch, head_dim, dtype, causal):
         assert kinds(loop, "v_mfma.*") == {f"v_mfma_f32_{shape}_{dtype}"}
         assert count(loop, "v_mfma.*") == issues * products(options, arch, dtype)
         assert not kinds(loop, "v_accvgpr.*")
+
+
+def test_instructions_a_tile():
+    """One wave and 64 keys on gfx942, full attention at head dimension 128, with the rescale that most tiles skip."""
+    artefact, _ = compiled("gfx942", 128, "bf16", False)
+    assert len(both_loops(artefact)[0]) <= 383
 
 
 @amd
@@ -186,7 +211,8 @@ def test_ptx_copies(arch, head_dim, dtype, causal):
         assert count(loop, r"cp\.async\.commit_group") == 2
         assert count(loop, r"cp\.async\.wait_group") == count(loop, r"bar(rier)?\..*") == 1
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", artefact.isa)
-    assert waits == [str(2 * (options.stages - 2))] * 2
+    # for the queries all tiles stay in flight, for a tile all newer ones
+    assert waits == [str(2 * (options.stages - 1)), *[str(2 * (options.stages - 2))] * 2]
 
 
 @needs_ptxas

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.backends.target import target
+from fly.errors import ShapeError
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -53,11 +54,12 @@ def check(arch: str, dtype: str, options: GenericOptions, shape: tuple[int, ...]
     batch, queries, keys, heads, key_heads = shape
     random = np.random.default_rng(seed)
 
-    def tensor(length: int, count: int) -> np.ndarray:
-        return random.standard_normal((batch, length, count, options.head_dim)).astype(DTYPES[dtype])
+    def tensor(length: int, count: int, head_dim: int) -> np.ndarray:
+        return random.standard_normal((batch, length, count, head_dim)).astype(DTYPES[dtype])
 
-    q, k, v = tensor(queries, heads), tensor(keys, key_heads), tensor(keys, key_heads)
-    out = np.full_like(q, np.nan)
+    q, k = tensor(queries, heads, options.head_dim), tensor(keys, key_heads, options.head_dim)
+    v = tensor(keys, key_heads, options.value_dim)
+    out = np.full((*q.shape[:3], options.value_dim), np.nan, q.dtype)
     lse = np.full((batch, heads, queries), np.nan, np.float32)
     scale = 1 / math.sqrt(options.head_dim)
     grid = (-(-queries // options.block_m), heads, batch)
@@ -91,3 +93,63 @@ def test_other_tiles(arch, head_dim, block_n, waves):
     stages = 1 if arch.startswith("gfx") else 2
     options = GenericOptions(head_dim, True, 32 * waves, block_n, waves, stages)
     check(arch, "f16", options, (2, 40, 150, 1, 1), stages > 1, seed=1)
+
+
+NVIDIA_BUILDS = [
+    {"queries": "shared"},
+    {"stages": 3, "queries": "shared", "lazy": True},
+    {"stages": 1, "alternate": True},
+    {"stages": 1, "alternate": True, "queries": "shared", "block_n": 32},
+    {"overlap": True},
+    {"overlap": True, "stages": 3, "lazy": True, "block_n": 32},
+]
+
+
+@pytest.mark.parametrize("build", NVIDIA_BUILDS, ids=lambda build: "-".join(f"{k}={v}" for k, v in build.items()))
+@pytest.mark.parametrize("shape", [(1, 100, 200, 2, 1), (1, 70, 30, 1, 1), (1, 5, 64, 1, 1)])
+def test_every_way_to_feed_a_tile(build, shape):
+    """Also where blocks see no tile, one, or only whole ones."""
+    for causal in (False, True):
+        options = GenericOptions(64, causal, **{"block_m": 64, "block_n": 64, "waves": 2, "stages": 2} | build)
+        check("sm_80", "f16", options, shape, True, seed=2)
+
+
+@pytest.mark.parametrize("head_dims", [(32, 32), (40, 40), (96, 96), (72, 104), (192, 128), (248, 64)], ids=str)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80"])
+def test_head_dims(arch, head_dims):
+    stages = 1 if arch.startswith("gfx") else 2
+    options = GenericOptions(head_dims[0], True, 64, 64, 2, stages, head_dim_v=head_dims[1])
+    check(arch, "bf16", options, (1, 40, 100, 2, 1), stages > 1, seed=3)
+
+
+def test_a_lazy_rescale_when_maxima_grow():
+    """Scores that grow by 3 to 30 log2 units from tile to tile: some rescales happen, some do not."""
+    options = GenericOptions(64, False, 64, 32, 2, 2, lazy=True)
+    ramp = np.repeat(np.array([0.0, 3.0, 5.0, 30.0, 31.0], np.float16), 32)
+    q = np.ones((1, 20, 1, 64), np.float16)
+    k = (ramp[None, :, None, None] / 64 * np.ones((1, 160, 1, 64))).astype(np.float16)
+    v = np.random.default_rng(4).standard_normal(k.shape).astype(np.float16)
+    out, lse = np.full_like(q, np.nan), np.full((1, 1, 20), np.nan, np.float32)
+    Machine(program("sm_80", "f16", options), True)(flat(q, k, v, out, lse, math.log2(math.e)), (1, 1, 1))
+    wanted, wanted_lse = exact(q, k, v, 1.0, False)
+    assert np.abs(out - wanted).max() <= 3e-3
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head_dim": 24}, r"head_dim is 24; expected a multiple of 8 from 32 to 256"),
+        ({"head_dim_v": 257}, r"head_dim_v is 257; expected a multiple of 8 from 32 to 256"),
+        ({"vector": 3}, r"vector is 3; expected 1, 2, 4 or 8 elements"),
+        ({"waves": 3}, r"block_m 64 does not divide into 3 waves"),
+        ({"queries": "global"}, r"queries is 'global'; expected 'registers' or 'shared'"),
+        ({"alternate": True}, r"tiles that alternate have one stage, not 2"),
+        ({"overlap": True, "stages": 1}, r"overlap needs two stages or more, not 1"),
+        ({"queries": "shared", "stages": 1}, r"queries in shared memory need asynchronous copies"),
+    ],
+)
+def test_builds_that_do_not_exist(given, message):
+    base = {"head_dim": 64, "causal": True, "block_m": 64, "block_n": 64, "waves": 2, "stages": 2}
+    with pytest.raises(ShapeError, match=message):
+        GenericOptions(**base | given)

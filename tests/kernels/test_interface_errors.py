@@ -140,24 +140,24 @@ MISTAKES = {
         VALUE,
         "q's heads must be a multiple of k's heads, got q 5 and k 3",
     ),
-    "head_dim 32": (
-        qkv(B, SQ, H, 32),
+    "head_dim 20": (
+        qkv(B, SQ, H, 20),
         UNSUPPORTED,
         "no flash-attention kernel serves this call on target gfx950: the gfx950 kernel is not built yet on "
-        "gfx950; the generic kernel takes head_dim 64, 128, not 32: pad q, k and v with zeros to head_dim 64 "
-        "and pass softmax_scale=32**-0.5",
+        "gfx950; the generic kernel takes head_dim 32 to 256 in steps of 8, not 20: pad q, k and v with zeros to "
+        "head_dim 32 and pass softmax_scale=20**-0.5",
     ),
-    "head_dim 96": (
-        qkv(B, SQ, H, 96),
+    "head_dim 98": (
+        qkv(B, SQ, H, 98),
         UNSUPPORTED,
-        "with zeros to head_dim 128 and pass softmax_scale=96**-0.5",
+        "with zeros to head_dim 104 and pass softmax_scale=98**-0.5",
     ),
-    "head_dim 256": (
-        qkv(B, SQ, H, 256),
+    "head_dim 264": (
+        qkv(B, SQ, H, 264),
         UNSUPPORTED,
-        "not 256: torch.nn.functional.scaled_dot_product_attention",
+        "not 264: torch.nn.functional.scaled_dot_product_attention",
     ),
-    "head_dim 0": (qkv(B, SQ, H, 0), UNSUPPORTED, "takes head_dim 64, 128, not 0"),
+    "head_dim 0": (qkv(B, SQ, H, 0), UNSUPPORTED, "takes head_dim 32 to 256 in steps of 8, not 0"),
     # strides
     "q's last dimension is strided": (
         {"q": tensor(B, SQ, H, 2 * D)[..., ::2]},

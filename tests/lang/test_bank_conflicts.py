@@ -65,7 +65,7 @@ def conflicts(arch: str, head_dim: int, banks: int) -> dict[tuple[str, int], int
     return worst
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 256])
 @pytest.mark.parametrize(
     ("arch", "banks", "expected"),
     [

@@ -36,8 +36,8 @@ _NOTATION = (
     (rf"{_V} = copy$", r"\1 = copy %dst"),
     (
         rf"{_V} = copy {_V}$",
-        r'\1 = "fly.copy_async"(\2, %src, %i, %i) {bytes = 16} : '
-        rf"({SHARED}, !llvm.ptr<1>, i32, i32) -> !fly.token",
+        r'\1 = "fly.copy_async"(\2, %src, %c) {bytes = 16} : '
+        rf"({SHARED}, !llvm.ptr<1>, i1) -> !fly.token",
     ),
     (rf"wait {_V}$", r'"fly.wait"(\1) : (!fly.token) -> ()'),
     (r"mark (\d+)$", r'"fly.sched"() {kind = "mark", value = \1} : () -> ()'),

@@ -130,19 +130,15 @@ def _store_bounded(op: ir.Operation, b: Builder) -> None:
 
 
 def _copy_async(op: ir.Operation, b: Builder) -> None:
-    destination, base, offset, bound = op.operands
+    destination, source, inside = op.operands
     size = integer(op, "bytes")
     # bytes not read from the source are filled with zeros
-    given = b.value(
-        "llvm.select",
-        [_within(b, offset, bound), b.constant(size), b.constant(0)],
-        ir.IntegerType.get_signless(32),
-    )
+    given = b.value("llvm.select", [inside, b.constant(size), b.constant(0)], ir.IntegerType.get_signless(32))
     # 16-byte copies go around the first-level cache, which has no use for data that is read from shared memory
     kind = "cg" if size == 16 else "ca"
     b.intrinsic(
         f"llvm.nvvm.cp.async.{kind}.shared.global.{size}.s",
-        [destination, _address(b, base, offset), given],
+        [destination, source, given],
         None,
     )
 
