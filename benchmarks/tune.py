@@ -65,7 +65,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     for adapter in (
         Adapter(
             kernel="generic",
-            table="kernels.flash_attn_generic",
+            table="kernels.flash_attn_generic_tiles",
             key=_generic_key,
             choices={
                 "rows": _tiles(
@@ -81,7 +81,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ),
         Adapter(
             kernel="sm90",
-            table="kernels.flash_attn_sm90",
+            table="kernels.flash_attn_sm90_tiles",
             key=_sm90_key,
             choices={
                 "rows": _tiles("consumers", (1,), (2,), (3,)),
@@ -164,14 +164,21 @@ def tune(
     *,
     reach: int,
     attempt: Callable[[Trial], Outcome],
-    within: Callable[[], bool],
+    budget: float,
     iters: int,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Search]:
-    """Search every key in turn; `attempt` does a trial, `within` says whether there is time for another."""
+    """Search every key in turn; `attempt` does a trial.
+
+    The keys share `budget` seconds by `clock`: what one leaves, the next ones have. Prints a line for each trial.
+    """
     table = adapter.tiles()
-    searches = []
+    searches: list[Search] = []
+    end = clock() + budget
     for key, workloads in cells.items():
         search = Search(key, table[key])
+        now = clock()
+        share_ends = now + (end - now) / (len(cells) - len(searches))
 
         def trial(
             incumbent: Tiles,
@@ -187,7 +194,7 @@ def tune(
             say(f"{key} {changed}: {outcome.status} {figure}")
             return outcome
 
-        search.run(adapter.choices, reach, trial, within)
+        search.run(adapter.choices, reach, trial, lambda ends=share_ends: clock() < ends)
         searches.append(search)
     return searches
 
@@ -221,7 +228,7 @@ def write_table(adapter: Adapter, searches: Sequence[Search], device: str) -> Pa
             table[search.key] = search.incumbent
             notes[search.key] = f"{device}: {search.gain:.3f} of the speed before, {time.strftime('%Y-%m-%d')}"
     path = Path(module.__file__)
-    path.write_text(format_table(adapter, table, notes))
+    path.write_text(format_table(adapter.kernel, table, notes))
     return path
 
 
@@ -266,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("torch sees no GPU: nothing to time", file=sys.stderr)
         return 2
-    device, end = torch.cuda.get_device_name(), time.monotonic() + args.budget
+    device = torch.cuda.get_device_name()
 
     def attempt(trial: Trial) -> Outcome:
         outcome = run_trial(trial, args.timeout)
@@ -275,10 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(json.loads(trial.to_json()) | vars(outcome) | {"on": device}) + "\n")
         return outcome
 
-    def within() -> bool:
-        return time.monotonic() < end
-
-    searches = tune(adapter, cells, reach=args.reach, attempt=attempt, within=within, iters=args.iters)
+    searches = tune(adapter, cells, reach=args.reach, attempt=attempt, budget=args.budget, iters=args.iters)
     print("\n".join(summary(searches, cells)))
     if args.write:
         print(f"wrote {write_table(adapter, searches, device)}")

@@ -27,6 +27,7 @@ Key = tuple[Any, ...]
 Tiles = Mapping[str, Any]
 Choices = Mapping[str, Sequence[Tiles]]
 
+LINE_LENGTH = 118
 MIN_GAIN = 1.02  # geometric mean over a key's cells
 MAX_LOSS = 0.95  # in any one of them
 OK, FAILED, TIMED_OUT, WRONG = "ok", "failed", "timed out", "WRONG"
@@ -208,25 +209,29 @@ class Search:
                 self.incumbent = candidate
 
 
-def format_table(adapter: Adapter, table: Mapping[Key, Tiles], notes: Mapping[Key, str]) -> str:
-    """The source of a module with the table and, for what was measured, where and with what gain."""
+def _literal(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))}{',' * (len(value) == 1)})"
+    return repr(value)
 
-    def entry(key: Key, value: object) -> str:
-        def text(x: object) -> str:
-            if isinstance(x, str):
-                return json.dumps(x)
-            if isinstance(x, tuple):
-                return f"({', '.join(map(text, x))}{',' * (len(x) == 1)})"
-            if isinstance(x, Mapping):
-                return "{" + ", ".join(f"{text(name)}: {text(y)}" for name, y in x.items()) + "}"
-            return repr(x)
 
-        return f"    {text(key)}: {text(value)},"
+def _entry(key: Key, tiles: Tiles) -> list[str]:
+    fields = [f"{_literal(name)}: {_literal(value)}" for name, value in tiles.items()]
+    line = f"    {_literal(key)}: {{{', '.join(fields)}}},"
+    if len(line) <= LINE_LENGTH:
+        return [line]
+    return [f"    {_literal(key)}: {{", *(f"        {text}," for text in fields), "    },"]
 
+
+def format_table(kernel: str, table: Mapping[Key, Tiles], notes: Mapping[Key, str]) -> str:
+    """The source of a table module: the tiles, and for what was measured where and with what gain."""
     return "\n".join(
         [
-            f'"""Tiles of the {adapter.kernel} kernel: written by `benchmarks/tune.py {adapter.kernel} --write`, read by',
-            "the kernel. `NOTES` says what was measured.",
+            f'"""The {kernel} kernel\'s choice of tiles: fields of its options; those not named keep their default.',
+            "",
+            f"Written by `benchmarks/tune.py {kernel} --write`. `NOTES` says what was measured for a key.",
             '"""',
             "",
             "from __future__ import annotations",
@@ -235,10 +240,10 @@ def format_table(adapter: Adapter, table: Mapping[Key, Tiles], notes: Mapping[Ke
             "",
             "# fmt: off",
             "TILES: dict[tuple[Any, ...], dict[str, Any]] = {",
-            *(entry(key, dict(tiles)) for key, tiles in table.items()),
+            *(line for key, tiles in table.items() for line in _entry(key, tiles)),
             "}",
             "NOTES: dict[tuple[Any, ...], str] = {",
-            *(entry(key, note) for key, note in notes.items()),
+            *(f"    {_literal(key)}: {_literal(note)}," for key, note in notes.items()),
             "}",
             "",
         ]

@@ -34,6 +34,7 @@ from kernels.attention_launch import bind_forward, split_count
 from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from kernels.attention_tiles import store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors, target_of
+from kernels.flash_attn_generic_tiles import TILES
 from kernels.online_softmax import OnlineSoftmax
 from kernels.tile_scheduler import Work, block_work
 
@@ -221,26 +222,6 @@ def _tiles(block_m: int, block_n: int, waves: int, stages: int, **more: Any) -> 
     return {"block_m": block_m, "block_n": block_n, "waves": waves, "stages": stages, **more}
 
 
-# The build for each backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
-# tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
-TILES: Mapping[tuple[str, int], Mapping[str, Any]] = {
-    ("rocdl", 32): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
-    ("rocdl", 64): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
-    ("rocdl", 96): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
-    ("rocdl", 128): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=2),
-    ("rocdl", 160): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
-    ("rocdl", 192): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
-    ("rocdl", 224): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
-    ("rocdl", 256): _tiles(128, 64, 4, 1, lazy=True, waves_per_eu=1),
-    ("nvvm", 32): _tiles(128, 64, 4, 2),
-    ("nvvm", 64): _tiles(128, 64, 4, 2),
-    ("nvvm", 96): _tiles(128, 64, 4, 2, queries="shared"),
-    ("nvvm", 128): _tiles(64, 64, 4, 2),
-    ("nvvm", 160): _tiles(64, 64, 4, 1, alternate=True),
-    ("nvvm", 192): _tiles(64, 64, 4, 1, alternate=True),
-    ("nvvm", 224): _tiles(64, 64, 4, 1, alternate=True),
-    ("nvvm", 256): _tiles(64, 32, 4, 2),
-}
 # NVIDIA without asynchronous copies: what is in flight takes registers too
 UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
     **dict.fromkeys((32, 64, 96, 128), _tiles(64, 64, 4, 1)),
@@ -256,7 +237,11 @@ def options_for(
     tuning: Mapping[str, Any] | None = None,
     head_dim_v: int | None = None,
 ) -> GenericOptions:
-    """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows."""
+    """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
+
+    The table is by backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
+    tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
+    """
     tuning = tuning or {}
     dim = padded(max(head_dim, head_dim_v or head_dim))
     tiles = dict(TILES[target.backend, dim])

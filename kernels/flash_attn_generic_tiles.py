@@ -1,0 +1,30 @@
+"""The generic kernel's choice of tiles: fields of its options; those not named keep their default.
+
+Written by `benchmarks/tune.py generic --write`. `NOTES` says what was measured for a key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# fmt: off
+TILES: dict[tuple[Any, ...], dict[str, Any]] = {
+    ("rocdl", 32): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 2},
+    ("rocdl", 64): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 2},
+    ("rocdl", 96): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 2},
+    ("rocdl", 128): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 2},
+    ("rocdl", 160): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
+    ("rocdl", 192): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
+    ("rocdl", 224): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
+    ("rocdl", 256): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
+    ("nvvm", 32): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2},
+    ("nvvm", 64): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2},
+    ("nvvm", 96): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "queries": "shared"},
+    ("nvvm", 128): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 2},
+    ("nvvm", 160): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True},
+    ("nvvm", 192): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True},
+    ("nvvm", 224): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True},
+    ("nvvm", 256): {"block_m": 64, "block_n": 32, "waves": 4, "stages": 2},
+}
+NOTES: dict[tuple[Any, ...], str] = {
+}
