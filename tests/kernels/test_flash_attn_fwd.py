@@ -16,7 +16,7 @@ if not __package__:  # run as a script
 import pytest
 import torch
 
-from benchmarks.shapes import Kind
+from benchmarks.shapes import SMALL_LENGTHS, Kind
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import acceptance
 from tests.kernels.acceptance import (
@@ -148,7 +148,10 @@ def test_the_samples_cover_everything():
             assert {w.causal for w in sampled} == {True, False} and {w.dtype for w in sampled} == {"bf16", "f16"}
         runs = [run for run in EMULATED if run.kernel == first.kernel]
         pairs = [(w.seq_len, w.seq_len_kv) for run in runs for k in KINDS for w in acceptance.sampled_pairs(run, k)]
-        assert len(pairs) == len(set(pairs)) == 144
+        assert len(pairs) == len(set(pairs)) == 72 * len(runs)
+        for side in zip(*pairs):
+            assert set(side) == set(SMALL_LENGTHS)
+    assert len({(w.seq_len, w.seq_len_kv) for w in acceptance.every_pair(KINDS[0])}) == 144
 
 
 @on_gpu
