@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import csv
-import time
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import flash_attn_fwd as benchmark
-from benchmarks import report, shapes
+from benchmarks import report, shapes, tune
 from benchmarks.providers import Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
 from benchmarks.workload import Workload
+from tests.kernels import harness
 
 WORKLOADS = [Workload(1, 8, 8, 2, 2, 16, "bf16", causal) for causal in (True, False)]
 CAUSAL, FULL = WORKLOADS
 
 
-def sleeping(name, milliseconds, unsupported=lambda workload: None):
-    return Provider(
-        name,
-        lambda device: None,
-        unsupported,
-        lambda workload, q, k, v: lambda: time.sleep(milliseconds / 1e3),
-    )
+def idle(name, unsupported=lambda workload: None):
+    """A provider that computes nothing; `timed` says how long it takes."""
+    return Provider(name, lambda device: None, unsupported, lambda workload, q, k, v: lambda: None)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Have calls take as many milliseconds as their provider's name has letters; gives what `measure` was told."""
+    told = []
+
+    def measure(calls, **options):
+        told.append(options)
+        return {name: Timing(float(len(name)), 0.0, 99.0) for name in calls}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    return told
 
 
 def broken(name):
@@ -39,27 +50,28 @@ def figure(provider, milliseconds, workload=CAUSAL):
     return Figure(workload, provider, Timing(milliseconds, milliseconds / 2, milliseconds * 2))
 
 
-def test_table(capsys):
+def test_table(capsys, timed):
     providers = [
-        sleeping("fly", 2),
-        sleeping("slow", 8),
-        sleeping("full only", 20, lambda workload: "no mask" if workload.causal else None),
+        idle("fly"),
+        idle("slower"),
+        idle("full only", lambda workload: "no mask" if workload.causal else None),
         broken("broken"),
     ]
-    figures = benchmark.run(WORKLOADS, providers, device="cpu", iters=3)
+    figures = benchmark.run(WORKLOADS, providers, device="cpu", iters=3, cold=False)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["TFLOP/s", "fly", "slow", "full", "only", "broken", "fly/best"]
+    assert printed[0].split() == ["TFLOP/s", "fly", "slower", "full", "only", "broken", "fly/best"]
     causal = printed[1].removeprefix("B1 H2 S8 D16 bf16 causal").split()
-    assert causal[2:4] == ["-", "-"] and float(causal[4]) > 1.5
+    assert causal[2:] == ["-", "-", "2.000"]
     assert "  full only: no mask" in printed
     assert printed.count("  broken: RuntimeError: no kernel") == 1
-    assert [(f.workload.causal, f.provider) for f in figures] == [
-        (True, "fly"),
-        (True, "slow"),
-        (False, "fly"),
-        (False, "slow"),
-        (False, "full only"),
+    assert [(f.workload.causal, f.provider, f.timing.median) for f in figures] == [
+        (True, "fly", 3),
+        (True, "slower", 6),
+        (False, "fly", 3),
+        (False, "slower", 6),
+        (False, "full only", 9),
     ]
+    assert timed == [{"device": "cpu", "iters": 3, "warmup": 3, "cold": False}] * 2
 
 
 def test_a_workload_that_nobody_does():
@@ -194,7 +206,7 @@ def test_presets_name_providers():
 
 def test_host_times(capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "host_microseconds", lambda call, device: 12.34)
-    benchmark.print_host_times([sleeping("fly", 0), broken("broken")], "cpu")
+    benchmark.print_host_times([idle("fly"), broken("broken")], "cpu")
     assert capsys.readouterr().out.splitlines()[1:] == [
         "fly              12.3 µs",
         "broken       RuntimeError: no kernel",
@@ -205,36 +217,23 @@ def test_ceiling():
     assert benchmark.ceiling("bf16", "cpu", size=64, iters=2) > 0
 
 
-def test_a_run(monkeypatch, capsys, tmp_path):
+def test_a_run(monkeypatch, capsys, tmp_path, timed):
     """The command line from flags to the last line, on a pretended GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
-    monkeypatch.setattr(benchmark, "named", lambda names: [sleeping(name, 1 + len(name)) for name in names])
+    monkeypatch.setattr(benchmark, "named", lambda names: [idle(name) for name in names])
     monkeypatch.setattr(benchmark, "ceiling", lambda dtype, device: 700.0)
-    compare = benchmark.compare
-    small = lambda workload, providers, **options: compare(CAUSAL, providers, **options | {"device": "cpu"})  # noqa: E731
-    monkeypatch.setattr(benchmark, "compare", small)
+    monkeypatch.setattr(Workload, "tensors", lambda workload, seed, device: (None,) * 3)
     path = tmp_path / "figures.csv"
-    flags = [
-        "--preset",
-        "generic",
-        "--kernel",
-        "sm90",
-        "--seq_len",
-        "64",
-        "--head_dim",
-        "64",
-        "--causal",
-        "--iters",
-        "2",
-        "--warm",
-    ]
-    assert benchmark.main([*flags, "--csv", str(path)]) == 0
+    cells = ["--seq_len", "64", "--head_dim", "64", "--causal"]
+    flags = ["--preset=generic", "--kernel=sm90", "--iters=2", "--warm", f"--csv={path}"]
+    assert benchmark.main([*flags, *cells]) == 0
+    assert timed[0]["device"] == "cuda" and not timed[0]["cold"]
     printed = capsys.readouterr().out
-    assert (
-        "pretended GPU, torch=" in printed and "matrix product 8192³ bf16: 700 TFLOP/s before, 700 after" in printed
-    )
+    assert "pretended GPU, torch=" in printed
+    assert "matrix product 8192³ bf16: 700 TFLOP/s before, 700 after" in printed
     assert "fly generic: 1 of 1 cells under 1 of the best peer" in printed
+    assert "fly sm90: 0 of 1 cells under 1 of the best peer" in printed
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["provider"], row["l2"]) for row in rows] == [
@@ -277,3 +276,13 @@ def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as exit_:
         benchmark.main(flags)
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_page_on_benchmarks_names_what_there_is():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
+    accepted = {"--exhaustive", "--help"}  # the first is pytest's
+    for parser in (harness._parser(), benchmark._parser(), tune._parser()):
+        accepted |= {flag for action in parser._actions for flag in action.option_strings}
+    assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
+    for name in (*shapes.SETS, *shapes.PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
+        assert re.search(rf"`(--)?{name}`", page), name
