@@ -117,8 +117,10 @@ def verdicts(arch: str, request: Request) -> str:
         text = "chosen" if kernel.name == chosen else "could serve it too" if why is None else f"no: it {why}"
         first, *rest = textwrap.wrap(text, WIDTH - 20)
         lines += [f"{arch:<8}  {kernel.name:<8}  {first}", *(f"{'':20}{line}" for line in rest)]
-    if error is not None:
-        lines += textwrap.wrap(f"error: {error}", WIDTH)
+    if error is not None and config.KERNEL.get():
+        lines += textwrap.wrap(str(error), WIDTH)
+    elif error is not None:
+        lines.append(f"{arch:<8}  {'(none)':<8}  such a call raises an {type(error).__name__}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kernels import dispatch, flash_attn_interface
 from kernels.dispatch import Launch, Request, Tensors
@@ -20,12 +21,14 @@ class StubKernel:
         self.prepared: list[Request] = []
         self.launches: list[int | None] = []
         self.workspace_bytes = 0
+        self.workspaces: list[torch.Tensor | None] = []
 
     def prepare(self, tensors: Tensors, request: Request) -> Launch:
         self.prepared.append(request)
 
         def run(tensors: Tensors, stream: int | None) -> None:
             self.launches.append(stream)
+            self.workspaces.append(tensors.workspace)
             options = {"causal": request.causal, "softmax_scale": request.softmax_scale}
             offsets = [tensors.cu_seqlens_q, tensors.cu_seqlens_kv]
             if offsets[0] is None:
