@@ -14,7 +14,8 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
-from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Kernel, Request, choose, head_dims, refusal
+from kernels import dispatch
+from kernels.dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, head_dims, refusal
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
@@ -110,15 +111,17 @@ def verdicts(arch: str, request: Request) -> str:
     except UnsupportedError as refused:
         chosen, error = "", refused
     lines = []
-    for kernel in KERNELS:
+    for kernel in dispatch.KERNELS:
         if arch not in kernel.archs:
             continue
         why = refusal(kernel, arch, request)
         text = "chosen" if kernel.name == chosen else "could serve it too" if why is None else f"no: it {why}"
         first, *rest = textwrap.wrap(text, WIDTH - 20)
         lines += [f"{arch:<8}  {kernel.name:<8}  {first}", *(f"{'':20}{line}" for line in rest)]
-    if error is not None:
-        lines += textwrap.wrap(f"error: {error}", WIDTH)
+    if error is not None and config.KERNEL.get():
+        lines += textwrap.wrap(str(error), WIDTH)
+    elif error is not None:
+        lines.append(f"{arch:<8}  {'(none)':<8}  such a call raises an {type(error).__name__}")
     return "\n".join(lines)
 
 
@@ -200,7 +203,7 @@ def paths(options: argparse.Namespace) -> None:
     request = request_of(options)
     archs = TARGETS if options.arch is None else (options.arch,)
     if request is None:
-        print(table(k for k in KERNELS if set(archs) & set(k.archs)))
+        print(table(k for k in dispatch.KERNELS if set(archs) & set(k.archs)))
         print("A call takes the first row that serves it.")
     else:
         print("\n".join(verdicts(arch, request) for arch in archs))

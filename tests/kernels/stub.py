@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kernels import dispatch, flash_attn_interface
 from kernels.dispatch import Launch, Request, Tensors
@@ -20,12 +22,14 @@ class StubKernel:
         self.prepared: list[Request] = []
         self.launches: list[int | None] = []
         self.workspace_bytes = 0
+        self.workspaces: list[torch.Tensor | None] = []
 
     def prepare(self, tensors: Tensors, request: Request) -> Launch:
         self.prepared.append(request)
 
         def run(tensors: Tensors, stream: int | None) -> None:
             self.launches.append(stream)
+            self.workspaces.append(tensors.workspace)
             options = {"causal": request.causal, "softmax_scale": request.softmax_scale}
             offsets = [tensors.cu_seqlens_q, tensors.cu_seqlens_kv]
             if offsets[0] is None:
@@ -39,9 +43,17 @@ class StubKernel:
         return Launch(run, self.workspace_bytes)
 
 
+def rows() -> tuple[dispatch.Kernel, ...]:
+    """A dispatch table that stays as it is while kernels come and grow: one that works, behind two unbuilt ones."""
+    known = {kernel.name: kernel for kernel in dispatch.KERNELS}
+    generic = replace(known["generic"], head_dims=(64, 128), features=("packed", "split_kv"), needs=())
+    return replace(known["gfx950"], module=None), replace(known["sm90"], module=None), generic
+
+
 def install(monkeypatch: pytest.MonkeyPatch, target: str = "gfx950") -> StubKernel:
-    """Put a stub in the generic kernel's place on `target`, with no plan kept from before."""
+    """Put a stub in the generic kernel's place on `target`, with no plan kept from before; the table is `rows()`."""
     stub = StubKernel()
+    monkeypatch.setattr(dispatch, "KERNELS", rows())
     monkeypatch.setitem(sys.modules, "kernels.flash_attn_generic", SimpleNamespace(prepare=stub.prepare))
     monkeypatch.setattr(dispatch, "target_of", lambda device: target)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})

@@ -125,6 +125,25 @@ def test_row_operations_compute_what_they_say(arch, layout):
     np.testing.assert_array_equal(masked, np.where(np.arange(columns) < limits[:, None], source, -1))
 
 
+def store_runs(out: fly.Tensor, *, layout: AccumulatorLayout, columns: int):
+    fragment = fly.Fragment.zeros(layout, ROW_TILES, COLUMN_TILES).map(lambda tile, r, c: tile + 1.0)
+    for row, column, values in fragment.runs(columns):
+        out.store(values, row, column)
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_80"])
+@pytest.mark.parametrize("left_out", [0, 8, 16])
+def test_runs_of_the_columns_in_use(arch, left_out):
+    layout = fly.chain(target(arch).mma("bf16")).layout
+    out = np.zeros((ROW_TILES * layout.rows, COLUMN_TILES * layout.columns), np.float32)
+    columns = out.shape[1] - left_out
+    module = trace(store_runs, matrix("f32", 2), arch=arch, layout=layout, columns=columns)
+    Machine(Program(module, target(arch)))(flat(out))
+    assert (out[:, :columns] == 1).all() and (out[:, columns:] == 0).all()
+    with pytest.raises(ShapeError, match=r"20 columns of a fragment in use; expected a multiple of 8"):
+        trace(store_runs, matrix("f32", 2), arch=arch, layout=layout, columns=20)
+
+
 def test_a_fragment_has_tiles():
     def kernel(n: fly.i32):
         layout = AccumulatorLayout(fly.target().mma("bf16"), "m")
