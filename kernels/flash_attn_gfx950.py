@@ -6,25 +6,25 @@ waves 0-3 run one barrier ahead of waves 4-7, so that one of the two computes wh
 
 One tile takes four clusters with a barrier after each. Cluster by cluster, for tile j:
 
-| cluster | matrix | vector | LDS reads | copies started | waited for |
+| cluster | matrix | vector, between the matrix instructions | LDS reads | copies started | waited for |
 |---|---|---|---|---|---|
 | 0 memory | | | K(j) | K(j+1) | V(j-1) |
-| 1 compute | S(j) = K(j) Q | P(j-1) = exp2(S(j-1) - max), sum | | | |
+| 1 compute | S(j) = K(j) Q | P(j-1) = exp2(S(j-1) - max), first half of the keys | | | |
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
-| 3 compute | O += V(j-1) P(j-1) | max of S(j), rescale if it grew a lot | | | |
+| 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rescale if it grew a lot | | | |
 
 K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need
 it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
-row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1.
+row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
+a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import fly
@@ -34,7 +34,6 @@ from kernels.attention_tiles import group_size, load_queries, store_lse, store_o
 from kernels.mask import KeyRange
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
-Mask = Callable[[Any, fly.Fragment], fly.Fragment]  # (tile number, scores) -> scores
 RESCALE_THRESHOLD = 8.0  # log2 units
 
 
@@ -56,17 +55,17 @@ class DualWaveOptions:
 
 
 @dataclass(frozen=True)
-class State:
-    """What one tile hands to the next: scores of tile j-1, and O, maximum and sum up to tile j-2."""
+class LazySoftmax:
+    """The running softmax of the lane's row.
 
-    output: fly.Fragment
-    maximum: fly.RowVector
-    total: fly.RowVector
-    scores: fly.Fragment
-    k_flight: fly.Token
-    v_flight: fly.Token
-    k_at: tuple[fly.Value, ...]  # where the next copies read
-    v_at: tuple[fly.Value, ...]
+    `total`: the lane's part of sum(exp2(scale * score + shift)), as two sums. `maximum` of the raw scores, when it
+    was last taken in; `shift` is -scale * maximum, and a score above `limit` calls for a new one.
+    """
+
+    maximum: fly.Value
+    shift: fly.Value
+    limit: fly.Value
+    total: fly.Value
 
 
 @fly.kernel
@@ -104,35 +103,29 @@ def flash_attn_gfx950(
     )
     rows = fly.RowVector.full(tiles.link.layout, 1, 0.0).rows().map(lambda r: r + wave_row)
     full_tiles, all_tiles = keys.tiles(first_row, BLOCK_M, BLOCK_N)
-
-    def mask(j: Any, scores: fly.Fragment) -> fly.Fragment:
-        return fly.cond(j < full_tiles, lambda: scores, lambda: keys.apply(scores, rows, j * BLOCK_N))
+    tiles.mask = lambda j, scores: fly.cond(
+        j < full_tiles, lambda: scores, lambda: keys.apply(scores, rows, j * BLOCK_N)
+    )
 
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
-    state = tiles.first(mask)
-    for i, carried in (loop := fly.range(all_tiles // 2, carry=state)):
-        j = i * 2 + 1
-        loop.next(tiles.step(j + 1, 0, mask, tiles.step(j, 1, mask, carried)))
-    # tiles come in pairs after the first, so the last one is in the even buffers
-    output, maximum, total = tiles.last(loop.results)
+    output, softmax = tiles.run(all_tiles)
     if options.stagger:
         with fly.when(wave < WAVES // 2):
             s_barrier()
 
-    total = total.reduce_lanes(lambda a, b: a + b)
+    layout = tiles.link.layout
+    total = fly.RowVector(layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
     inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
     store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
     if lse is not None:
-        row_lse = maximum.map(
-            lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
-        )
+        row_lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - softmax.shift) * math.log(2)))
         store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
 
 
 class Tiles:
-    """The clusters of the module's table, over the buffers in LDS and the operands in registers."""
+    """The stages of the module's table, over the buffers in LDS and the operands in registers."""
 
     def __init__(self, q: fly.Tensor, scale_log2: fly.Value, options: DualWaveOptions):
         self.options = options
@@ -143,6 +136,8 @@ class Tiles:
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
+        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
+        self.mask: Any = None  # (tile number, scores) -> scores
 
     def open(self, k_rows: fly.RowView, v_rows: fly.RowView, queries: list[fly.Value]) -> None:
         """Set up buffers, copies and operand loads."""
@@ -154,165 +149,167 @@ class Tiles:
             want = fly.operand_coordinates(atom, operand, **kwargs)
             return fly.require_plan(fly.plan_operand(target.matrix_loads, want, values), atom, operand)
 
-        k_plan = plan(transposed=False)
-        v_plan = plan(transposed=True, slot_of=lambda slot: link.columns[slot])
-        k_layout = fly.SwizzledTile(BLOCK_N, dim, k_plan.load.granule)
-        v_layout = fly.SwizzledTile(BLOCK_N, dim, v_plan.load.granule)
+        k_layout, v_layout = k_tile(dim), v_tile(dim)
         self.queries = queries
-        self.k_copy, self.v_copy = fly.DirectCopy(k_rows, k_layout), fly.DirectCopy(v_rows, v_layout)
-        self.k_load, self.v_load = fly.OperandLoader(k_plan, k_layout), fly.OperandLoader(v_plan, v_layout)
+        self.k_copy, self.v_copy = (fly.DirectCopy(*x, group=2) for x in ((k_rows, k_layout), (v_rows, v_layout)))
+        self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
+        self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.k = [fly.SharedTile.ring(f"k{i}", k_layout, self.dtype, 1)[0] for i in range(2)]
         self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
-        for t in range(self.dim_steps):
-            self.k_load.prepare(0, t * atom.k)
-        for n in range(self.dim_tiles):
-            self.v_load.prepare(0, n * link.layout.columns)
 
-    def first(self, mask: Mask) -> State:
-        """Tile 0, which has nothing before it to finish: its scores, and the copies for tile 1."""
-        k_at, v_at = self.k_copy.start(), self.v_copy.start()
-        k_flight = self.k_copy.issue(k_at, self.k[0])
-        k_at = self.k_copy.next(k_at)
-        fly.wait(k_flight)
-        self._boundary()
-        self._boundary()  # the other group's copies too
-        operands = [self._read_k(0, n) for n in range(self.key_tiles)]
-        k_flight = self.k_copy.issue(k_at, self.k[1])
-        v_flight = self.v_copy.issue(v_at, self.v[0])
-        scores = mask(fly.i32(0), fly.Fragment(self.link.layout, (self._scores(operands),)))
-        layout = self.link.layout
-        state = State(
-            fly.Fragment.zeros(layout, 1, self.dim_tiles),
-            fly.RowVector.full(layout, 1, -math.inf),
-            fly.RowVector.full(layout, 1, 0.0),
-            scores,
-            k_flight,
-            v_flight,
-            self.k_copy.next(k_at),
-            self.v_copy.next(v_at),
+    def run(self, tiles: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
+        """The module's table as stages; step i of the pipeline has K(i) on its way, S(i-1) and O of tile i-2."""
+        stage = fly.Stage
+        pipeline = fly.Pipeline(
+            [
+                stage("read K", self.read_k, "", "k", delay=1, cluster=0),
+                stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
+                stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
+                stage("scores", self.scores, "k", "raw", delay=1, cluster=1),
+                stage("early weights", self.weights, "early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("read V", self.read_v, "", "v", delay=2, cluster=2),
+                stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
+                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
+                stage("mask", self.masked, "raw", "early late", delay=1, cluster=3),
+                stage("late weights", self.weights, "late softmax", "p_late softmax", delay=2, cluster=3),
+                stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
+                stage("maximum", self.raise_maximum, "early late output softmax", "output softmax", delay=1, cluster=3),
+            ],
+            running=("k_at", "v_at", "output", "softmax"),
+            unroll=2,
+            boundary=self.boundary,
         )
-        state = self._raise_maximum(state)
-        fly.wait(k_flight)
-        self._boundary()
-        self._boundary()
-        return state
-
-    def step(self, j: Any, parity: int, mask: Mask, state: State) -> State:
-        """Tile j >= 1, in the K buffer `parity`; finishes the tile before it."""
-        # cluster 0
-        k_operands = [self._read_k(parity, n) for n in range(self.key_tiles)]
-        k_flight = self.k_copy.issue(state.k_at, self.k[1 - parity])
-        fly.wait(state.v_flight)
-        s_waitcnt_lds()
-        self._boundary()
-        # cluster 1
-        self._priority(1)
-        scores = fly.Fragment(self.link.layout, (self._scores(k_operands),))
-        weights, total = self._probabilities(state)
-        self._priority(0)
-        self._boundary()
-        # cluster 2
-        v_operands = self._read_v(1 - parity)
-        v_flight = self.v_copy.issue(state.v_at, self.v[parity])
-        fly.wait(k_flight)
-        s_waitcnt_lds()
-        self._boundary()
-        # cluster 3
-        self._priority(1)
-        scores = mask(j, scores)  # a branch: before the matrix instructions, so that they stay with what follows
-        output = self._accumulate(state.output, v_operands, weights)
-        state = State(
-            output,
-            state.maximum,
-            total,
-            scores,
-            k_flight,
-            v_flight,
-            self.k_copy.next(state.k_at),
-            self.v_copy.next(state.v_at),
+        done = pipeline.run(
+            tiles,
+            k_at=self.k_copy.start(fly.i32(0), lead=pipeline.first_place("copy K")),
+            v_at=self.v_copy.start(fly.i32(0), lead=pipeline.first_place("copy V")),
+            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
+            softmax=LazySoftmax(fly.f32(-math.inf), fly.f32(0.0), fly.f32(-math.inf), fly.broadcast(fly.f32(0.0), 2)),
         )
-        state = self._raise_maximum(state)
-        self._priority(0)
-        self._boundary()
-        return state
+        return done["output"], done["softmax"]
 
-    def last(self, state: State) -> tuple[fly.Fragment, fly.RowVector, fly.RowVector]:
-        """Finish the last tile, an even one."""
-        weights, total = self._probabilities(state)
-        fly.wait(state.v_flight)
-        self._boundary()
-        self._boundary()
-        return self._accumulate(state.output, self._read_v(0), weights), state.maximum, total
+    # stages
 
-    # parts of clusters
+    def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
+        return self._copy(self.k_copy, tile, at, self.k)
 
-    def _boundary(self) -> None:
-        sched_barrier()
-        s_barrier()
-        sched_barrier()
+    def copy_v(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
+        return self._copy(self.v_copy, tile, at, self.v)
 
-    def _priority(self, level: int) -> None:
-        if self.options.setprio:
-            s_setprio(level)
+    def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
+        """The copies of a tile, and the operands read in this cluster."""
+        fly.wait(flight)
+        s_waitcnt_lds()
 
-    def _read_k(self, parity: int, n: int) -> list[fly.Value]:
-        """K operands of key tile n, one per step over head_dim."""
+    def read_k(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
+        """K operands [key tile][step over head_dim]."""
         rows, depth = self.link.layout.columns, self.link.atom.k
-        return [self.k_load.load(self.k[parity], n * rows, t * depth)[0] for t in range(self.dim_steps)]
+        return [
+            [self.k_load.load(self.k[tile.slot], n * rows, t * depth)[0] for t in range(self.dim_steps)]
+            for n in range(self.key_tiles)
+        ]
 
-    def _read_v(self, parity: int) -> list[list[fly.Value]]:
+    def read_v(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
         """V operands [step over keys][dim tile]."""
         columns, depth = self.link.layout.columns, self.link.atom.k
         return [
-            [self.v_load.load(self.v[parity], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
+            [self.v_load.load(self.v[tile.slot], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
             for t in range(self.key_steps)
         ]
 
-    def _scores(self, k_operands: list[list[fly.Value]]) -> tuple[fly.Value, ...]:
-        """Raw scores of some key tiles."""
-        tiles = fly.Fragment.zeros(self.link.layout, 1, len(k_operands)).tiles[0]
+    def scores(self, tile: fly.PipelineTile, k: list[list[fly.Value]]) -> tuple[fly.Value, ...]:
+        """Raw scores of the key tiles."""
+        tiles = fly.Fragment.zeros(self.link.layout, 1, self.key_tiles).tiles[0]
         for t in range(self.dim_steps):
-            tiles = tuple(
-                self.link.mma(self.queries[t], k[t], tile) for k, tile in zip(k_operands, tiles, strict=True)
-            )
+            tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
-    def _accumulate(
-        self, output: fly.Fragment, v_operands: list[list[fly.Value]], weights: list[fly.Value]
+    def masked(self, tile: fly.PipelineTile, raw: tuple[fly.Value, ...]) -> tuple[fly.Value, ...]:
+        """-inf where a row does not see a key; one accumulator tile for each half of the keys."""
+        return self.mask(tile.number, fly.Fragment(self.link.layout, (raw,))).tiles[0]
+
+    def weights(
+        self, tile: fly.PipelineTile, scores: fly.Value, softmax: LazySoftmax
+    ) -> tuple[list[fly.Value], LazySoftmax]:
+        """Probabilities of one accumulator tile as operands, and the sum with them."""
+        width = len(scores)
+        exponents = fly.fma(scores, fly.broadcast(self.scale, width), fly.broadcast(softmax.shift, width))
+        probabilities = fly.exp2(exponents)
+        total = softmax.total
+        for i in range(0, width, 2):
+            total = total + probabilities[i : i + 2]
+        narrow = probabilities.to(self.dtype, rounding="nearest_any")
+        return self.link.operands([narrow]), LazySoftmax(softmax.maximum, softmax.shift, softmax.limit, total)
+
+    def accumulate(
+        self,
+        tile: fly.PipelineTile,
+        output: fly.Fragment,
+        v: list[list[fly.Value]],
+        early: list[fly.Value],
+        late: list[fly.Value],
     ) -> fly.Fragment:
         tiles = list(output.tiles[0])
-        for t in range(self.key_steps):
-            for n in range(self.dim_tiles):
-                tiles[n] = self.link.mma(weights[t], v_operands[t][n], tiles[n])
+        for weights, operands in zip([*early, *late], v, strict=True):
+            for n, columns in enumerate(operands):
+                tiles[n] = self.link.mma(weights, columns, tiles[n])
         return fly.Fragment(output.layout, (tuple(tiles),))
 
-    def _raise_maximum(self, state: State) -> State:
-        """Take the scores' maximum in; rescale what was accumulated only where it is worth it."""
-        tile_max = state.scores.row_max().reduce_lanes(fly.maximum)
-        maximum = state.maximum.map(fly.maximum, tile_max)
+    def raise_maximum(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, output: fly.Fragment, softmax: LazySoftmax
+    ) -> tuple[fly.Fragment, LazySoftmax]:
+        """Take the scores' maximum in where it is worth it, and rescale what was accumulated."""
+        largest = fly.reduce_max(fly.concat([early, late]))
 
-        def rescaled() -> tuple[fly.Fragment, fly.RowVector, fly.RowVector]:
-            # a row without any key so far has -inf - -inf here; nothing was accumulated, so any factor does
-            factor = state.maximum.map(
-                lambda old, new: fly.select(new == -math.inf, 1.0, fly.exp2((old - new) * self.scale)), maximum
-            )
-            return state.output.scale_rows(factor), maximum, state.total.map(lambda t, f: t * f, factor)
+        def rescaled() -> tuple[fly.Fragment, LazySoftmax]:
+            row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
+            maximum = fly.maximum(softmax.maximum, row)
+            # a row without any key so far is measured from 0: -inf - -inf is NaN; nothing was accumulated there
+            none = maximum == -math.inf
+            factor = fly.select(none, 1.0, fly.exp2((softmax.maximum - maximum) * self.scale))
+            shift = fly.select(none, 0.0, -(maximum * self.scale))
+            factors = fly.RowVector(self.link.layout, ((factor,),))
+            total = softmax.total * fly.broadcast(factor, 2)
+            return output.scale_rows(factors), LazySoftmax(maximum, shift, maximum + self.margin, total)
 
-        if not self.options.lazy_rescale:
-            output, maximum, total = rescaled()
-            return replace(state, output=output, maximum=maximum, total=total)
-        grown = (maximum.values[0][0] - state.maximum.values[0][0]) * self.scale > RESCALE_THRESHOLD
-        output, maximum, total = fly.cond(
-            fly.any_lane(grown), rescaled, lambda: (state.output, state.maximum, state.total)
-        )
-        return replace(state, output=output, maximum=maximum, total=total)
+        return fly.cond(fly.any_lane(largest > softmax.limit), rescaled, lambda: (output, softmax))
 
-    def _probabilities(self, state: State) -> tuple[list[fly.Value], fly.RowVector]:
-        """P of the tile before as operands, and the sum with it."""
-        # a row without any key so far is measured from 0: -inf - -inf is NaN
-        pivot = state.maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m))
-        exponents = state.scores.fma_rows(self.scale, pivot.map(lambda m: -(m * self.scale)))
-        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
-        total = state.total.map(lambda t, p: t + p, probabilities.row_sum())
-        narrow = [tile.to(self.dtype, rounding="nearest_any") for tile in probabilities.tiles[0]]
-        return self.link.operands(narrow), total
+    def boundary(self, cluster: int) -> None:
+        """The end of a cluster: where every wave's priority changes, and the groups meet."""
+        compute = cluster % 2 == 1
+        if compute and self.options.setprio:
+            s_setprio(0)
+        sched_barrier()
+        s_barrier()
+        sched_barrier()
+        if not compute and self.options.setprio:
+            s_setprio(1)
+
+    @staticmethod
+    def _copy(
+        copy: fly.DirectCopy, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[fly.SharedTile]
+    ) -> tuple[fly.Token, fly.CopyPosition]:
+        flight = copy.issue(at, tile.place, buffers[tile.slot])
+        return flight, copy.next(at) if tile.place == copy.group - 1 else at
+
+
+def k_tile(head_dim: int) -> fly.PaddedTile:
+    """K in LDS: lines of 1024 bytes whose rows are 16 (or 8) apart, so that 16 neighbours are in 16 lines.
+
+    With 16 bytes of padding a line, 16 rows start in 16 different runs of 16 bytes of 256.
+    """
+    lines = BLOCK_N * head_dim // 512
+    return fly.PaddedTile(fly.Layout(((lines, BLOCK_N // lines), head_dim), ((512, head_dim), 1)), 512, 8)
+
+
+def v_tile(head_dim: int) -> fly.PaddedTile:
+    """V in LDS: as K, with 32 bytes of padding, and odd 32-byte pieces of a row 128 bytes from the even ones.
+
+    Four neighbouring rows then start in the four 32-byte quarters of 128 bytes, and the two pieces of a row that the
+    halves of 32 lanes read are in different halves of 256 bytes.
+    """
+    if head_dim == 128:
+        order = fly.Layout(((16, 4), (16, 2, 4)), ((512, 128), (1, 64, 16)))
+    else:
+        order = fly.Layout(((8, 2, 4), (16, 2, 2)), ((512, 32, 128), (1, 64, 16)))
+    return fly.PaddedTile(order, 512, 16)
