@@ -24,11 +24,11 @@ a tile takes each lane's own maximum against a limit; lanes exchange maxima only
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.rocdl.intrinsics import s_barrier, s_setprio, s_waitcnt_lds, sched_barrier
+from fly.backends.rocdl.intrinsics import interleave, s_barrier, s_setprio, s_waitcnt_lds, sched_barrier
 from fly.errors import ShapeError
 from kernels.attention_tiles import group_size, load_queries, store_lse, store_output
 from kernels.mask import KeyRange
@@ -103,9 +103,8 @@ def flash_attn_gfx950(
     )
     rows = fly.RowVector.full(tiles.link.layout, 1, 0.0).rows().map(lambda r: r + wave_row)
     full_tiles, all_tiles = keys.tiles(first_row, BLOCK_M, BLOCK_N)
-    tiles.mask = lambda j, scores: fly.cond(
-        j < full_tiles, lambda: scores, lambda: keys.apply(scores, rows, j * BLOCK_N)
-    )
+    tiles.partial = lambda j: full_tiles <= j
+    tiles.mask = lambda j, scores: keys.apply(scores, rows, j * BLOCK_N)
 
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
@@ -137,6 +136,7 @@ class Tiles:
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
+        self.partial: Any = None  # tile number -> whether a row does not see all of its keys
         self.mask: Any = None  # (tile number, scores) -> scores
 
     def open(self, k_rows: fly.RowView, v_rows: fly.RowView, queries: list[fly.Value]) -> None:
@@ -162,18 +162,19 @@ class Tiles:
         stage = fly.Stage
         pipeline = fly.Pipeline(
             [
+                stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
-                stage("scores", self.scores, "k", "raw", delay=1, cluster=1),
-                stage("early weights", self.weights, "early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
+                stage("early weights", self.weights, "s_early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("interleave", self.interleave, delay=2, cluster=1),
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
-                stage("mask", self.masked, "raw", "early late", delay=1, cluster=3),
-                stage("late weights", self.weights, "late softmax", "p_late softmax", delay=2, cluster=3),
+                stage("late weights", self.weights, "s_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
-                stage("maximum", self.raise_maximum, "early late output softmax", "output softmax", delay=1, cluster=3),
+                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax", "s_early s_late output softmax", delay=1, cluster=3),
             ],
             running=("k_at", "v_at", "output", "softmax"),
             unroll=2,
@@ -189,6 +190,18 @@ class Tiles:
         return done["output"], done["softmax"]
 
     # stages
+
+    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
+        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that."""
+        if not isinstance(tile.number, int) and tile.place > 0:
+            return softmax
+        last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
+        limit = fly.cond(self.partial(last), lambda: fly.f32(-math.inf), lambda: softmax.limit)
+        return replace(softmax, limit=limit)
+
+    def interleave(self, tile: fly.PipelineTile) -> None:
+        """Scores and early weights: 16 exponentials, 8 packed FMAs and additions, 8 conversions."""
+        interleave(self.key_tiles * self.dim_steps, valu=24, trans=16)
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -224,10 +237,6 @@ class Tiles:
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
-    def masked(self, tile: fly.PipelineTile, raw: tuple[fly.Value, ...]) -> tuple[fly.Value, ...]:
-        """-inf where a row does not see a key; one accumulator tile for each half of the keys."""
-        return self.mask(tile.number, fly.Fragment(self.link.layout, (raw,))).tiles[0]
-
     def weights(
         self, tile: fly.PipelineTile, scores: fly.Value, softmax: LazySoftmax
     ) -> tuple[list[fly.Value], LazySoftmax]:
@@ -239,7 +248,7 @@ class Tiles:
         for i in range(0, width, 2):
             total = total + probabilities[i : i + 2]
         narrow = probabilities.to(self.dtype, rounding="nearest_any")
-        return self.link.operands([narrow]), LazySoftmax(softmax.maximum, softmax.shift, softmax.limit, total)
+        return self.link.operands([narrow]), replace(softmax, total=total)
 
     def accumulate(
         self,
@@ -257,11 +266,23 @@ class Tiles:
 
     def raise_maximum(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, output: fly.Fragment, softmax: LazySoftmax
-    ) -> tuple[fly.Fragment, LazySoftmax]:
-        """Take the scores' maximum in where it is worth it, and rescale what was accumulated."""
-        largest = fly.reduce_max(fly.concat([early, late]))
+    ) -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+        """Mask what is not seen, take the maximum in where it is worth it, and rescale what was accumulated.
 
-        def rescaled() -> tuple[fly.Fragment, LazySoftmax]:
+        Both are rare, and behind one branch.
+        """
+        largest = fly.reduce_max(fly.concat([early, late]))
+        needed = fly.any_lane(largest > softmax.limit)
+        if tile.place >= 0:
+            half = self.dim_tiles * self.key_steps // 2
+            interleave(half, valu=16, trans=16)
+            interleave(half, valu=25)
+
+        def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
+            seen = self.mask(tile.number, fly.Fragment(self.link.layout, ((early, late),))).tiles[0]
+            return *seen, fly.reduce_max(fly.concat(seen))
+
+        def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
             row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
             maximum = fly.maximum(softmax.maximum, row)
             # a row without any key so far is measured from 0: -inf - -inf is NaN; nothing was accumulated there
@@ -270,9 +291,16 @@ class Tiles:
             shift = fly.select(none, 0.0, -(maximum * self.scale))
             factors = fly.RowVector(self.link.layout, ((factor,),))
             total = softmax.total * fly.broadcast(factor, 2)
-            return output.scale_rows(factors), LazySoftmax(maximum, shift, maximum + self.margin, total)
+            limit = fly.select(self.partial(tile.number + 1), -math.inf, maximum + self.margin)
+            return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total)
 
-        return fly.cond(fly.any_lane(largest > softmax.limit), rescaled, lambda: (output, softmax))
+        def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+            s_early, s_late, top = fly.cond(self.partial(tile.number), masked, lambda: (early, late, largest))
+            grown = fly.any_lane(top > softmax.maximum + self.margin)
+            state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
+            return s_early, s_late, *state
+
+        return fly.cond(needed, rare, lambda: (early, late, output, softmax))
 
     def boundary(self, cluster: int) -> None:
         """The end of a cluster: where every wave's priority changes, and the groups meet."""

@@ -352,14 +352,13 @@ def _any_lane(b: _Block, node: Node, condition: np.ndarray) -> np.ndarray:
     return votes.any(axis=1).repeat(b.target.wave_size)
 
 
-def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any, shift: Any, bound: Any) -> Any:
+def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> Any:
     b.whole_waves("copy_direct")
-    size = b.target.wave_size
-    for uniform in (destination, shift):
-        waves = uniform.reshape(-1, size)
-        assert (waves == waves[:, :1]).all(), "destination or shift of a direct copy differ in a wave"
+    size, shift = b.target.wave_size, node.attributes["shift"]
+    waves = destination.reshape(-1, size)
+    assert (waves == waves[:, :1]).all(), "destination of a direct copy differs in a wave"
     lane = np.arange(b.threads) % size
-    return _copy(b, node, destination + lane * node.attributes["bytes"], base, offset + shift, bound)
+    return _copy(b, node, destination + shift + lane * node.attributes["bytes"], base, offset + shift, bound)
 
 
 def _copy_async(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> frozenset[int]:

@@ -94,12 +94,13 @@ def _reduce(combine: Any, value: Value) -> Value:
 
 
 def reduce_max(value: Value) -> Value:
-    """The largest element of a vector, folded in threes: one instruction where a target has a maximum of three."""
+    """The largest element of a vector."""
     if not isinstance(value, Value) or value.length is None:
         raise ShapeError(f"a reduction takes a vector, not {value!r}")
     parts = list(value)
     while len(parts) > 1:
-        parts = [functools.reduce(maximum, parts[i : i + 3]) for i in range(0, len(parts), 3)]
+        # chains of odd length: where a target has a maximum of three, two more elements are one instruction
+        parts = [functools.reduce(maximum, parts[i : i + 9]) for i in range(0, len(parts), 9)]
     return parts[0]
 
 

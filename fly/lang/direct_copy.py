@@ -12,7 +12,6 @@ from typing import Any
 from fly.errors import ShapeError
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.dtypes import i32
 from fly.ir.math import minimum
 from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, compare, select
@@ -23,6 +22,7 @@ from fly.lang.sync import Token, join
 from fly.lang.tensor import RowView, wide
 
 VECTOR = 8  # 16-bit elements a lane moves with one instruction
+MAX_SHIFT = 4095  # bytes; the instruction's own offset has 12 bits
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,11 @@ class DirectCopy:
         self.layout = layout
         self.group = group
         self.runs = layout.lines // waves
-        self._waves = waves
+        # a wave's lines lie side by side, and a constant in the instruction moves both ends of a copy from one to the
+        # next; the base lies so much lower that no lane's offset is negative
+        self._bias = (self.runs - 1) * layout.line_bytes
+        if self._bias > MAX_SHIFT:
+            raise ShapeError(f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most")
         self._wave = wave_id()
         self._step = source.pitch * layout.rows
         lane = lane_id()
@@ -76,21 +80,19 @@ class DirectCopy:
         self._offsets = [self._lane_offset(run, row, column) for run in range(self.runs)]
 
     def _lane_offset(self, run: int, row: Value, column: Value) -> Value:
-        """Bytes from the tile's first row to what this lane fetches for line `run * waves + wave`."""
-        lines = [self.layout.coordinate(line * self.layout.line) for line in range(self.layout.lines)]
-        first = run * self._waves
-        row = row + lane_map([r - lines[first][0] for r, _ in lines[first : first + self._waves]], self._wave)
-        column = column + lane_map([c - lines[first][1] for _, c in lines[first : first + self._waves]], self._wave)
-        return (row + lines[first][0]) * self.source.pitch + (column + lines[first][1]) * 2
+        """Bytes from the base to what this lane fetches for line `wave * runs + run`, less what the shift adds."""
+        lines = [self.layout.coordinate(line * self.layout.line) for line in range(run, self.layout.lines, self.runs)]
+        row = row + lane_map([r - lines[0][0] for r, _ in lines], self._wave) + lines[0][0]
+        column = column + lane_map([c - lines[0][1] for _, c in lines], self._wave) + lines[0][1]
+        return row * self.source.pitch + (column * 2 + self._bias - run * self.layout.line_bytes)
 
     def start(self, first: Any, lead: int = 0) -> CopyPosition:
         """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied."""
         source = self.source
         count = source.count - minimum(source.count, first)
         bytes_ = select(count > 0, (count - 1) * source.pitch + source.columns * source.dtype.bytes, 0)
-        before = self._step * lead
-        base = source.row(wide(first) - lead * self.layout.rows)
-        return CopyPosition(base, bytes_ + before + self._step * self.group)
+        base = source.row(wide(first) - lead * self.layout.rows).offset(-self._bias)
+        return CopyPosition(base, bytes_ + (self._step * (lead + self.group) + self._bias))
 
     def next(self, at: CopyPosition) -> CopyPosition:
         """The next group."""
@@ -101,11 +103,10 @@ class DirectCopy:
     def issue(self, at: CopyPosition, tile: int, destination: SharedTile) -> Token:
         """Start tile number `tile` of a group on its way into `destination`; rows past the end become zeros."""
         bound = at.left - self._step * self.group
-        first = destination.pointer.offset(self._wave * self.layout.line_bytes)
+        target = destination.pointer.offset(self._wave * (self.runs * self.layout.line_bytes))
         tokens = []
         for run, offset in enumerate(self._offsets):
-            target = first.offset(run * self._waves * self.layout.line_bytes)
-            operands = [target.ir, at.base.ir, (offset + self._step * tile).ir, i32(0).ir, bound.ir]
-            op = emit("fly.copy_direct", operands, [token_type()], {"bytes": i64_attribute(VECTOR * 2)})
-            tokens.append(Token(op.results[0]))
+            operands = [target.ir, at.base.ir, (offset + self._step * tile).ir, bound.ir]
+            attributes = {"bytes": i64_attribute(VECTOR * 2), "shift": i64_attribute(run * self.layout.line_bytes)}
+            tokens.append(Token(emit("fly.copy_direct", operands, [token_type()], attributes).results[0]))
         return join(tokens)

@@ -69,3 +69,25 @@ def sched_barrier(may_cross: Group = Group.NONE) -> None:
 def sched_group_barrier(group: Group, size: int, pipeline: int = 0) -> None:
     """Next in this region's schedule: `size` instructions of a class. Hints of one `pipeline` form a sequence."""
     _call("llvm.amdgcn.sched.group.barrier", i32(int(group)).ir, i32(size).ir, i32(pipeline).ir)
+
+
+def interleave(matrix: int, pipeline: int = 0, **others: int) -> None:
+    """Next in this region's schedule: `matrix` MFMA, and as evenly between them as many instructions of other classes.
+
+    `others` maps names of `Group` in lower case to numbers: `interleave(16, valu=24, trans=16)` puts one
+    transcendental and one or two other vector instructions behind each MFMA.
+
+    Raises:
+        ShapeError: there is no such class, or a number is not positive.
+    """
+    for name, count in {"matrix": matrix, **others}.items():
+        if name != "matrix" and name.upper() not in Group.__members__:
+            accepted = ", ".join(g.name.lower() for g in Group if g is not Group.MFMA)
+            raise ShapeError(f"no instruction class {name!r}; there is {accepted}")
+        if count <= 0:
+            raise ShapeError(f"interleave: {name} is {count}; expected a positive number")
+    for i in range(matrix):
+        sched_group_barrier(Group.MFMA, 1, pipeline)
+        for name, count in others.items():
+            if size := (i + 1) * count // matrix - i * count // matrix:
+                sched_group_barrier(Group[name.upper()], size, pipeline)
