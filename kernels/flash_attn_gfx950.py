@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.rocdl.intrinsics import interleave, s_barrier, s_setprio, s_waitcnt_lds, sched_barrier
+from fly.backends.rocdl.intrinsics import Group, s_barrier, s_setprio, s_waitcnt_lds, sched_barrier, sched_groups
 from fly.errors import ShapeError
 from kernels.attention_tiles import group_size, load_queries, store_lse, store_output
 from kernels.mask import KeyRange
@@ -165,14 +165,15 @@ class Tiles:
                 stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
+                stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
-                stage("early weights", self.weights, "s_early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave, delay=2, cluster=1),
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
-                stage("late weights", self.weights, "s_late softmax", "p_late softmax", delay=2, cluster=3),
+                stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, "raw_early raw_late output softmax", "s_early s_late output softmax", delay=1, cluster=3),
             ],
@@ -201,7 +202,9 @@ class Tiles:
 
     def interleave(self, tile: fly.PipelineTile) -> None:
         """Scores and early weights: 16 exponentials, 8 packed FMAs and additions, 8 conversions."""
-        interleave(self.key_tiles * self.dim_steps, valu=24, trans=16)
+        M,T,V=Group.MFMA,Group.TRANS,Group.VALU
+        import os
+        exec(os.environ.get("C1","sched_groups((M, 1), (V, 1), (T, 2), repeat=8);sched_groups((M, 1), (V, 2), repeat=8)"))
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -237,15 +240,20 @@ class Tiles:
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
+    def exponents(self, tile: fly.PipelineTile, *scores: Any) -> list[fly.Value]:
+        """scale * score + shift."""
+        *tiles, softmax = scores
+        width = self.link.layout.values
+        scale, shift = fly.broadcast(self.scale, width), fly.broadcast(softmax.shift, width)
+        return [fly.fma(tile, scale, shift) for tile in tiles]
+
     def weights(
-        self, tile: fly.PipelineTile, scores: fly.Value, softmax: LazySoftmax
+        self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of one accumulator tile as operands, and the sum with them."""
-        width = len(scores)
-        exponents = fly.fma(scores, fly.broadcast(self.scale, width), fly.broadcast(softmax.shift, width))
         probabilities = fly.exp2(exponents)
         total = softmax.total
-        for i in range(0, width, 2):
+        for i in range(0, len(probabilities), 2):
             total = total + probabilities[i : i + 2]
         narrow = probabilities.to(self.dtype, rounding="nearest_any")
         return self.link.operands([narrow]), replace(softmax, total=total)
@@ -275,8 +283,9 @@ class Tiles:
         needed = fly.any_lane(largest > softmax.limit)
         if tile.place >= 0:
             half = self.dim_tiles * self.key_steps // 2
-            interleave(half, valu=16, trans=16)
-            interleave(half, valu=25)
+            M,T,V=Group.MFMA,Group.TRANS,Group.VALU
+            import os
+            exec(os.environ.get("C3","sched_groups((M, 1), (V, 1), (T, 2), repeat=8);sched_groups((M, 1), (V, 4), repeat=8)"))
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
             seen = self.mask(tile.number, fly.Fragment(self.link.layout, ((early, late),))).tiles[0]

@@ -71,23 +71,18 @@ def sched_group_barrier(group: Group, size: int, pipeline: int = 0) -> None:
     _call("llvm.amdgcn.sched.group.barrier", i32(int(group)).ir, i32(size).ir, i32(pipeline).ir)
 
 
-def interleave(matrix: int, pipeline: int = 0, **others: int) -> None:
-    """Next in this region's schedule: `matrix` MFMA, and as evenly between them as many instructions of other classes.
+def sched_groups(*groups: tuple[Group, int], repeat: int = 1, pipeline: int = 0) -> None:
+    """The next part of this region's schedule: a row of (class, number of instructions), `repeat` times.
 
-    `others` maps names of `Group` in lower case to numbers: `interleave(16, valu=24, trans=16)` puts one
-    transcendental and one or two other vector instructions behind each MFMA.
+    `sched_groups((Group.MFMA, 1), (Group.TRANS, 2), (Group.VALU, 1), repeat=8)` puts two transcendentals and another
+    vector instruction behind each of eight MFMA. Rows of one `pipeline` follow each other.
 
     Raises:
-        ShapeError: there is no such class, or a number is not positive.
+        ShapeError: a number is not positive.
     """
-    for name, count in {"matrix": matrix, **others}.items():
-        if name != "matrix" and name.upper() not in Group.__members__:
-            accepted = ", ".join(g.name.lower() for g in Group if g is not Group.MFMA)
-            raise ShapeError(f"no instruction class {name!r}; there is {accepted}")
-        if count <= 0:
-            raise ShapeError(f"interleave: {name} is {count}; expected a positive number")
-    for i in range(matrix):
-        sched_group_barrier(Group.MFMA, 1, pipeline)
-        for name, count in others.items():
-            if size := (i + 1) * count // matrix - i * count // matrix:
-                sched_group_barrier(Group[name.upper()], size, pipeline)
+    for group, size in groups:
+        if size <= 0 or repeat <= 0:
+            raise ShapeError(f"sched_groups: {size} of {group.name}, {repeat} times; expected positive numbers")
+    for _ in range(repeat):
+        for group, size in groups:
+            sched_group_barrier(group, size, pipeline)
