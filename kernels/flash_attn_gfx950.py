@@ -35,6 +35,7 @@ from kernels.mask import KeyRange
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
 RESCALE_THRESHOLD = 8.0  # log2 units
+MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Tiles:
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
-                stage("interleave", self.interleave, delay=2, cluster=1),
+                stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
@@ -200,11 +201,24 @@ class Tiles:
         limit = fly.cond(self.partial(last), lambda: fly.f32(-math.inf), lambda: softmax.limit)
         return replace(softmax, limit=limit)
 
-    def interleave(self, tile: fly.PipelineTile) -> None:
-        """Scores and early weights: 16 exponentials, 8 packed FMAs and additions, 8 conversions."""
-        M,T,V=Group.MFMA,Group.TRANS,Group.VALU
-        import os
-        exec(os.environ.get("C1","sched_groups((M, 1), (V, 1), (T, 2), repeat=8);sched_groups((M, 1), (V, 2), repeat=8)"))
+    def interleave_scores(self, tile: fly.PipelineTile) -> None:
+        """Between the matrix instructions of the scores: the exponentials of a pair, then its sum and conversion."""
+        if self.options.head_dim == 128:
+            sched_groups((MFMA, 1), (TRANS, 2))
+            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 1), (MFMA, 1), (TRANS, 1), repeat=7)
+            sched_groups((MFMA, 1), (VALU, 2))
+        else:
+            sched_groups((MFMA, 1), (TRANS, 2))
+            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 2), repeat=7)
+            sched_groups((VALU, 2))
+
+    def interleave_output(self) -> None:
+        """Between those of the output: the same for its second half, which needs it, then the maximum."""
+        steps = 8 if self.options.head_dim == 128 else 4
+        each = 16 // steps
+        sched_groups((MFMA, 1), (TRANS, each))
+        sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
+        sched_groups((MFMA, 1), (VALU, 20 // steps), repeat=steps)
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -281,11 +295,7 @@ class Tiles:
         """
         largest = fly.reduce_max(fly.concat([early, late]))
         needed = fly.any_lane(largest > softmax.limit)
-        if tile.place >= 0:
-            half = self.dim_tiles * self.key_steps // 2
-            M,T,V=Group.MFMA,Group.TRANS,Group.VALU
-            import os
-            exec(os.environ.get("C3","sched_groups((M, 1), (V, 1), (T, 2), repeat=8);sched_groups((M, 1), (V, 4), repeat=8)"))
+        self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
             seen = self.mask(tile.number, fly.Fragment(self.link.layout, ((early, late),))).tiles[0]

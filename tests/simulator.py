@@ -263,7 +263,9 @@ def _intrinsic(b: _Block, node: Node) -> None:
     assert name in _PACE, f"the simulator does not know {name}"
 
 
-_PACE = {f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier")}
+_PACE = {
+    f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
+}
 
 
 def _shuffle(b: _Block, node: Node, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
