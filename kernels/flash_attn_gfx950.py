@@ -28,10 +28,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.rocdl.intrinsics import Group, s_barrier, s_setprio, s_waitcnt_lds, sched_barrier, sched_groups
+from fly.backends.rocdl.intrinsics import (
+    Group,
+    buffer_atomic_add,
+    s_barrier,
+    s_setprio,
+    s_waitcnt_lds,
+    sched_barrier,
+    sched_groups,
+)
 from fly.errors import ShapeError
-from kernels.attention_tiles import group_size, load_queries, store_lse, store_output
-from kernels.mask import KeyRange
+from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_tiles import load_queries, store_lse, store_output
+from kernels.dispatch import Launch, Request, Tensors
+from kernels.tile_scheduler import Work, block_work
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
 RESCALE_THRESHOLD = 8.0  # log2 units
@@ -60,13 +70,15 @@ class LazySoftmax:
     """The running softmax of the lane's row.
 
     `total`: the lane's part of sum(exp2(scale * score + shift)), as two sums. `maximum` of the raw scores, when it
-    was last taken in; `shift` is -scale * maximum, and a score above `limit` calls for a new one.
+    was last taken in; `shift` is -scale * maximum, and a score above `limit` calls for a new one. `rescales` counts
+    those of the wave.
     """
 
     maximum: fly.Value
     shift: fly.Value
     limit: fly.Value
     total: fly.Value
+    rescales: fly.Value
 
 
 @fly.kernel
@@ -77,40 +89,40 @@ def flash_attn_gfx950(
     out: fly.Tensor,
     lse: fly.Tensor | None,
     scale_log2: fly.f32,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
+    debug_counts: fly.Tensor | None,
     *,
     options: DualWaveOptions,
 ):
-    """out = softmax(softmax_scale * q k^T) v, per batch and head; arguments as in `flash_attn_generic`.
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
 
-    Grid: (query blocks, query heads, batch); causal blocks run longest first.
+    debug_counts: (2,) f32. Every wave adds the number of its key tiles that went without a rescale, and with one.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu)
     if options.daz:
         fly.flush_denormals()
-    head, batch = fly.block_id.y, fly.block_id.z
-    kv_head = head // group_size(q, k)
-    block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
-    first_row = block * BLOCK_M
+    work = block_work(
+        (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
+        head_dim=options.head_dim,
+        causal=options.causal,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        xcds=fly.target().xcds,
+    )
+    with work.if_any_row():
+        _attend(work, scale_log2, debug_counts, options)
+
+
+def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, options: DualWaveOptions) -> None:
     wave = fly.wave_id()
     wave_rows = BLOCK_M // WAVES
-    wave_row = first_row + wave * wave_rows
-    keys = KeyRange(q.shape[1], k.shape[1], options.causal)
-
-    tiles = Tiles(q, scale_log2, options)
-    q_window = q[batch, :, head, :].rows(options.head_dim).window(first_row, BLOCK_M)
-    queries = load_queries(tiles.link, q_window, wave * wave_rows, 1, tiles.dim_steps)[0]
-    tiles.open(
-        k[batch, :, kv_head, :].rows(options.head_dim), v[batch, :, kv_head, :].rows(options.head_dim), queries
-    )
-    rows = fly.RowVector.full(tiles.link.layout, 1, 0.0).rows().map(lambda r: r + wave_row)
-    full_tiles, all_tiles = keys.tiles(first_row, BLOCK_M, BLOCK_N)
-    tiles.partial = lambda j: full_tiles <= j
-    tiles.mask = lambda j, scores: keys.apply(scores, rows, j * BLOCK_N)
-
+    wave_row = work.first_row + wave * wave_rows
+    tiles = Tiles(work, wave * wave_rows, scale_log2, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
-    output, softmax = tiles.run(all_tiles)
+    output, softmax = tiles.run()
     if options.stagger:
         with fly.when(wave < WAVES // 2):
             s_barrier()
@@ -118,29 +130,42 @@ def flash_attn_gfx950(
     layout = tiles.link.layout
     total = fly.RowVector(layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
     inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-    store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
-    if lse is not None:
+    store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
+    if work.lse is not None:
         row_lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - softmax.shift) * math.log(2)))
-        store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
+        store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
+    if debug_counts is not None:
+        with fly.when(fly.lane_id() == 0):
+            for i, count in enumerate((tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)):
+                buffer_atomic_add(count.to(fly.f32), debug_counts.at(i))
 
 
 class Tiles:
-    """The stages of the module's table, over the buffers in LDS and the operands in registers."""
+    """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    def __init__(self, q: fly.Tensor, scale_log2: fly.Value, options: DualWaveOptions):
+    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's.
+    """
+
+    def __init__(self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, options: DualWaveOptions):
+        self.work = work
         self.options = options
         self.scale = scale_log2
-        self.dtype = q.dtype
-        self.link = fly.chain(fly.target().mma(q.dtype.name, (32, 32, 16)))
+        self.dtype = work.q.dtype
+        self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
         self.dim_steps = options.head_dim // self.link.atom.k
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
-        self.partial: Any = None  # tile number -> whether a row does not see all of its keys
-        self.mask: Any = None  # (tile number, scores) -> scores
+        self.count = work.last_tile - work.first_tile
+        first = work.first_row + row_offset
+        self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
+        window = work.q.window(work.first_row, BLOCK_M)
+        self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
+        self._open()
+        self.pipeline = self._pipeline()
 
-    def open(self, k_rows: fly.RowView, v_rows: fly.RowView, queries: list[fly.Value]) -> None:
+    def _open(self) -> None:
         """Set up buffers, copies and operand loads."""
         link, target, dim = self.link, fly.target(), self.options.head_dim
         atom, operand = link.atom, link.column_operand
@@ -151,17 +176,18 @@ class Tiles:
             return fly.require_plan(fly.plan_operand(target.matrix_loads, want, values), atom, operand)
 
         k_layout, v_layout = k_tile(dim), v_tile(dim)
-        self.queries = queries
-        self.k_copy, self.v_copy = (fly.DirectCopy(*x, group=2) for x in ((k_rows, k_layout), (v_rows, v_layout)))
+        self.k_copy = fly.DirectCopy(self.work.k, k_layout, group=2)
+        self.v_copy = fly.DirectCopy(self.work.v, v_layout, group=2)
         self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
         self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.k = [fly.SharedTile.ring(f"k{i}", k_layout, self.dtype, 1)[0] for i in range(2)]
         self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
 
-    def run(self, tiles: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
-        """The module's table as stages; step i of the pipeline has K(i) on its way, S(i-1) and O of tile i-2."""
+    def _pipeline(self) -> fly.Pipeline:
+        """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O of tile i-2."""
         stage = fly.Stage
-        pipeline = fly.Pipeline(
+        # fmt: off
+        return fly.Pipeline(
             [
                 stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
@@ -176,20 +202,31 @@ class Tiles:
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
                 stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
-                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax", "s_early s_late output softmax", delay=1, cluster=3),
+                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax",
+                      "s_early s_late output softmax", delay=1, cluster=3),
             ],
             running=("k_at", "v_at", "output", "softmax"),
             unroll=2,
             boundary=self.boundary,
         )
-        done = pipeline.run(
-            tiles,
-            k_at=self.k_copy.start(fly.i32(0), lead=pipeline.first_place("copy K")),
-            v_at=self.v_copy.start(fly.i32(0), lead=pipeline.first_place("copy V")),
+        # fmt: on
+
+    def run(self) -> tuple[fly.Fragment, LazySoftmax]:
+        """All tiles of this block: the output, not divided by the sum yet, and the softmax."""
+        first_key = self.work.first_tile * BLOCK_N
+        low, zero = fly.f32(-math.inf), fly.f32(0.0)
+        done = self.pipeline.run(
+            self.count,
+            k_at=self.k_copy.start(first_key, lead=self.pipeline.first_place("copy K")),
+            v_at=self.v_copy.start(first_key, lead=self.pipeline.first_place("copy V")),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
-            softmax=LazySoftmax(fly.f32(-math.inf), fly.f32(0.0), fly.f32(-math.inf), fly.broadcast(fly.f32(0.0), 2)),
+            softmax=LazySoftmax(low, zero, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
+
+    def partial(self, tile: Any) -> fly.Value:
+        """Whether some row does not see all keys of a tile."""
+        return self.work.full_tiles <= self.work.first_tile + tile
 
     # stages
 
@@ -298,7 +335,9 @@ class Tiles:
         self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            seen = self.mask(tile.number, fly.Fragment(self.link.layout, ((early, late),))).tiles[0]
+            first_key = (self.work.first_tile + tile.number) * BLOCK_N
+            scores = fly.Fragment(self.link.layout, ((early, late),))
+            seen = self.work.keys.apply(scores, self.rows, first_key).tiles[0]
             return *seen, fly.reduce_max(fly.concat(seen))
 
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
@@ -311,7 +350,7 @@ class Tiles:
             factors = fly.RowVector(self.link.layout, ((factor,),))
             total = softmax.total * fly.broadcast(factor, 2)
             limit = fly.select(self.partial(tile.number + 1), -math.inf, maximum + self.margin)
-            return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total)
+            return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total, softmax.rescales + 1)
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
             s_early, s_late, top = fly.cond(self.partial(tile.number), masked, lambda: (early, late, largest))
@@ -360,3 +399,34 @@ def v_tile(head_dim: int) -> fly.PaddedTile:
     else:
         order = fly.Layout(((8, 2, 4), (16, 2, 2)), ((512, 32, 128), (1, 64, 16)))
     return fly.PaddedTile(order, 512, 16)
+
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
+
+    One build serves equal and different lengths: masks follow the lengths at run time.
+
+    Raises:
+        UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
+    """
+    tuning = request.tuning
+    switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
+    given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
+    options = DualWaveOptions(
+        request.head_dim,
+        request.causal,
+        daz=bool(tuning.get("daz")),
+        waves_per_eu=tuning.get("waves_per_eu") or 2,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return bind_forward(
+        flash_attn_gfx950,
+        tensors,
+        request,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        threads=WAVES * 64,
+        statics={"options": options},
+        splits=split_count(request, tensors.q.device, BLOCK_M, BLOCK_N),
+        counts_rescales=True,
+    )

@@ -126,6 +126,13 @@ class Pipeline:
         """The number of tiles that prologue and epilogue alone work through."""
         return self.depth - self._lead
 
+    def _turns(self, tiles: Any) -> Any:
+        return (tiles - self.fewest + (self.unroll - 1)) // self.unroll
+
+    def rounded(self, tiles: Any) -> Any:
+        """The number of tiles that `run(tiles)` works through."""
+        return self._turns(tiles) * self.unroll + self.fewest
+
     def first_place(self, name: str) -> int:
         """The `place` of a stage's tile 0.
 
@@ -151,7 +158,7 @@ class Pipeline:
                 f"the pipeline starts with {', '.join(sorted(running)) or 'nothing'}; its running values are "
                 f"{', '.join(self.running) or 'none'}"
             )
-        turns = (tiles - self.fewest + (self.unroll - 1)) // self.unroll
+        turns = self._turns(tiles)
         # per name: what the steps before made, the latest first
         past: dict[str, list[Any]] = {name: [] for name in self._ages}
         for step in range(self.depth):

@@ -15,7 +15,7 @@ from tests.kernels.reference import attention
 
 
 class StubKernel:
-    """Takes the generic kernel's place: records what is prepared and launched, and computes in torch."""
+    """Takes the place of kernels: records what is prepared and launched, and computes in torch."""
 
     def __init__(self) -> None:
         self.prepared: list[Request] = []
@@ -43,9 +43,11 @@ class StubKernel:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, target: str = "gfx950") -> StubKernel:
-    """Put a stub in the generic kernel's place on `target`, with no plan kept from before."""
+    """Put a stub in the place of every kernel on `target`, with no plan kept from before."""
     stub = StubKernel()
-    monkeypatch.setitem(sys.modules, "kernels.flash_attn_generic", SimpleNamespace(prepare=stub.prepare))
+    for kernel in dispatch.KERNELS:
+        if kernel.module is not None:
+            monkeypatch.setitem(sys.modules, kernel.module, SimpleNamespace(prepare=stub.prepare))
     monkeypatch.setattr(dispatch, "target_of", lambda device: target)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP", "FLY_ARCH"):
