@@ -59,7 +59,7 @@ class BankModel:
         """The lanes that are served together, for accesses of `size` bytes a lane."""
         if not write and size in self.reads:
             return self.reads[size]
-        width = min(64, max(1, self.banks * BANK_BYTES // max(size, BANK_BYTES)))
+        width = min(64, 1 << (self.banks * BANK_BYTES // max(size, BANK_BYTES)).bit_length() - 1)
         return tuple(tuple(range(first, first + width)) for first in range(0, 64, width))
 
     def extra_cycles(
