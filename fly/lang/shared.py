@@ -198,7 +198,9 @@ class SharedTile:
     @staticmethod
     def ring(name: str, layout: SwizzledTile | PaddedTile, dtype_: DType, stages: int) -> tuple[SharedTile, ...]:
         """`stages` tiles of one layout in one buffer, tile after tile."""
-        buffer = memory.alloc_shared(name, layout.bytes * stages, align=1024)
+        # a multiple of all banks' width keeps the layout's banks
+        align = 256 if isinstance(layout, PaddedTile) else 1024
+        buffer = memory.alloc_shared(name, layout.bytes * stages, align=align)
         return tuple(SharedTile(buffer.offset(i * layout.bytes), layout, dtype_) for i in range(stages))
 
     def slot(self, index: Value) -> SharedTile:
