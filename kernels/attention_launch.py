@@ -16,8 +16,6 @@ from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.tile_scheduler import automatic_splits, grid
 
 LOG2_E = math.log2(math.e)
-# where the kernels take Tensors.workspace: nowhere
-_KERNEL_TENSORS = len(Tensors._fields) - 1
 
 
 def split_count(request: Request, device: torch.device, block_m: int, block_n: int) -> int:
@@ -60,8 +58,12 @@ def bind_forward(
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
 
+        optional = [i for i, tensor in enumerate(tensors[:-1]) if i >= 4 and tensor is not None]
+
         def run(tensors: Tensors, stream: int | None) -> None:
-            forward(*[t.data_ptr() for t in tensors[:_KERNEL_TENSORS] if t is not None], stream=stream)
+            q, k, v, out = tensors[:4]
+            others = [tensors[i].data_ptr() for i in optional] if optional else ()
+            forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *others, stream=stream)
 
         return Launch(run)
 
@@ -76,12 +78,12 @@ def bind_forward(
     lse_offset = partials.lse_offset
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
-        q, k, v, out, lse, cu_seqlens_q, *rest = tensors[:_KERNEL_TENSORS]
-        partial = tensors.workspace.data_ptr()
-        inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), partial, partial + lse_offset)
-        forward(*inputs, *[t.data_ptr() for t in (cu_seqlens_q, *rest) if t is not None], stream=stream)
-        results = [t.data_ptr() for t in (out, lse, cu_seqlens_q) if t is not None]
-        combine(partial, partial + lse_offset, *results, stream=stream)
+        q, k, v, out, lse, cu_seqlens_q, *rest, workspace = tensors
+        partial = workspace.data_ptr()
+        partials = (partial, partial + lse_offset)
+        others = [t.data_ptr() for t in (cu_seqlens_q, *rest) if t is not None]
+        forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, stream=stream)
+        combine(*partials, *[t.data_ptr() for t in (out, lse, cu_seqlens_q) if t is not None], stream=stream)
 
     return Launch(run_split, partials.bytes)
 

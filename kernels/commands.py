@@ -14,7 +14,8 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
-from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Kernel, Request, choose, refusal
+from kernels import dispatch
+from kernels.dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, refusal
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
@@ -110,7 +111,7 @@ def verdicts(arch: str, request: Request) -> str:
     except UnsupportedError as refused:
         chosen, error = "", refused
     lines = []
-    for kernel in KERNELS:
+    for kernel in dispatch.KERNELS:
         if arch not in kernel.archs:
             continue
         why = refusal(kernel, arch, request)
@@ -202,7 +203,7 @@ def paths(options: argparse.Namespace) -> None:
     request = request_of(options)
     archs = TARGETS if options.arch is None else (options.arch,)
     if request is None:
-        print(table(k for k in KERNELS if set(archs) & set(k.archs)))
+        print(table(k for k in dispatch.KERNELS if set(archs) & set(k.archs)))
         print("A call takes the first row that serves it.")
     else:
         print("\n".join(verdicts(arch, request) for arch in archs))

@@ -36,7 +36,7 @@ MAX_PLANS = 1024
 # The variables that a plan depends on. `os.environ.get` takes 1 µs for one that is not set, which every call
 # would pay; the dictionary underneath, where there is one, holds the same values as bytes.
 _environment = getattr(os.environ, "_data", os.environ).get
-_VARIABLES = tuple(
+_KERNEL, _DISABLED, _ARCH = (
     os.fsencode(variable.name) if hasattr(os.environ, "_data") else variable.name
     for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH)
 )
@@ -52,6 +52,8 @@ class Plan:
     launch: Launch
     extents: tuple[int, int, int, int]
 
+
+_named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
 
 _plans: dict[tuple, Plan] = {}
 _plans_lock = threading.Lock()
@@ -135,7 +137,7 @@ def flydsl_flash_attn_func(
             None if cu_seqlens_q is None else (_geometry(cu_seqlens_q), cu_seqlens_q is cu_seqlens_kv),
             None if cu_seqlens_kv is None else _geometry(cu_seqlens_kv),
             None if debug_counts is None else _geometry(debug_counts),
-            *map(_environment, _VARIABLES),
+            _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
         # fmt: on
         plan = _plans.get(key)
@@ -179,6 +181,8 @@ def flydsl_flash_attn_func(
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = _empty_lse(q) if return_lse else None
         if plan is None:
+            if workspace is not None:
+                check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
             tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
             plan = Plan(_prepare(kernel, call, tensors), extents)
             _remember(key, plan)
@@ -187,7 +191,8 @@ def flydsl_flash_attn_func(
             check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
         elif launch.workspace_bytes:
             workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=q.device)
-        launch.run(Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace), handle)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
+        launch.run(_named(Tensors, tensors), handle)
     return (out, lse) if return_lse else out
 
 
@@ -205,7 +210,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = _empty_lse(q) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
-    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], options["workspace"])
+    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"])
     return _prepare(kernel, call, tensors).workspace_bytes
 
 

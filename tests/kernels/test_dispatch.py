@@ -10,6 +10,7 @@ from fly.backends.target import targets
 from fly.errors import UnsupportedError
 from fly.runtime.cli import main
 from kernels import commands, dispatch
+from tests.kernels.stub import rows
 
 REQUEST = dispatch.Request(
     head_dim=128,
@@ -26,18 +27,30 @@ REQUEST = dispatch.Request(
 )
 
 
+@pytest.fixture
+def table(monkeypatch):
+    """Sets the table to `rows()` with changes to the named ones, which are built then; no variable is set."""
+    for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def install(**built) -> None:
+        found = [replace(k, module="kernels.built", **built[k.name]) if k.name in built else k for k in rows()]
+        monkeypatch.setattr(dispatch, "KERNELS", tuple(found))
+
+    install()
+    return install
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_89", "sm_90a"])
-def test_generic_serves_every_target(arch, monkeypatch):
-    for forced in ("", "generic"):
-        monkeypatch.setenv("FLY_KERNEL", forced)
-        assert dispatch.choose(arch, REQUEST).name == "generic"
+def test_generic_serves_every_target(table, arch, monkeypatch):
+    assert dispatch.choose(arch, REQUEST).name == "generic"
+    table(gfx950={}, sm90={})
+    monkeypatch.setenv("FLY_KERNEL", "generic")
+    assert dispatch.choose(arch, REQUEST).name == "generic"
 
 
-def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(monkeypatch):
-    monkeypatch.delenv("FLY_KERNEL", raising=False)
-    rows = {k.name: k for k in dispatch.KERNELS}
-    built = replace(rows["gfx950"], module="kernels.flash_attn_gfx950")
-    monkeypatch.setattr(dispatch, "KERNELS", (built, rows["generic"]))
+def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(table, monkeypatch):
+    table(gfx950={})
     assert dispatch.choose("gfx950", REQUEST).name == "gfx950"
     assert dispatch.choose("gfx942", REQUEST).name == "generic"
     monkeypatch.setenv("FLYDSL_DISABLE_DUALWAVE_SWP", "1")
@@ -71,7 +84,7 @@ def test_missing_features_are_refused_with_an_alternative(feature):
 
 def test_the_generic_kernel_does_every_form():
     generic = next(k for k in dispatch.KERNELS if k.name == "generic")
-    assert set(generic.features) >= {"packed", "split_kv"} and not generic.needs
+    assert set(generic.features) >= {"packed", "split_kv"}
 
 
 def test_alignment_is_a_need():
@@ -93,12 +106,8 @@ def test_the_reach_of_offsets_is_a_need():
     assert need.refuses(replace(far, kv_pitch=0)) is None  # one row for all
 
 
-def test_a_kernel_whose_needs_are_not_met_is_passed_over(monkeypatch):
-    for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP"):
-        monkeypatch.delenv(variable, raising=False)
-    rows = {k.name: k for k in dispatch.KERNELS}
-    built = replace(rows["sm90"], module="kernels.flash_attn_sm90", needs=(dispatch.aligned(16),))
-    monkeypatch.setattr(dispatch, "KERNELS", (built, rows["generic"]))
+def test_a_kernel_whose_needs_are_not_met_is_passed_over(table, monkeypatch):
+    table(sm90={"needs": (dispatch.aligned(16),)})
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90"
     assert dispatch.choose("sm_90a", replace(REQUEST, alignment=8)).name == "generic"
     monkeypatch.setenv("FLY_KERNEL", "sm90")
@@ -120,7 +129,7 @@ def test_paths_shows_every_kernel_and_all_that_it_needs(capsys):
         assert kernel.name in text
     for column in commands.COLUMNS:
         assert column.title in text
-    assert "4-byte aligned" in text and "split_kv" in text
+    assert "split_kv" in text and "waves_per_eu" in text
 
 
 @pytest.mark.parametrize("arch", dispatch.AMD + dispatch.NVIDIA)
@@ -130,12 +139,8 @@ def test_paths_of_one_target(capsys, arch):
         assert any(line.startswith(kernel.name) for line in lines) == (arch in kernel.archs)
 
 
-def test_paths_says_what_is_chosen_and_why_the_others_are_not(capsys, monkeypatch):
-    monkeypatch.delenv("FLY_KERNEL", raising=False)
-    rows = {k.name: k for k in dispatch.KERNELS}
-    built = replace(rows["gfx950"], module="kernels.flash_attn_gfx950", features=())
-    for module in (dispatch, commands):
-        monkeypatch.setattr(module, "KERNELS", (built, rows["generic"]))
+def test_paths_says_what_is_chosen_and_why_the_others_are_not(table, capsys):
+    table(gfx950={"features": (), "needs": (dispatch.aligned(4),)})
     plain = shown(capsys, "--arch", "gfx950", "--head-dim", "128")
     assert [line.split() for line in plain] == [
         ["gfx950", "gfx950", "chosen"],
@@ -148,14 +153,13 @@ def test_paths_says_what_is_chosen_and_why_the_others_are_not(capsys, monkeypatc
     assert "not of 2: make them contiguous" in " ".join(" ".join(unaligned).split())
 
 
-def test_paths_when_none_serves(capsys, monkeypatch):
-    monkeypatch.delenv("FLY_KERNEL", raising=False)
+def test_paths_when_none_serves(table, capsys):
     lines = shown(capsys, "--arch", "sm_80", "--num-kv-splits", "4", "--tuning", "waves_per_eu", "--no-causal")
     assert "has no tuning option waves_per_eu on sm_80" in lines[0]
     assert lines[-1] == "sm_80     (none)    such a call raises an UnsupportedError"
 
 
-def test_paths_tells_what_is_forced(capsys, monkeypatch):
+def test_paths_tells_what_is_forced(table, capsys, monkeypatch):
     monkeypatch.setenv("FLY_KERNEL", "gfx950")
     lines = shown(capsys, "--arch", "gfx942", "--dtype", "f16")
     assert "FLY_KERNEL=gfx950: the gfx950 kernel runs on gfx950, not on gfx942" in " ".join(lines)

@@ -120,10 +120,24 @@ def test_workspace_shares_memory(stub, name):
         flydsl_flash_attn_func(**call, num_kv_splits=2, workspace=memory)
 
 
-def test_real_sizes(monkeypatch):
-    """Explicit splits need what `Partials` says, and 0 asks the device."""
+@pytest.fixture
+def emulated(monkeypatch):
+    """The generic kernel itself."""
     monkeypatch.setenv("FLY_ARCH", "gfx950")
     monkeypatch.setenv("FLY_KERNEL", "generic")
+
+
+@pytest.mark.parametrize(
+    "workspace", [7, torch.empty(100), torch.empty(1 << 20)[1:]], ids=["int", "small", "unaligned"]
+)
+def test_the_first_call_checks_too(emulated, workspace):
+    q, k, v = (torch.zeros(1, 65, 2, 64, dtype=torch.float16) for _ in range(3))
+    with pytest.raises(ArgumentError, match="flydsl_flash_attn_func: workspace "):
+        flydsl_flash_attn_func(q, k, v, num_kv_splits=2, workspace=workspace)
+
+
+def test_real_sizes(emulated):
+    """Explicit splits need what `Partials` says, and 0 asks the device."""
     q, k, v = (torch.zeros(1, s, 2, 64, dtype=torch.float16) for s in (20, 900, 900))
     assert flydsl_flash_attn_workspace(q, k, v) == 0
     assert flydsl_flash_attn_workspace(q, k, v, num_kv_splits=3) == partials(1, 20, 2, 64, splits=3).bytes
