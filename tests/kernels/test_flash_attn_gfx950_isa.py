@@ -17,7 +17,7 @@ import torch
 import fly
 from fly.emulator.banks import MODELS, BankCounter
 from fly.runtime.device import device_for
-from fly.runtime.inspect import loops
+from fly.runtime.inspect import Loop, loops
 from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions, flash_attn_gfx950
 
 BLOCK = WAVES * 64
@@ -29,11 +29,19 @@ builds = pytest.mark.parametrize(
 
 
 @functools.cache
-def compiled(head_dim: int, dtype: str, causal: bool) -> fly.Artefact:
-    tensor = fly.TensorSpec(dtype, 4, 16, True)
-    specs = (tensor, tensor, tensor, tensor, fly.TensorSpec("f32", 3, 16, True), fly.ScalarSpec("f32"))
+def compiled(
+    head_dim: int, dtype: str, causal: bool, packed: bool = False, split: bool = False, lse: bool = True
+) -> fly.Artefact:
+    def tensor(dtype: str, rank: int) -> fly.TensorSpec:
+        return fly.TensorSpec(dtype, rank, 16, True)
+
+    inputs = (tensor(dtype, 4 - packed),) * 3
+    out = tensor("f32" if split else dtype, 4 - packed + split)
+    sums = tensor("f32", 3 - packed + split) if lse else None
+    offsets = tensor("i32", 1) if packed else None
+    specs = (*inputs, out, sums, fly.ScalarSpec("f32"), offsets, offsets, None)
     options = DualWaveOptions(head_dim, causal)
-    return fly.compile(flash_attn_gfx950, *specs, None, None, None, block=BLOCK, target="gfx950", options=options)
+    return fly.compile(flash_attn_gfx950, *specs, block=BLOCK, target="gfx950", options=options)
 
 
 def run(tiles: int, head_dim: int, dtype: str, causal: bool) -> None:
@@ -105,19 +113,29 @@ def test_instructions_of_a_tile(head_dim, dtype, causal, emulated):
     assert (sum(mix.values()), vector) == {128: (220.5, 114.5), 64: (178.5, 113.5)}[head_dim]
 
 
-@builds
-def test_registers_and_shared_memory(head_dim, dtype, causal):
-    resources = compiled(head_dim, dtype, causal).resources
+@pytest.mark.parametrize("form", [{}, {"packed": True}, {"split": True, "packed": True}, {"lse": False}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_registers_and_shared_memory(head_dim, form):
+    """In every form; and the main loop of each is that of the dense one, but for a scalar instruction."""
+    artefact = compiled(head_dim, "bf16", True, **form)
+    resources = artefact.resources
     assert (resources.spills, resources.scratch_bytes) == (0, 0)
-    assert resources.registers + resources.accum_registers <= {128: 256, 64: 170}[head_dim]
+    assert resources.registers + resources.accum_registers <= {128: 256, 64: 168}[head_dim]
     assert resources.shared_bytes == {128: 67072, 64: 33664}[head_dim]
+    plain, mine = (Counter(main_loop(a).mix) for a in (compiled(head_dim, "bf16", True), artefact))
+    assert abs(plain.pop("scalar") - mine.pop("scalar")) <= 1
+    assert plain == mine
 
 
-def steady_state(isa: str) -> list[list[str]]:
-    """Opcodes between barriers in the main loop's text, without the rare block of masks and rescales."""
-    (loop,) = [loop for loop in loops(isa) if loop.mix.get("matrix")]
+def main_loop(artefact: fly.Artefact) -> Loop:
+    """The one of the most matrix instructions: a branch back to code before it looks like a loop too."""
+    return max(loops(artefact.isa), key=lambda loop: loop.mix.get("matrix", 0))
+
+
+def steady_state(artefact: fly.Artefact) -> list[list[str]]:
+    """Opcodes between barriers in the main loop's text."""
     clusters: list[list[str]] = [[]]
-    for opcode in loop.opcodes:
+    for opcode in main_loop(artefact).opcodes:
         if opcode == "s_barrier":
             clusters.append([])
         clusters[-1].append(opcode)
@@ -128,7 +146,7 @@ def steady_state(isa: str) -> list[list[str]]:
 def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, causal):
     """In the scores' cluster, and in that of the output up to its branch."""
     gaps = []
-    for cluster in steady_state(compiled(head_dim, dtype, causal).isa):
+    for cluster in steady_state(compiled(head_dim, dtype, causal)):
         if not any(opcode.startswith("v_mfma") for opcode in cluster):
             continue
         end = next((i for i, opcode in enumerate(cluster) if opcode.startswith("s_cbranch")), len(cluster))
@@ -146,8 +164,7 @@ def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, 
 def test_no_wait_for_all_copies(head_dim, dtype, causal):
     """The newest tile stays in flight at each of the steady state's waits."""
     artefact = compiled(head_dim, dtype, causal)
-    (loop,) = [loop for loop in loops(artefact.isa) if loop.mix.get("matrix")]
-    body = artefact.isa.partition(f"\n{loop.label}:")[2]
+    body = artefact.isa.partition(f"\n{main_loop(artefact).label}:")[2]
     waits = re.findall(r"s_waitcnt (.*)", body.partition("s_endpgm")[0])[:4]
     assert waits == [f"vmcnt({head_dim // 64}) lgkmcnt(0)"] * 4
 
