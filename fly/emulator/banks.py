@@ -2,17 +2,19 @@
 
 LDS is made of banks of 4 bytes. An access is served in phases, some lanes at a time; within a phase a bank gives one
 word a cycle, to every lane that wants it, and each further word costs a cycle. Which lanes share a phase depends on
-the width. Sources:
+the width:
 
-| | banks | phases |
-|---|---|---|
-| gfx942, 16-byte reads | 32 | lanes 0-3 with 20-23, 4-7 with 16-19, 8-11 with 28-31, 12-15 with 24-27, and so on from lane 32 (AMD, Composable Kernel documentation, "LDS bank conflicts") |
-| gfx942, 16-byte writes | 32 | 8 neighbours (the same page) |
-| gfx950, 16-byte reads | 64 | lanes 0-3, 12-15, 20-27; 4-11, 16-19, 28-31; and so on from lane 32 (measured with hardware counters by HipKittens, arXiv 2511.08083) |
-| gfx950, 8-byte reads | 64 | lanes 0-31, 32-63 (the same) |
-| all else | | assumed: neighbours, as many as fill all banks once |
+| | banks | lanes of a phase; lanes 32-63 as 0-31 | source |
+|---|---|---|---|
+| gfx942, 16-byte reads | 32 | 0-3 20-23, 4-7 16-19, 8-11 28-31, 12-15 24-27 | (1) |
+| gfx942, 16-byte writes | 32 | 8 neighbours | (1) |
+| gfx950, 16-byte reads | 64 | 0-3 12-15 20-27, 4-11 16-19 28-31 | (2) |
+| gfx950, 8-byte reads | 64 | 0-31 | (2) |
+| all else, transposing reads and direct copies too | | neighbours, as many as fill all banks once | assumed |
 
-AMD documents 160 KiB of LDS on gfx950, not its banks; so layouts for it should do with 32 banks too.
+(1) AMD, Composable Kernel documentation, "Understanding AMD GPU LDS and Bank Conflicts". (2) Measured with hardware
+counters by HipKittens (arXiv 2511.08083), "phases". AMD documents 160 KiB of LDS on gfx950, not its banks; so layouts
+for it should do with 32 banks too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
 | `fly.copy_async` | start global to shared, zero-filled out of bounds; gives a token |
-| `fly.copy_direct` | the same for a whole wave: lane l's bytes land at destination + l * bytes; `shift` moves both ends |
+| `fly.copy_direct` | the same for a whole wave: lane l's bytes land at destination + l * bytes; `shift` moves both |
 | `fly.join` | a token that stands for several |
 | `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
 | `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |

@@ -70,7 +70,9 @@ class DirectCopy:
         # next; the base lies so much lower that no lane's offset is negative
         self._bias = (self.runs - 1) * layout.line_bytes
         if self._bias > MAX_SHIFT:
-            raise ShapeError(f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most")
+            raise ShapeError(
+                f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most"
+            )
         self._wave = wave_id()
         self._step = source.pitch * layout.rows
         lane = lane_id()

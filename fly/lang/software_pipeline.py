@@ -7,7 +7,7 @@ through as many steps as their delays differ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,9 @@ class Pipeline:
                     continue
                 if name not in makers:
                     known = ", ".join((*self.running, *makers)) or "nothing"
-                    raise PipelineError(f"stage {stage.name!r} takes {name!r}, which no stage gives; there is {known}")
+                    raise PipelineError(
+                        f"stage {stage.name!r} takes {name!r}, which no stage gives; there is {known}"
+                    )
                 made_at, maker = makers[name]
                 if (stage.delay, position) <= (maker.delay, made_at):
                     raise PipelineError(
@@ -220,7 +222,8 @@ class Pipeline:
                 results = (result,) if len(names) == 1 else (result or ())
                 if len(results) != len(names):
                     raise PipelineError(
-                        f"stage {stage.name!r} gives {', '.join(names) or 'nothing'}, but returned {len(results)} values"
+                        f"stage {stage.name!r} gives {', '.join(names) or 'nothing'}, but returned "
+                        f"{len(results)} values"
                     )
                 for name, value in zip(names, results, strict=True):
                     (running if name in running else made)[name] = value

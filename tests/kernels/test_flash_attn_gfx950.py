@@ -209,8 +209,16 @@ def test_offsets_past_32_bits(seed, tmp_path):
 
 
 REQUEST = {
-    **{"head_dim": 64, "dtype": "f16", "causal": False, "cross_seqlen": True, "return_lse": False, "batch": 1},
-    **{"seq_len": 64, "num_heads": 1, "num_kv_heads": 1, "softmax_scale": 0.125},
+    "head_dim": 64,
+    "dtype": "f16",
+    "causal": False,
+    "cross_seqlen": True,
+    "return_lse": False,
+    "batch": 1,
+    "seq_len": 64,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "softmax_scale": 0.125,
 }
 
 

@@ -1,4 +1,4 @@
-"""The gfx950 dual-wave kernel's instructions: what a wave executes for a tile, in which order, and the banks it reads.
+"""The gfx950 dual-wave kernel's instructions: what a wave executes for a tile, in which order, from which banks.
 
 Counts of a tile are differences of emulated runs that differ in their number of tiles, so prologue, epilogue, masks
 and rescales drop out of them. The notebook (docs/performance.md) says what they are made of.

@@ -134,7 +134,7 @@ def test_places_are_a_permutation_of_every_grid(blocks, key_heads, group, sequen
 
 @given(*grids)
 def test_blocks_that_share_keys_are_on_one_die(blocks, key_heads, group, sequences, xcds):
-    """When their groups divide among the dies; otherwise a group is on neighbouring dies and no more than it needs."""
+    """When their groups divide among the dies; otherwise a group is on neighbours, no more than it needs."""
     dies: dict[tuple[int, int], set[int]] = {}
     for i, (_, head, sequence) in enumerate(places(blocks, key_heads, group, sequences, xcds)):
         dies.setdefault((sequence, head // group), set()).add(i % xcds)

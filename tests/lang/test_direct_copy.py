@@ -1,4 +1,4 @@
-"""Direct copies: every row where it belongs, zeros past the last, groups of tiles, and the shapes that they refuse."""
+"""Direct copies: every row where it belongs, zeros past the last, groups of tiles, and what they refuse."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def stream(source: fly.Tensor, out: fly.Tensor, first: fly.i32, *, layout: fly.P
             out.store(value, (turn * group + (tile - lead)) * layout.rows + row, column)
         fly.barrier()
 
-    at = copy.start(first, lead=lead)
-    bring(at, fly.i32(0), lead)
-    for turn, at in (loop := fly.range(1, turns, carry=copy.next(at))):
+    start = copy.start(first, lead=lead)
+    bring(start, fly.i32(0), lead)
+    for turn, at in (loop := fly.range(1, turns, carry=copy.next(start))):
         for tile in range(group):
             bring(at, turn, tile)
         loop.next(copy.next(at))

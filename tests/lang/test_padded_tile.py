@@ -1,4 +1,4 @@
-"""Padded tiles: their definition, addresses that add up, what they refuse, and that loads find no two words in a bank."""
+"""Padded tiles: their definition, addresses that add up, what they refuse, and loads free of bank conflicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Software pipelines: which stage sees which tile in which step, the values between them, and tables that do not fit."""
+"""Software pipelines: which stage sees which tile when, the values between them, and tables that do not fit."""
 
 from __future__ import annotations
 
