@@ -69,6 +69,10 @@ class CarryError(ControlFlowError):
     """A loop carry or branch result whose structure or types change."""
 
 
+class PipelineError(AuthorError, ValueError):
+    """A table of pipeline stages that does not fit together."""
+
+
 class KernelDefinitionError(AuthorError, TypeError):
     """A function that cannot be a kernel: its signature or annotations."""
 

@@ -36,10 +36,11 @@ def bind_forward(
     threads: int,
     statics: Mapping[str, Any],
     splits: int = 1,
+    counts_rescales: bool = False,
 ) -> Launch:
     """A launch of a forward kernel on the grid of `kernels.tile_scheduler`.
 
-    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv and, when the call has them,
+    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv and, if it `counts_rescales`,
     debug_counts. `block_m` query rows and `threads` a block, keys in tiles of `block_n`.
 
     Raises:
@@ -48,7 +49,7 @@ def bind_forward(
     _check_pitch(request, max(block_m, block_n), kernel.name)
     blocks = grid(request.batch, request.num_heads, request.seq_len, block_m, splits)
     scale = request.softmax_scale * LOG2_E
-    counts = () if tensors.debug_counts is None else (tensors.debug_counts,)
+    counts = (tensors.debug_counts,) if counts_rescales else ()
 
     def bound(out: torch.Tensor, lse: torch.Tensor | None) -> Prepared:
         arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts)

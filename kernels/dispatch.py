@@ -163,14 +163,14 @@ class Kernel:
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="gfx950",
-        module=None,
+        module="kernels.flash_attn_gfx950",
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(),
+        features=("packed", "split_kv", "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
-        needs=(aligned(4), keys_within(2**32, ahead=192)),
+        needs=(aligned(4), keys_within(2**32, ahead=200)),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(

@@ -6,36 +6,46 @@ waves 0-3 run one barrier ahead of waves 4-7, so that one of the two computes wh
 
 One tile takes four clusters with a barrier after each. Cluster by cluster, for tile j:
 
-| cluster | matrix | vector | LDS reads | copies started | waited for |
+| cluster | matrix | vector, between the matrix instructions | LDS reads | copies started | waited for |
 |---|---|---|---|---|---|
 | 0 memory | | | K(j) | K(j+1) | V(j-1) |
-| 1 compute | S(j) = K(j) Q | P(j-1) = exp2(S(j-1) - max), sum | | | |
+| 1 compute | S(j) = K(j) Q | P(j-1) = exp2(S(j-1) - max), first half of the keys | | | |
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
-| 3 compute | O += V(j-1) P(j-1) | max of S(j), rescale if it grew a lot | | | |
+| 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rescale if it grew a lot | | | |
 
 K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need
 it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
-row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1.
+row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
+a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.rocdl.intrinsics import s_barrier, s_setprio, s_waitcnt_lds, sched_barrier
+from fly.backends.rocdl.intrinsics import (
+    Group,
+    buffer_atomic_add,
+    s_barrier,
+    s_setprio,
+    s_waitcnt_lds,
+    sched_barrier,
+    sched_groups,
+)
 from fly.errors import ShapeError
-from kernels.attention_tiles import group_size, load_queries, store_lse, store_output
-from kernels.mask import KeyRange
+from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_tiles import load_queries, store_lse, store_output
+from kernels.dispatch import Launch, Request, Tensors
+from kernels.tile_scheduler import Work, block_work
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
-Mask = Callable[[Any, fly.Fragment], fly.Fragment]  # (tile number, scores) -> scores
 RESCALE_THRESHOLD = 8.0  # log2 units
+MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 
 @dataclass(frozen=True)
@@ -56,17 +66,19 @@ class DualWaveOptions:
 
 
 @dataclass(frozen=True)
-class State:
-    """What one tile hands to the next: scores of tile j-1, and O, maximum and sum up to tile j-2."""
+class LazySoftmax:
+    """The running softmax of the lane's row.
 
-    output: fly.Fragment
-    maximum: fly.RowVector
-    total: fly.RowVector
-    scores: fly.Fragment
-    k_flight: fly.Token
-    v_flight: fly.Token
-    k_at: tuple[fly.Value, ...]  # where the next copies read
-    v_at: tuple[fly.Value, ...]
+    `total`: the lane's part of sum(exp2(scale * score + shift)), as two sums. `maximum` of the raw scores, when it
+    was last taken in; `shift` is -scale * maximum, and a score above `limit` calls for a new one. `rescales` counts
+    those of the wave.
+    """
+
+    maximum: fly.Value
+    shift: fly.Value
+    limit: fly.Value
+    total: fly.Value
+    rescales: fly.Value
 
 
 @fly.kernel
@@ -77,74 +89,83 @@ def flash_attn_gfx950(
     out: fly.Tensor,
     lse: fly.Tensor | None,
     scale_log2: fly.f32,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
+    debug_counts: fly.Tensor | None,
     *,
     options: DualWaveOptions,
 ):
-    """out = softmax(softmax_scale * q k^T) v, per batch and head; arguments as in `flash_attn_generic`.
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
 
-    Grid: (query blocks, query heads, batch); causal blocks run longest first.
+    debug_counts: (2,) f32. Every wave adds the number of its key tiles that went without a rescale, and with one.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu)
     if options.daz:
         fly.flush_denormals()
-    head, batch = fly.block_id.y, fly.block_id.z
-    kv_head = head // group_size(q, k)
-    block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
-    first_row = block * BLOCK_M
+    work = block_work(
+        (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
+        head_dim=options.head_dim,
+        causal=options.causal,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        xcds=fly.target().xcds,
+    )
+    with work.if_any_row():
+        _attend(work, scale_log2, debug_counts, options)
+
+
+def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, options: DualWaveOptions) -> None:
     wave = fly.wave_id()
     wave_rows = BLOCK_M // WAVES
-    wave_row = first_row + wave * wave_rows
-    keys = KeyRange(q.shape[1], k.shape[1], options.causal)
-
-    tiles = Tiles(q, scale_log2, options)
-    q_window = q[batch, :, head, :].rows(options.head_dim).window(first_row, BLOCK_M)
-    queries = load_queries(tiles.link, q_window, wave * wave_rows, 1, tiles.dim_steps)[0]
-    tiles.open(
-        k[batch, :, kv_head, :].rows(options.head_dim), v[batch, :, kv_head, :].rows(options.head_dim), queries
-    )
-    rows = fly.RowVector.full(tiles.link.layout, 1, 0.0).rows().map(lambda r: r + wave_row)
-    full_tiles, all_tiles = keys.tiles(first_row, BLOCK_M, BLOCK_N)
-
-    def mask(j: Any, scores: fly.Fragment) -> fly.Fragment:
-        return fly.cond(j < full_tiles, lambda: scores, lambda: keys.apply(scores, rows, j * BLOCK_N))
-
+    wave_row = work.first_row + wave * wave_rows
+    tiles = Tiles(work, wave * wave_rows, scale_log2, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
-    state = tiles.first(mask)
-    for i, carried in (loop := fly.range(all_tiles // 2, carry=state)):
-        j = i * 2 + 1
-        loop.next(tiles.step(j + 1, 0, mask, tiles.step(j, 1, mask, carried)))
-    # tiles come in pairs after the first, so the last one is in the even buffers
-    output, maximum, total = tiles.last(loop.results)
+    output, softmax = tiles.run()
     if options.stagger:
         with fly.when(wave < WAVES // 2):
             s_barrier()
 
-    total = total.reduce_lanes(lambda a, b: a + b)
+    layout = tiles.link.layout
+    total = fly.RowVector(layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
     inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-    store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
-    if lse is not None:
-        row_lse = maximum.map(
-            lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
-        )
-        store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
+    store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
+    if work.lse is not None:
+        row_lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - softmax.shift) * math.log(2)))
+        store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
+    if debug_counts is not None:
+        with fly.when(fly.lane_id() == 0):
+            for i, count in enumerate((tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)):
+                buffer_atomic_add(count.to(fly.f32), debug_counts.at(i))
 
 
 class Tiles:
-    """The clusters of the module's table, over the buffers in LDS and the operands in registers."""
+    """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    def __init__(self, q: fly.Tensor, scale_log2: fly.Value, options: DualWaveOptions):
+    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's.
+    """
+
+    def __init__(self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, options: DualWaveOptions):
+        self.work = work
         self.options = options
         self.scale = scale_log2
-        self.dtype = q.dtype
-        self.link = fly.chain(fly.target().mma(q.dtype.name, (32, 32, 16)))
+        self.dtype = work.q.dtype
+        self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
         self.dim_steps = options.head_dim // self.link.atom.k
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
+        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
+        self.count = work.last_tile - work.first_tile
+        first = work.first_row + row_offset
+        self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
+        window = work.q.window(work.first_row, BLOCK_M)
+        self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
+        self._open()
+        self.pipeline = self._pipeline()
 
-    def open(self, k_rows: fly.RowView, v_rows: fly.RowView, queries: list[fly.Value]) -> None:
+    def _open(self) -> None:
         """Set up buffers, copies and operand loads."""
         link, target, dim = self.link, fly.target(), self.options.head_dim
         atom, operand = link.atom, link.column_operand
@@ -154,165 +175,258 @@ class Tiles:
             want = fly.operand_coordinates(atom, operand, **kwargs)
             return fly.require_plan(fly.plan_operand(target.matrix_loads, want, values), atom, operand)
 
-        k_plan = plan(transposed=False)
-        v_plan = plan(transposed=True, slot_of=lambda slot: link.columns[slot])
-        k_layout = fly.SwizzledTile(BLOCK_N, dim, k_plan.load.granule)
-        v_layout = fly.SwizzledTile(BLOCK_N, dim, v_plan.load.granule)
-        self.queries = queries
-        self.k_copy, self.v_copy = fly.DirectCopy(k_rows, k_layout), fly.DirectCopy(v_rows, v_layout)
-        self.k_load, self.v_load = fly.OperandLoader(k_plan, k_layout), fly.OperandLoader(v_plan, v_layout)
+        k_layout, v_layout = k_tile(dim), v_tile(dim)
+        self.k_copy = fly.DirectCopy(self.work.k, k_layout, group=2)
+        self.v_copy = fly.DirectCopy(self.work.v, v_layout, group=2)
+        self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
+        self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.k = [fly.SharedTile.ring(f"k{i}", k_layout, self.dtype, 1)[0] for i in range(2)]
         self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
-        for t in range(self.dim_steps):
-            self.k_load.prepare(0, t * atom.k)
-        for n in range(self.dim_tiles):
-            self.v_load.prepare(0, n * link.layout.columns)
 
-    def first(self, mask: Mask) -> State:
-        """Tile 0, which has nothing before it to finish: its scores, and the copies for tile 1."""
-        k_at, v_at = self.k_copy.start(), self.v_copy.start()
-        k_flight = self.k_copy.issue(k_at, self.k[0])
-        k_at = self.k_copy.next(k_at)
-        fly.wait(k_flight)
-        self._boundary()
-        self._boundary()  # the other group's copies too
-        operands = [self._read_k(0, n) for n in range(self.key_tiles)]
-        k_flight = self.k_copy.issue(k_at, self.k[1])
-        v_flight = self.v_copy.issue(v_at, self.v[0])
-        scores = mask(fly.i32(0), fly.Fragment(self.link.layout, (self._scores(operands),)))
-        layout = self.link.layout
-        state = State(
-            fly.Fragment.zeros(layout, 1, self.dim_tiles),
-            fly.RowVector.full(layout, 1, -math.inf),
-            fly.RowVector.full(layout, 1, 0.0),
-            scores,
-            k_flight,
-            v_flight,
-            self.k_copy.next(k_at),
-            self.v_copy.next(v_at),
+    def _pipeline(self) -> fly.Pipeline:
+        """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O of tile i-2."""
+        stage = fly.Stage
+        # fmt: off
+        return fly.Pipeline(
+            [
+                stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
+                stage("read K", self.read_k, "", "k", delay=1, cluster=0),
+                stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
+                stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
+                stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
+                stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
+                stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("interleave", self.interleave_scores, delay=2, cluster=1),
+                stage("read V", self.read_v, "", "v", delay=2, cluster=2),
+                stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
+                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
+                stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
+                stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
+                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax",
+                      "s_early s_late output softmax", delay=1, cluster=3),
+            ],
+            running=("k_at", "v_at", "output", "softmax"),
+            unroll=2,
+            boundary=self.boundary,
         )
-        state = self._raise_maximum(state)
-        fly.wait(k_flight)
-        self._boundary()
-        self._boundary()
-        return state
+        # fmt: on
 
-    def step(self, j: Any, parity: int, mask: Mask, state: State) -> State:
-        """Tile j >= 1, in the K buffer `parity`; finishes the tile before it."""
-        # cluster 0
-        k_operands = [self._read_k(parity, n) for n in range(self.key_tiles)]
-        k_flight = self.k_copy.issue(state.k_at, self.k[1 - parity])
-        fly.wait(state.v_flight)
-        s_waitcnt_lds()
-        self._boundary()
-        # cluster 1
-        self._priority(1)
-        scores = fly.Fragment(self.link.layout, (self._scores(k_operands),))
-        weights, total = self._probabilities(state)
-        self._priority(0)
-        self._boundary()
-        # cluster 2
-        v_operands = self._read_v(1 - parity)
-        v_flight = self.v_copy.issue(state.v_at, self.v[parity])
-        fly.wait(k_flight)
-        s_waitcnt_lds()
-        self._boundary()
-        # cluster 3
-        self._priority(1)
-        scores = mask(j, scores)  # a branch: before the matrix instructions, so that they stay with what follows
-        output = self._accumulate(state.output, v_operands, weights)
-        state = State(
-            output,
-            state.maximum,
-            total,
-            scores,
-            k_flight,
-            v_flight,
-            self.k_copy.next(state.k_at),
-            self.v_copy.next(state.v_at),
+    def run(self) -> tuple[fly.Fragment, LazySoftmax]:
+        """All tiles of this block: the output, not divided by the sum yet, and the softmax."""
+        first_key = self.work.first_tile * BLOCK_N
+        low, zero = fly.f32(-math.inf), fly.f32(0.0)
+        done = self.pipeline.run(
+            self.count,
+            k_at=self.k_copy.start(first_key, lead=self.pipeline.first_place("copy K")),
+            v_at=self.v_copy.start(first_key, lead=self.pipeline.first_place("copy V")),
+            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
+            softmax=LazySoftmax(low, zero, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
-        state = self._raise_maximum(state)
-        self._priority(0)
-        self._boundary()
-        return state
+        return done["output"], done["softmax"]
 
-    def last(self, state: State) -> tuple[fly.Fragment, fly.RowVector, fly.RowVector]:
-        """Finish the last tile, an even one."""
-        weights, total = self._probabilities(state)
-        fly.wait(state.v_flight)
-        self._boundary()
-        self._boundary()
-        return self._accumulate(state.output, self._read_v(0), weights), state.maximum, total
+    def partial(self, tile: Any) -> fly.Value:
+        """Whether some row does not see all keys of a tile."""
+        return self.work.full_tiles <= self.work.first_tile + tile
 
-    # parts of clusters
+    # stages
 
-    def _boundary(self) -> None:
-        sched_barrier()
-        s_barrier()
-        sched_barrier()
+    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
+        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that."""
+        if not isinstance(tile.number, int) and tile.place > 0:
+            return softmax
+        last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
+        limit = fly.cond(self.partial(last), lambda: fly.f32(-math.inf), lambda: softmax.limit)
+        return replace(softmax, limit=limit)
 
-    def _priority(self, level: int) -> None:
-        if self.options.setprio:
-            s_setprio(level)
+    def interleave_scores(self, tile: fly.PipelineTile) -> None:
+        """Between the matrix instructions of the scores: the exponentials of a pair, then its sum and conversion."""
+        if self.options.head_dim == 128:
+            sched_groups((MFMA, 1), (TRANS, 2))
+            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 1), (MFMA, 1), (TRANS, 1), repeat=7)
+            sched_groups((MFMA, 1), (VALU, 2))
+        else:
+            sched_groups((MFMA, 1), (TRANS, 2))
+            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 2), repeat=7)
+            sched_groups((VALU, 2))
 
-    def _read_k(self, parity: int, n: int) -> list[fly.Value]:
-        """K operands of key tile n, one per step over head_dim."""
+    def interleave_output(self) -> None:
+        """Between those of the output: the same for its second half, which needs it, then the maximum."""
+        steps = 8 if self.options.head_dim == 128 else 4
+        each = 16 // steps
+        sched_groups((MFMA, 1), (TRANS, each))
+        sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
+        sched_groups((MFMA, 1), (VALU, 20 // steps), repeat=steps)
+
+    def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
+        return self._copy(self.k_copy, tile, at, self.k)
+
+    def copy_v(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
+        return self._copy(self.v_copy, tile, at, self.v)
+
+    def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
+        """The copies of a tile, and the operands read in this cluster."""
+        fly.wait(flight)
+        s_waitcnt_lds()
+
+    def read_k(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
+        """K operands [key tile][step over head_dim]."""
         rows, depth = self.link.layout.columns, self.link.atom.k
-        return [self.k_load.load(self.k[parity], n * rows, t * depth)[0] for t in range(self.dim_steps)]
+        return [
+            [self.k_load.load(self.k[tile.slot], n * rows, t * depth)[0] for t in range(self.dim_steps)]
+            for n in range(self.key_tiles)
+        ]
 
-    def _read_v(self, parity: int) -> list[list[fly.Value]]:
+    def read_v(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
         """V operands [step over keys][dim tile]."""
         columns, depth = self.link.layout.columns, self.link.atom.k
         return [
-            [self.v_load.load(self.v[parity], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
+            [self.v_load.load(self.v[tile.slot], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
             for t in range(self.key_steps)
         ]
 
-    def _scores(self, k_operands: list[list[fly.Value]]) -> tuple[fly.Value, ...]:
-        """Raw scores of some key tiles."""
-        tiles = fly.Fragment.zeros(self.link.layout, 1, len(k_operands)).tiles[0]
+    def scores(self, tile: fly.PipelineTile, k: list[list[fly.Value]]) -> tuple[fly.Value, ...]:
+        """Raw scores of the key tiles."""
+        tiles = fly.Fragment.zeros(self.link.layout, 1, self.key_tiles).tiles[0]
         for t in range(self.dim_steps):
-            tiles = tuple(
-                self.link.mma(self.queries[t], k[t], tile) for k, tile in zip(k_operands, tiles, strict=True)
-            )
+            tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
-    def _accumulate(
-        self, output: fly.Fragment, v_operands: list[list[fly.Value]], weights: list[fly.Value]
+    def exponents(self, tile: fly.PipelineTile, *scores: Any) -> list[fly.Value]:
+        """scale * score + shift."""
+        *tiles, softmax = scores
+        width = self.link.layout.values
+        scale, shift = fly.broadcast(self.scale, width), fly.broadcast(softmax.shift, width)
+        return [fly.fma(tile, scale, shift) for tile in tiles]
+
+    def weights(
+        self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
+    ) -> tuple[list[fly.Value], LazySoftmax]:
+        """Probabilities of one accumulator tile as operands, and the sum with them."""
+        probabilities = fly.exp2(exponents)
+        total = softmax.total
+        for i in range(0, len(probabilities), 2):
+            total = total + probabilities[i : i + 2]
+        narrow = probabilities.to(self.dtype, rounding="nearest_any")
+        return self.link.operands([narrow]), replace(softmax, total=total)
+
+    def accumulate(
+        self,
+        tile: fly.PipelineTile,
+        output: fly.Fragment,
+        v: list[list[fly.Value]],
+        early: list[fly.Value],
+        late: list[fly.Value],
     ) -> fly.Fragment:
         tiles = list(output.tiles[0])
-        for t in range(self.key_steps):
-            for n in range(self.dim_tiles):
-                tiles[n] = self.link.mma(weights[t], v_operands[t][n], tiles[n])
+        for weights, operands in zip([*early, *late], v, strict=True):
+            for n, columns in enumerate(operands):
+                tiles[n] = self.link.mma(weights, columns, tiles[n])
         return fly.Fragment(output.layout, (tuple(tiles),))
 
-    def _raise_maximum(self, state: State) -> State:
-        """Take the scores' maximum in; rescale what was accumulated only where it is worth it."""
-        tile_max = state.scores.row_max().reduce_lanes(fly.maximum)
-        maximum = state.maximum.map(fly.maximum, tile_max)
+    def raise_maximum(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, output: fly.Fragment, softmax: LazySoftmax
+    ) -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+        """Mask what is not seen, take the maximum in where it is worth it, and rescale what was accumulated.
 
-        def rescaled() -> tuple[fly.Fragment, fly.RowVector, fly.RowVector]:
-            # a row without any key so far has -inf - -inf here; nothing was accumulated, so any factor does
-            factor = state.maximum.map(
-                lambda old, new: fly.select(new == -math.inf, 1.0, fly.exp2((old - new) * self.scale)), maximum
-            )
-            return state.output.scale_rows(factor), maximum, state.total.map(lambda t, f: t * f, factor)
+        Both are rare, and behind one branch.
+        """
+        largest = fly.reduce_max(fly.concat([early, late]))
+        needed = fly.any_lane(largest > softmax.limit)
+        self.interleave_output()
 
-        if not self.options.lazy_rescale:
-            output, maximum, total = rescaled()
-            return replace(state, output=output, maximum=maximum, total=total)
-        grown = (maximum.values[0][0] - state.maximum.values[0][0]) * self.scale > RESCALE_THRESHOLD
-        output, maximum, total = fly.cond(
-            fly.any_lane(grown), rescaled, lambda: (state.output, state.maximum, state.total)
-        )
-        return replace(state, output=output, maximum=maximum, total=total)
+        def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
+            first_key = (self.work.first_tile + tile.number) * BLOCK_N
+            scores = fly.Fragment(self.link.layout, ((early, late),))
+            seen = self.work.keys.apply(scores, self.rows, first_key).tiles[0]
+            return *seen, fly.reduce_max(fly.concat(seen))
 
-    def _probabilities(self, state: State) -> tuple[list[fly.Value], fly.RowVector]:
-        """P of the tile before as operands, and the sum with it."""
-        # a row without any key so far is measured from 0: -inf - -inf is NaN
-        pivot = state.maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m))
-        exponents = state.scores.fma_rows(self.scale, pivot.map(lambda m: -(m * self.scale)))
-        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
-        total = state.total.map(lambda t, p: t + p, probabilities.row_sum())
-        narrow = [tile.to(self.dtype, rounding="nearest_any") for tile in probabilities.tiles[0]]
-        return self.link.operands(narrow), total
+        def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
+            row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
+            maximum = fly.maximum(softmax.maximum, row)
+            # a row without any key so far is measured from 0: -inf - -inf is NaN; nothing was accumulated there
+            none = maximum == -math.inf
+            factor = fly.select(none, 1.0, fly.exp2((softmax.maximum - maximum) * self.scale))
+            shift = fly.select(none, 0.0, -(maximum * self.scale))
+            factors = fly.RowVector(self.link.layout, ((factor,),))
+            total = softmax.total * fly.broadcast(factor, 2)
+            limit = fly.select(self.partial(tile.number + 1), -math.inf, maximum + self.margin)
+            return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total, softmax.rescales + 1)
+
+        def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+            s_early, s_late, top = fly.cond(self.partial(tile.number), masked, lambda: (early, late, largest))
+            grown = fly.any_lane(top > softmax.maximum + self.margin)
+            state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
+            return s_early, s_late, *state
+
+        return fly.cond(needed, rare, lambda: (early, late, output, softmax))
+
+    def boundary(self, cluster: int) -> None:
+        """The end of a cluster: where every wave's priority changes, and the groups meet."""
+        compute = cluster % 2 == 1
+        if compute and self.options.setprio:
+            s_setprio(0)
+        sched_barrier()
+        s_barrier()
+        sched_barrier()
+        if not compute and self.options.setprio:
+            s_setprio(1)
+
+    @staticmethod
+    def _copy(
+        copy: fly.DirectCopy, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[fly.SharedTile]
+    ) -> tuple[fly.Token, fly.CopyPosition]:
+        flight = copy.issue(at, tile.place, buffers[tile.slot])
+        return flight, copy.next(at) if tile.place == copy.group - 1 else at
+
+
+def k_tile(head_dim: int) -> fly.PaddedTile:
+    """K in LDS: lines of 1024 bytes whose rows are 16 (or 8) apart, so that 16 neighbours are in 16 lines.
+
+    With 16 bytes of padding a line, 16 rows start in 16 different runs of 16 bytes of 256.
+    """
+    lines = BLOCK_N * head_dim // 512
+    return fly.PaddedTile(fly.Layout(((lines, BLOCK_N // lines), head_dim), ((512, head_dim), 1)), 512, 8)
+
+
+def v_tile(head_dim: int) -> fly.PaddedTile:
+    """V in LDS: as K, with 32 bytes of padding, and odd 32-byte pieces of a row 128 bytes from the even ones.
+
+    Four neighbouring rows then start in the four 32-byte quarters of 128 bytes, and the two pieces of a row that the
+    halves of 32 lanes read are in different halves of 256 bytes.
+    """
+    if head_dim == 128:
+        order = fly.Layout(((16, 4), (16, 2, 4)), ((512, 128), (1, 64, 16)))
+    else:
+        order = fly.Layout(((8, 2, 4), (16, 2, 2)), ((512, 32, 128), (1, 64, 16)))
+    return fly.PaddedTile(order, 512, 16)
+
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
+
+    One build serves equal and different lengths: masks follow the lengths at run time.
+
+    Raises:
+        UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
+    """
+    tuning = request.tuning
+    switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
+    given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
+    options = DualWaveOptions(
+        request.head_dim,
+        request.causal,
+        daz=bool(tuning.get("daz")),
+        waves_per_eu=tuning.get("waves_per_eu") or 2,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return bind_forward(
+        flash_attn_gfx950,
+        tensors,
+        request,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        threads=WAVES * 64,
+        statics={"options": options},
+        splits=split_count(request, tensors.q.device, BLOCK_M, BLOCK_N),
+        counts_rescales=True,
+    )

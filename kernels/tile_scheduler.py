@@ -14,6 +14,7 @@ Lengths of packed sequences are only known on the device: blocks past the end of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,22 +60,31 @@ def block_work(
     block_m: int,
     block_n: int,
     head_dim_v: int | None = None,
+    xcds: int = 1,
 ) -> Work:
     """This block's work, from its place in the grid.
 
     `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
     none. The block takes `block_m` query rows, and keys in tiles of `block_n`. `head_dim_v`: of v and out, if it is
-    not `head_dim`.
+    not `head_dim`. With several `xcds`, dies with a cache of their own that blocks are dealt to in turn, blocks are
+    placed by `shared_keys_place`.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
-    head, batch, split = fly.block_id.y, fly.block_id.z, None
+    block, head, batch, split = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
+    blocks = fly.grid_dim.x
+    if xcds > 1:
+        linear = block + blocks * (head + q.shape[-2] * batch)
+        block, head, batch = shared_keys_place(
+            linear, (blocks, q.shape[-2], fly.grid_dim.z), group_size(q, k), xcds, fly.minimum
+        )
     kv_head = head // group_size(q, k)
     if out.rank > q.rank:
         splits = out.shape[0]
-        batch = fly.block_id.z // splits
-        split = fly.block_id.z - batch * splits
+        entry = batch
+        batch = entry // splits
+        split = entry - batch * splits
         out, lse = part(out, split), part(lse, split)
-    block = fly.grid_dim.x - 1 - fly.block_id.x if causal else fly.block_id.x
+    block = blocks - 1 - block if causal else block
     first_row = block * block_m
 
     queries, keys = Sequence.of(q, cu_seqlens_q, batch), Sequence.of(k, cu_seqlens_kv, batch)
@@ -101,6 +111,31 @@ def block_work(
         last_tile=last,
         packed=queries.first is not None,
     )
+
+
+def shared_keys_place(
+    linear: Any, grid: tuple[Any, Any, Any], group: Any, xcds: int, smaller: Callable[[Any, Any], Any] = min
+) -> tuple[Any, Any, Any]:
+    """(query block, head, sequence) that block number `linear` of a grid works on: blocks that share keys together.
+
+    Hardware deals blocks out to `xcds` dies in turn, each with a level-2 cache of its own. Each die gets a contiguous
+    part of the list of all blocks, sorted by sequence, key head (of `group` query heads), query block, query head: so
+    blocks that read the same keys are on one die when the number of (sequence, key head) is a multiple of `xcds`,
+    on two at most otherwise unless they are more than a die's share. The place is a permutation of the grid. Numbers
+    are integers or traced i32 (then `smaller` is `fly.minimum`).
+    """
+    blocks, heads, sequences = grid
+    total = blocks * heads * sequences
+    share = total // xcds
+    die = linear % xcds
+    item = die * share + smaller(die, total - share * xcds) + linear // xcds
+    each = blocks * group  # that share keys
+    keys = item // each
+    item = item - keys * each
+    block = item // group
+    sequence = keys // (heads // group)
+    key_head = keys - sequence * (heads // group)
+    return block, key_head * group + (item - block * group), sequence
 
 
 @dataclass(frozen=True)

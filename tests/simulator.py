@@ -263,7 +263,9 @@ def _intrinsic(b: _Block, node: Node) -> None:
     assert name in _PACE, f"the simulator does not know {name}"
 
 
-_PACE = {f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier")}
+_PACE = {
+    f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
+}
 
 
 def _shuffle(b: _Block, node: Node, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
@@ -352,15 +354,14 @@ def _any_lane(b: _Block, node: Node, condition: np.ndarray) -> np.ndarray:
     return votes.any(axis=1).repeat(b.target.wave_size)
 
 
-def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any, shift: Any, bound: Any) -> Any:
+def _copy_direct(b: _Block, node: Node, destination: Any, base: Any, offset: Any, bound: Any) -> Any:
     b.whole_waves("copy_direct")
-    size = b.target.wave_size
-    for uniform in (destination, shift):
-        waves = uniform.reshape(-1, size)
-        assert (waves == waves[:, :1]).all(), "destination or shift of a direct copy differ in a wave"
+    size, shift = b.target.wave_size, node.attributes["shift"]
+    waves = destination.reshape(-1, size)
+    assert (waves == waves[:, :1]).all(), "destination of a direct copy differs in a wave"
     lane = np.arange(b.threads) % size
     inside, address = _inside(b, base, offset + shift, bound, node.attributes["bytes"])
-    return _copy(b, node, destination + lane * node.attributes["bytes"], address, inside)
+    return _copy(b, node, destination + shift + lane * node.attributes["bytes"], address, inside)
 
 
 def _copy_async(b: _Block, node: Node, destination: Any, source: Any, inside: Any) -> frozenset[int]:

@@ -16,7 +16,8 @@ class Target:
     `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
     global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
     `matrix_loads` the shared-memory loads in order of
-    preference, `registers` the 32-bit vector registers a thread can have.
+    preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
+    that blocks are dealt to in turn.
     """
 
     arch: str
@@ -30,6 +31,7 @@ class Target:
     async_copy_bytes: tuple[int, ...] = ()
     direct_copy_bytes: tuple[int, ...] = ()
     max_threads: int = 1024
+    xcds: int = 1
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
         """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
@@ -58,7 +60,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
     from fly.backends.rocdl import atoms as rocdl
 
     def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
-        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct)
+        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct, xcds=8)
 
     def nvidia(arch: str, shared_kib: int, units: int) -> Target:
         return Target(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fly.emulator.decode import Instruction
 from fly.emulator.elf import read_code_object
-from fly.emulator.machine import Machine
+from fly.emulator.machine import LdsObserver, Machine
 from fly.emulator.memory import Region
 from fly.emulator.scheduler import BATCH_WAVES, BUDGET, Scheduler
 from fly.emulator.state import Group
@@ -79,6 +79,7 @@ class Program:
         batch_waves: int = BATCH_WAVES,
         progress: Callable[[int], None] | None = None,
         trace: Callable[[Group, Instruction], None] | None = None,
+        lds_observer: LdsObserver | None = None,
     ) -> RunResult:
         """Run a kernel to its end.
 
@@ -87,6 +88,7 @@ class Program:
             kernarg: packed explicit arguments; hidden ones are filled in.
             regions: host memory that the kernel may touch.
             strict_alignment: whether the checks also report global loads and stores off their natural alignment.
+            lds_observer: called with every LDS access, such as a `fly.emulator.banks.BankCounter`.
             checks: whether to look for missing waits, races, uninitialised reads and hazards.
 
         Raises:
@@ -95,7 +97,7 @@ class Program:
         with self._lock:
             machine = self.machine(kernel)
             machine.prepare(grid, block, kernarg, regions, dynamic_lds)
-            machine.checker = None
+            machine.checker, machine.lds_observer = None, lds_observer
             if checks:
                 from fly.emulator.checks import Checker
 

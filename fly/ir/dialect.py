@@ -15,7 +15,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
 | `fly.copy_async` | start global to shared, or zeros where `inside` does not hold; gives a token |
-| `fly.copy_direct` | the same for a whole wave: lane l's bytes land at destination + l * bytes |
+| `fly.copy_direct` | for a whole wave, lane l's bytes land at destination + l * bytes; `shift` moves source and destination |
 | `fly.join` | a token that stands for several |
 | `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
 | `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |
@@ -120,10 +120,11 @@ irdl.dialect @fly {
     %dst = irdl.base "!llvm.ptr"
     %src = irdl.base "!llvm.ptr"
     %i32 = irdl.is i32
-    %int = irdl.base "#builtin.integer"
+    %bytes = irdl.base "#builtin.integer"
+    %shift = irdl.base "#builtin.integer"
     %token = irdl.base @fly::@token
-    irdl.attributes { "bytes" = %int }
-    irdl.operands(destination: %dst, base: %src, offset: %i32, shift: %i32, bound: %i32)
+    irdl.attributes { "bytes" = %bytes, "shift" = %shift }
+    irdl.operands(destination: %dst, base: %src, offset: %i32, bound: %i32)
     irdl.results(token: %token)
   }
   irdl.operation @join {

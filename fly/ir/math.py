@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fly.errors import DTypeError, ShapeError
@@ -94,7 +95,13 @@ def _reduce(combine: Any, value: Value) -> Value:
 
 def reduce_max(value: Value) -> Value:
     """The largest element of a vector."""
-    return _reduce(maximum, value)
+    if not isinstance(value, Value) or value.length is None:
+        raise ShapeError(f"a reduction takes a vector, not {value!r}")
+    parts = list(value)
+    while len(parts) > 1:
+        # chains of odd length: where a target has a maximum of three, two more elements are one instruction
+        parts = [functools.reduce(maximum, parts[i : i + 9]) for i in range(0, len(parts), 9)]
+    return parts[0]
 
 
 def reduce_sum(value: Value) -> Value:

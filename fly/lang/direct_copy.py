@@ -1,35 +1,52 @@
 """Copies from global memory straight into shared memory, a wave at a time (CDNA's direct-to-LDS loads).
 
-The hardware stores lane l's bytes at one address per wave plus l times the width, so a swizzle cannot be made where
-the data is written. It is made where it is read: each lane fetches what belongs at the place that it fills.
+The hardware stores lane l's bytes at one address per wave plus l times the width. So a wave fills a line of the tile
+at a time, each lane fetches what belongs at the place that it fills, and padding goes between lines.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from fly.errors import ShapeError
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.dtypes import i32
-from fly.ir.memory import i64_attribute
-from fly.ir.value import Value
+from fly.ir.math import minimum
+from fly.ir.memory import Pointer, i64_attribute
+from fly.ir.value import Value, compare, select
 from fly.lang.ids import lane_id, wave_id
-from fly.lang.shared import SharedTile, SwizzledTile
+from fly.lang.lanes import lane_map
+from fly.lang.shared import PaddedTile, SharedTile
 from fly.lang.sync import Token, join
-from fly.lang.tensor import RowView
+from fly.lang.tensor import RowView, wide
 
 VECTOR = 8  # 16-bit elements a lane moves with one instruction
+MAX_SHIFT = 4095  # bytes; the instruction's own offset has 12 bits
+
+
+@dataclass(frozen=True)
+class CopyPosition:
+    """Where a group of tiles begins in global memory: its address, and the bytes from there to the last row's end.
+
+    `left` is at least a group's length, and holds that much more than there is: the next one subtracts it.
+    """
+
+    base: Pointer
+    left: Value
 
 
 class DirectCopy:
-    """Tiles of `layout.rows` rows; every wave moves runs of (wave size * 8) elements of the tile.
+    """Tiles of `layout.rows` rows of `source`, in groups of `group` that share one base and bound.
 
-    Offsets are unsigned 32-bit bytes from the matrix's first row: three tiles past its end must be within 4 GiB.
+    Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
+    loop's body copies.
 
     Raises:
-        ShapeError: the target has no such copies, or the tile does not divide into them.
+        ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
     """
 
-    def __init__(self, source: RowView, layout: SwizzledTile):
+    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
         target = current().target
         if VECTOR * 2 not in target.direct_copy_bytes:
             raise ShapeError(f"{target.arch} has no direct-to-shared copy of {VECTOR * 2} bytes a lane")
@@ -39,46 +56,59 @@ class DirectCopy:
                 f"at {source.alignment}"
             )
         x, y, z = current().block
-        run = target.wave_size * VECTOR
         waves = x * y * z // target.wave_size
-        self.run_bytes = run * 2
-        self.rows_per_run = run // layout.columns
-        self.runs = layout.rows // (self.rows_per_run * waves)
-        self.waves = waves
-        if self.runs * self.rows_per_run * waves != layout.rows or run % layout.columns:
-            raise ShapeError(f"a tile of {layout.rows} x {layout.columns} does not divide into runs of {waves} waves")
-        if self.rows_per_run * waves % layout.row_period:
-            raise ShapeError(f"{self.rows_per_run * waves} rows at a time do not keep the swizzle's phase")
+        if layout.line != target.wave_size * VECTOR or layout.lines % waves:
+            raise ShapeError(
+                f"{layout.lines} lines of {layout.line} elements do not divide into runs of {waves} waves, "
+                f"{target.wave_size * VECTOR} elements each"
+            )
         self.source = source
         self.layout = layout
-        self.source = source
-        self.layout = layout
+        self.group = group
+        self.runs = layout.lines // waves
+        # a wave's lines lie side by side, and a constant in the instruction moves both ends of a copy from one to the
+        # next; the base lies so much lower that no lane's offset is negative
+        self._bias = (self.runs - 1) * layout.line_bytes
+        if self._bias > MAX_SHIFT:
+            raise ShapeError(
+                f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most"
+            )
         self._wave = wave_id()
-        whole = source.window(0, None)
-        self._base, self._bound = whole.base, whole.bound
-        # where this lane's piece lies in the tile, and which column of its row belongs there
-        lanes_per_row = layout.columns // VECTOR
-        row = self._wave * self.rows_per_run + lane_id() // lanes_per_row
-        column = (layout.base(row, (lane_id() % lanes_per_row) * VECTOR) - row * (layout.columns * 2)) >> 1
-        self._first = row * source.pitch + column * 2
+        self._step = source.pitch * layout.rows
+        lane = lane_id()
+        places = [layout.coordinate(i * VECTOR) for i in range(target.wave_size)]
+        row = lane_map([r for r, _ in places], lane)
+        column = lane_map([c for _, c in places], lane)
+        self._offsets = [self._lane_offset(run, row, column) for run in range(self.runs)]
 
-    def start(self) -> tuple[Value, ...]:
-        """Where this lane reads tile 0, one byte offset per run: what `issue` takes and loops carry."""
-        step = self.source.pitch * (self.waves * self.rows_per_run)
-        return tuple(self._first + step * run for run in range(self.runs))
+    def _lane_offset(self, run: int, row: Value, column: Value) -> Value:
+        """Bytes from the base to what this lane fetches for line `wave * runs + run`, less what the shift adds."""
+        lines = [self.layout.coordinate(line * self.layout.line) for line in range(run, self.layout.lines, self.runs)]
+        row = row + lane_map([r - lines[0][0] for r, _ in lines], self._wave) + lines[0][0]
+        column = column + lane_map([c - lines[0][1] for _, c in lines], self._wave) + lines[0][1]
+        return row * self.source.pitch + (column * 2 + self._bias - run * self.layout.line_bytes)
 
-    def next(self, at: tuple[Value, ...]) -> tuple[Value, ...]:
-        """Where this lane reads the next tile."""
-        step = self.source.pitch * self.layout.rows
-        return tuple(offset + step for offset in at)
+    def start(self, first: Any, lead: int = 0) -> CopyPosition:
+        """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied."""
+        source = self.source
+        count = source.count - minimum(source.count, first)
+        bytes_ = select(count > 0, (count - 1) * source.pitch + source.columns * source.dtype.bytes, 0)
+        base = source.row(wide(first) - lead * self.layout.rows).offset(-self._bias)
+        return CopyPosition(base, bytes_ + (self._step * (lead + self.group) + self._bias))
 
-    def issue(self, at: tuple[Value, ...], destination: SharedTile) -> Token:
-        """Start the tile at `at` on its way into `destination`; rows past the end become zeros."""
-        first = destination.pointer.offset(self._wave * self.run_bytes)
+    def next(self, at: CopyPosition) -> CopyPosition:
+        """The next group."""
+        step = self._step * self.group
+        left = at.left - step
+        return CopyPosition(at.base.offset(wide(step)), select(compare("ult", left, step), step, left))
+
+    def issue(self, at: CopyPosition, tile: int, destination: SharedTile) -> Token:
+        """Start tile number `tile` of a group on its way into `destination`; rows past the end become zeros."""
+        bound = at.left - self._step * self.group
+        target = destination.pointer.offset(self._wave * (self.runs * self.layout.line_bytes))
         tokens = []
-        for run, offset in enumerate(at):
-            target = first.offset(run * self.waves * self.run_bytes)
-            operands = [target.ir, self._base.ir, offset.ir, i32(0).ir, self._bound.ir]
-            op = emit("fly.copy_direct", operands, [token_type()], {"bytes": i64_attribute(VECTOR * 2)})
-            tokens.append(Token(op.results[0]))
+        for run, offset in enumerate(self._offsets):
+            operands = [target.ir, at.base.ir, (offset + self._step * tile).ir, bound.ir]
+            attributes = {"bytes": i64_attribute(VECTOR * 2), "shift": i64_attribute(run * self.layout.line_bytes)}
+            tokens.append(Token(emit("fly.copy_direct", operands, [token_type()], attributes).results[0]))
         return join(tokens)

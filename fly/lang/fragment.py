@@ -17,8 +17,8 @@ from mlir import ir
 from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, emit
 from fly.ir.dtypes import dtype, f32, i32
-from fly.ir.math import fma, maximum, reduce_max, reduce_sum
-from fly.ir.value import Value, broadcast, constant, from_elements, select
+from fly.ir.math import fma, reduce_max, reduce_sum
+from fly.ir.value import Value, broadcast, concat, constant, from_elements, select
 from fly.lang.atoms import MmaAtom
 from fly.lang.ids import lane_id
 from fly.lang.lanes import evaluate, linear_layout
@@ -201,23 +201,31 @@ class Fragment:
         wide = broadcast(scale, self.layout.values)
         return self.map(lambda tile, r, c: fma(tile, wide, addends[r]))
 
-    def _reduce_rows(self, combine: Callable, fold: Callable) -> RowVector:
+    def row_max(self) -> RowVector:
+        """Each row's maximum over the columns that the lane itself holds."""
+        return RowVector(
+            self.layout,
+            tuple(
+                tuple(
+                    reduce_max(concat([from_registers(tile, registers) for tile in row]))
+                    for registers in self.layout.slot_values
+                )
+                for row in self.tiles
+            ),
+        )
+
+    def row_sum(self) -> RowVector:
+        """Each row's sum over the columns that the lane itself holds."""
         result = []
         for row in self.tiles:
             tiles = list(row)
             while len(tiles) > 1:  # tiles against each other first: whole vectors at a time
-                pairs = [combine(a, b) for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
+                pairs = [a + b for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
                 tiles = pairs + tiles[len(pairs) * 2 :]
-            result.append(tuple(fold(from_registers(tiles[0], registers)) for registers in self.layout.slot_values))
+            result.append(
+                tuple(reduce_sum(from_registers(tiles[0], registers)) for registers in self.layout.slot_values)
+            )
         return RowVector(self.layout, tuple(result))
-
-    def row_max(self) -> RowVector:
-        """Each row's maximum over the columns that the lane itself holds."""
-        return self._reduce_rows(maximum, reduce_max)
-
-    def row_sum(self) -> RowVector:
-        """Each row's sum over the columns that the lane itself holds."""
-        return self._reduce_rows(lambda a, b: a + b, reduce_sum)
 
     def keep_columns_below(self, limits: RowVector, fill: float) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere."""

@@ -20,7 +20,7 @@ from fly.ir.value import Value, concat
 from fly.lang.atoms import MatrixLoad, MmaAtom
 from fly.lang.ids import lane_id
 from fly.lang.lanes import evaluate, linear_layout
-from fly.lang.shared import SharedTile, SwizzledTile
+from fly.lang.shared import PaddedTile, SharedTile, SwizzledTile
 from fly.layout import Layout
 
 Coordinate = Callable[[int, int], tuple[int, int]]
@@ -105,7 +105,7 @@ def operand_coordinates(
 class OperandLoader:
     """Loads operands from tiles of one layout; the per-lane address is computed once, when this is made."""
 
-    def __init__(self, plan: OperandPlan, layout: SwizzledTile):
+    def __init__(self, plan: OperandPlan, layout: SwizzledTile | PaddedTile):
         self.plan = plan
         self.layout = layout
         self._lane_bases: list[Value] = []
@@ -131,6 +131,10 @@ class OperandLoader:
         row, column = row + step.row_offset, column + step.column_offset
         if column & self._lane_column_bits[index]:
             raise LayoutError(f"static column {column} overlaps the columns that the lanes' addresses span")
+        if isinstance(self.layout, PaddedTile):
+            if row & self._lane_row_bits[index]:
+                raise LayoutError(f"static row {row} overlaps the rows that the lanes' addresses span")
+            return self.layout.displace(row, column)
         period = self.layout.row_period
         if row % period and not row % period & self._lane_row_bits[index]:
             # the static bits of the row lie inside the swizzle's period: they flip bits of the column field

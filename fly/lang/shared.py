@@ -125,17 +125,89 @@ class SwizzledTile:
 
 
 @dataclass(frozen=True)
+class PaddedTile:
+    """The layout of a (rows x columns) tile of 16-bit elements in lines, with unused elements after each line.
+
+    `order` maps (row, column) to an element of the tile without padding: a bijection whose extents and strides are
+    powers of two. `pad` elements follow every `line` of them. Each bit of a coordinate then adds its own number of
+    bytes, so that one register and a constant make the address of every operand of a lane.
+    """
+
+    order: Layout
+    line: int
+    pad: int
+
+    def __post_init__(self):
+        if self.order.rank != 2 or not self.order.is_bijective:
+            raise LayoutError(f"order {self.order} of a padded tile does not map (row, column) one to one")
+        for name, number in (("line", self.line), ("rows", self.rows), ("columns", self.columns)):
+            if number <= 0 or number & (number - 1):
+                raise LayoutError(f"{name} of a padded tile is {number}; expected a power of two")
+        if self.pad < 0 or self.pad % 8 or self.order.size % self.line:
+            raise LayoutError(
+                f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} "
+                "of padding; the padding is a multiple of 8"
+            )
+        bits = [1 << b for b in range((self.order.size - 1).bit_length())]
+        if sorted(self.order.table()[bit] for bit in bits) != bits:
+            raise LayoutError(f"order {self.order} of a padded tile mixes bits of its coordinates")
+
+    @property
+    def rows(self) -> int:
+        return Layout(self.order.shape[0]).size
+
+    @property
+    def columns(self) -> int:
+        return Layout(self.order.shape[1]).size
+
+    @property
+    def lines(self) -> int:
+        """Lines in the tile."""
+        return self.order.size // self.line
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes from one line to the next."""
+        return (self.line + self.pad) * 2
+
+    @property
+    def bytes(self) -> int:
+        return self.lines * self.line_bytes
+
+    def coordinate(self, place: int) -> tuple[int, int]:
+        """(row, column) of the element at a place in the tile without padding: the inverse of `order`."""
+        column, row = divmod(self.order.table().index(place), self.rows)
+        return row, column
+
+    def __call__(self, row: int, column: int) -> int:
+        """Element offset of a static coordinate."""
+        place = self.order((row, column))
+        return place + place // self.line * self.pad
+
+    def base(self, row: Value, column: Value) -> Value:
+        """Byte offset of a run-time coordinate; static parts are added by `displace`."""
+        place = self.order((row, column))
+        return place * 2 + place // self.line * (self.pad * 2)
+
+    def displace(self, row: int, column: int) -> tuple[int, int]:
+        """(0, add): bytes from `base(r, c)` to (r + row, c + column), whose bits are disjoint from r's and c's."""
+        return 0, self(row, column) * 2
+
+
+@dataclass(frozen=True)
 class SharedTile:
-    """A swizzled tile at an address in shared memory."""
+    """A tile at an address in shared memory."""
 
     pointer: Pointer
-    layout: SwizzledTile
+    layout: SwizzledTile | PaddedTile
     dtype: DType
 
     @staticmethod
-    def ring(name: str, layout: SwizzledTile, dtype_: DType, stages: int) -> tuple[SharedTile, ...]:
+    def ring(name: str, layout: SwizzledTile | PaddedTile, dtype_: DType, stages: int) -> tuple[SharedTile, ...]:
         """`stages` tiles of one layout in one buffer, tile after tile."""
-        buffer = memory.alloc_shared(name, layout.bytes * stages, align=1024)
+        # a multiple of all banks' width keeps the layout's banks
+        align = 256 if isinstance(layout, PaddedTile) else 1024
+        buffer = memory.alloc_shared(name, layout.bytes * stages, align=align)
         return tuple(SharedTile(buffer.offset(i * layout.bytes), layout, dtype_) for i in range(stages))
 
     def slot(self, index: Value) -> SharedTile:
@@ -143,5 +215,5 @@ class SharedTile:
         return SharedTile(self.pointer.offset(index * i32(self.layout.bytes)), self.layout, self.dtype)
 
     def rows_from(self, row: Value) -> SharedTile:
-        """The tile from a traced row on, a multiple of `layout.row_period`: each wave's part of a block's tile."""
+        """A swizzled tile from a traced row on, a multiple of `layout.row_period`: each wave's part of a tile."""
         return SharedTile(self.pointer.offset(row * (self.layout.columns * 2)), self.layout, self.dtype)

@@ -10,6 +10,7 @@ from fly import config
 from fly.backends.artefact import Artefact
 from fly.backends.target import target
 from fly.emulator import Program, Region, RunResult
+from fly.emulator.machine import LdsObserver
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
@@ -34,6 +35,7 @@ class EmulatedDevice:
         self.target = arch
         self.compute_units = target(arch).compute_units
         self.last: RunResult | None = None
+        self.lds_observer: LdsObserver | None = None  # of every launch
 
     def load(self, artefact: Artefact) -> EmulatedKernel:
         """Decode an artefact's code object.
@@ -75,6 +77,7 @@ class EmulatedKernel:
                     checks=config.EMULATOR_CHECKS.get(),
                     progress=progress,
                     trace=tracer,
+                    lds_observer=self.device.lds_observer,
                 )
         finally:
             if tracer is not None:

@@ -59,13 +59,13 @@ def instructions(isa: str) -> list[tuple[str, str]]:
         line = re.sub(r"(//|;).*$", "", raw).strip() if not raw.strip().startswith("@") else raw.strip()
         if not line or line.startswith(("{", "}")):
             continue
+        if result and line.startswith(".section"):
+            break  # metadata follows
         if label := _LABEL.match(line):
             result.append((label.group(1), ""))
         elif not line.startswith(".") and (opcode := _OPCODE.match(line)):
             branch = _BRANCH.match(line)
             result.append((f"->{branch.group(1)}" if branch else "", opcode.group(1)))
-        if line.startswith("s_endpgm"):
-            break  # metadata follows
     return result
 
 

@@ -156,14 +156,16 @@ def test_votes_are_ballots():
 def test_direct_copies_are_loads_into_shared_memory():
     check(
         """
-        %t = "fly.copy_direct"(%dst, %src, %i, %i, %i) {bytes = 16}
-          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32, i32) -> !fly.token
+        %t = "fly.copy_direct"(%dst, %src, %i, %i) {bytes = 16, shift = 1040}
+          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32) -> !fly.token
         """,
         """
         CHECK: func.func @kernel(%[[BASE:.*]]: !llvm.ptr<1>, %[[TO:.*]]: !llvm.ptr<3>, %[[I:.*]]: i32,
-        CHECK: %[[FROM:.*]] = llvm.call_intrinsic "llvm.amdgcn.make.buffer.rsrc.p8.p1"(%[[BASE]], %
+        CHECK: %[[ADDRESS:.*]] = llvm.ptrtoint %[[BASE]]
+        CHECK: llvm.bitcast %[[ADDRESS]] : i64 to vector<2xi32>
         CHECK: %[[SIZE:.*]] = llvm.mlir.constant(16 : i32)
-        CHECK: "llvm.amdgcn.raw.ptr.buffer.load.lds"(%[[FROM]], %[[TO]], %[[SIZE]], %[[I]], %[[I]], %
+        CHECK: %[[SHIFT:.*]] = llvm.mlir.constant(1040 : i32)
+        CHECK: "llvm.amdgcn.raw.buffer.load.lds"(%{{.*}}, %[[TO]], %[[SIZE]], %[[I]], %{{.*}}, %[[SHIFT]], %
         """,
     )
 

@@ -21,7 +21,7 @@ from tests.tracing import matrix, trace
 @functools.cache
 def program(dtype: str, options: DualWaveOptions) -> Program:
     tensor, gfx950 = matrix(dtype, 4), target("gfx950")
-    specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32")
+    specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32", None, None, None)
     block = WAVES * gfx950.wave_size
     return Program(trace(flash_attn_gfx950, *specs, arch=gfx950.arch, block=block, options=options), gfx950)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
-from kernels.tile_scheduler import MAX_SPLITS, Sequence, automatic_splits, block_work, grid
+from kernels.tile_scheduler import MAX_SPLITS, Sequence, automatic_splits, block_work, grid, shared_keys_place
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -115,3 +115,58 @@ def test_the_splits_of_a_block_are_its_tiles(causal, queries, keys, splits):
         for _, first, full, last, stop in of_block:
             assert full == min(max(whole // BLOCK_N, first), last)
             assert stop == min(last * BLOCK_N, keys)
+
+
+def places(blocks: int, key_heads: int, group: int, sequences: int, xcds: int) -> list[tuple[int, int, int]]:
+    """What each block works on, in the order in which hardware starts them."""
+    shape = (blocks, key_heads * group, sequences)
+    return [shared_keys_place(i, shape, group, xcds) for i in range(blocks * key_heads * group * sequences)]
+
+
+grids = (st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9))
+
+
+@given(*grids)
+def test_places_are_a_permutation_of_every_grid(blocks, key_heads, group, sequences, xcds):
+    every = itertools.product(range(blocks), range(key_heads * group), range(sequences))
+    assert sorted(places(blocks, key_heads, group, sequences, xcds)) == sorted(every)
+
+
+@given(*grids)
+def test_blocks_that_share_keys_are_on_one_die(blocks, key_heads, group, sequences, xcds):
+    """When their groups divide among the dies; otherwise a group is on neighbours, no more than it needs."""
+    dies: dict[tuple[int, int], set[int]] = {}
+    for i, (_, head, sequence) in enumerate(places(blocks, key_heads, group, sequences, xcds)):
+        dies.setdefault((sequence, head // group), set()).add(i % xcds)
+    share = blocks * key_heads * group * sequences // xcds
+    for on in dies.values():
+        if key_heads * sequences % xcds == 0:
+            assert len(on) == 1
+        elif share:
+            assert len(on) <= -(-(blocks * group) // share) + 1
+            assert sorted(on) == list(range(min(on), max(on) + 1))
+
+
+@given(*grids)
+def test_a_die_takes_the_blocks_of_a_group_in_order(blocks, key_heads, group, sequences, xcds):
+    """So that causal attention, which counts blocks from the last, starts each group's longest blocks first."""
+    last: dict[tuple, int] = {}
+    for i, (block, head, sequence) in enumerate(places(blocks, key_heads, group, sequences, xcds)):
+        key = (i % xcds, sequence, head // group)
+        assert last.get(key, 0) <= block
+        last[key] = block
+
+
+def test_places_of_traced_blocks():
+    """The same in a kernel, for every block of a grid."""
+    shape, group, xcds = (3, 6, 4), 2, 8
+
+    def body(out: fly.Tensor):
+        linear = fly.block_id.x
+        place = shared_keys_place(linear, tuple(fly.i32(n) for n in shape), group, xcds, fly.minimum)
+        for i, value in enumerate(place):
+            out.store(value, linear, i)
+
+    out = np.full((72, 3), -1, np.int32)
+    Machine(Program(trace(body, matrix("i32", 2)), target("gfx950")))(flat(out), (72, 1, 1))
+    assert [tuple(row) for row in out.tolist()] == [shared_keys_place(i, shape, group, xcds) for i in range(72)]

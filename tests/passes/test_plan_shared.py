@@ -176,8 +176,8 @@ CARRIED = {
         barrier
         touch %b""",
     "direct copy that nobody waits for": """
-        %t = "fly.copy_direct"(%a, %src, %i, %i, %i) {bytes = 4}
-          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32, i32) -> !fly.token
+        %t = "fly.copy_direct"(%a, %src, %i, %i) {bytes = 4, shift = 0}
+          : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32) -> !fly.token
         barrier
         touch %b""",
     "copy waited for in one branch only": "%t = copy %a\nscf.if %c {\nwait %t\n}\nbarrier\ntouch %b",

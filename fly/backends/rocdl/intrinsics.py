@@ -9,9 +9,11 @@ from enum import IntFlag
 
 from mlir import ir
 
-from fly.errors import ShapeError
+from fly.errors import DTypeError, ShapeError
 from fly.ir.context import emit
-from fly.ir.dtypes import i16, i32
+from fly.ir.dtypes import f32, i16, i32, i64
+from fly.ir.memory import Pointer
+from fly.ir.value import Value
 
 
 class Group(IntFlag):
@@ -31,13 +33,28 @@ class Group(IntFlag):
     TRANS = 0x400
 
 
-def _call(name: str, *operands: ir.Value) -> None:
+def _call(name: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value | None:
     attributes = {
         "intrin": ir.StringAttr.get(name),
         "op_bundle_sizes": ir.DenseI32ArrayAttr.get([]),
         "operandSegmentSizes": ir.DenseI32ArrayAttr.get([len(operands), 0]),
     }
-    emit("llvm.call_intrinsic", list(operands), [], attributes)
+    op = emit("llvm.call_intrinsic", list(operands), [] if result is None else [result], attributes)
+    return None if result is None else op.results[0]
+
+
+def buffer_atomic_add(value: Value, pointer: Pointer) -> None:
+    """Add an f32 to the one at a global address, the same for all lanes of the wave, as one access: no result.
+
+    Raises:
+        DTypeError: the value is no scalar f32.
+    """
+    if not isinstance(value, Value) or value.dtype is not f32 or value.length is not None:
+        raise DTypeError(f"buffer_atomic_add takes a scalar f32, not {value!r}")
+    descriptor, zero = ir.Type.parse("!llvm.ptr<8>"), i32(0).ir
+    flags = [i16(0).ir, i64(4).ir, i32(0x00027000).ir]  # no stride, 4 bytes, 32-bit float data
+    resource = _call("llvm.amdgcn.make.buffer.rsrc.p8.p1", pointer.ir, *flags, result=descriptor)
+    _call("llvm.amdgcn.raw.ptr.buffer.atomic.fadd.f32", value.ir, resource, zero, zero, zero, result=f32.mlir)
 
 
 def s_barrier() -> None:
@@ -69,3 +86,20 @@ def sched_barrier(may_cross: Group = Group.NONE) -> None:
 def sched_group_barrier(group: Group, size: int, pipeline: int = 0) -> None:
     """Next in this region's schedule: `size` instructions of a class. Hints of one `pipeline` form a sequence."""
     _call("llvm.amdgcn.sched.group.barrier", i32(int(group)).ir, i32(size).ir, i32(pipeline).ir)
+
+
+def sched_groups(*groups: tuple[Group, int], repeat: int = 1, pipeline: int = 0) -> None:
+    """The next part of this region's schedule: a row of (class, number of instructions), `repeat` times.
+
+    `sched_groups((Group.MFMA, 1), (Group.TRANS, 2), (Group.VALU, 1), repeat=8)` puts two transcendentals and another
+    vector instruction behind each of eight MFMA. Rows of one `pipeline` follow each other.
+
+    Raises:
+        ShapeError: a number is not positive.
+    """
+    for group, size in groups:
+        if size <= 0 or repeat <= 0:
+            raise ShapeError(f"sched_groups: {size} of {group.name}, {repeat} times; expected positive numbers")
+    for _ in range(repeat):
+        for group, size in groups:
+            sched_group_barrier(group, size, pipeline)

@@ -215,18 +215,22 @@ def _store_bounded(op: ir.Operation, b: Builder) -> None:
 
 
 def _copy_direct(op: ir.Operation, b: Builder) -> None:
-    destination, base, offset, shift, bound = op.operands
+    destination, base, offset, bound = op.operands
     zero = b.constant(0)
+    # words of the descriptor, not a pointer to it: the address then stays where a loop advances it
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    address = b.bitcast(b.value("llvm.ptrtoint", [base], i64), ir.VectorType.get([2], i32))
+    words = [*b.elements(address), bound, b.constant(_DESCRIPTOR_FLAGS)]
     operands = [
-        _descriptor(b, base, bound),
+        b.vector(words, ir.VectorType.get([4], i32)),
         destination,
         b.constant(integer(op, "bytes")),
         offset,
-        shift,
         zero,
+        b.constant(integer(op, "shift")),
         zero,
     ]
-    b.intrinsic("llvm.amdgcn.raw.ptr.buffer.load.lds", operands, None)
+    b.intrinsic("llvm.amdgcn.raw.buffer.load.lds", operands, None)
 
 
 def _wait_count(op: ir.Operation, b: Builder) -> None:

@@ -1,0 +1,98 @@
+"""What CDNA kernels call beyond `fly.*`: the instructions that come out, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fly
+from fly.backends.rocdl.intrinsics import Group, buffer_atomic_add, s_setprio, sched_group_barrier, sched_groups
+from fly.errors import DTypeError, ShapeError
+from fly.runtime.compile import compile_kernel
+from tests.isa import opcodes
+from tests.tracing import matrix, trace
+
+
+@fly.kernel
+def woven(a: fly.Tensor, b: fly.Tensor, out: fly.Tensor, *, groups: bool):
+    """Eight matrix instructions, and eight exponentials that have nothing to do with them."""
+    link = fly.chain(fly.target().mma("bf16", (32, 32, 16)))
+    lane = fly.lane_id()
+    rows, columns = (x.load(lane, 0, length=8) for x in (a, b))
+    numbers = [x.load(lane, 8, length=2).to(fly.f32) for x in (a, b)]
+    exponents = [(n * float(i + 1)) for n in numbers for i in range(2)]
+    fly.sched_barrier()
+    total = fly.Fragment.zeros(link.layout, 1, 1).tiles[0][0]
+    for _ in range(8):
+        total = link.mma(rows, columns, total)
+    powers = fly.concat([fly.exp2(e) for e in exponents])
+    if groups:
+        sched_groups((Group.MFMA, 1), (Group.TRANS, 1), repeat=8)
+    fly.sched_barrier()
+    for i in range(16):
+        out.store(total[i], lane, i)
+    for i in range(8):
+        out.store(powers[i], lane, 16 + i)
+
+
+def order(groups: bool) -> str:
+    """The order of matrix instructions and exponentials."""
+    specs = (matrix("bf16", 2), matrix("bf16", 2), matrix("f32", 2))
+    isa = compile_kernel(woven, specs, {"groups": groups}, "gfx950", (64, 1, 1)).isa
+    kinds = {"v_mfma": "M", "v_exp_": "e"}
+    return "".join(kinds.get(opcode[:6], "") for opcode in opcodes(isa))
+
+
+def test_schedule_groups_say_what_stands_between_matrix_instructions():
+    assert order(groups=True) == "Me" * 8
+    assert order(groups=False) != "Me" * 8
+
+
+@pytest.mark.parametrize(
+    ("groups", "repeat", "message"),
+    [
+        (((Group.VALU, 0),), 1, "sched_groups: 0 of VALU, 1 times; expected positive numbers"),
+        (((Group.MFMA, 1), (Group.TRANS, 2)), 0, "sched_groups: 1 of MFMA, 0 times; expected positive numbers"),
+    ],
+)
+def test_groups_have_members(groups, repeat, message):
+    with pytest.raises(ShapeError) as caught:
+        trace(lambda: sched_groups(*groups, repeat=repeat))
+    assert message in str(caught.value)
+
+
+def test_one_group():
+    module = str(trace(lambda: sched_group_barrier(Group.DS_READ, 3, 1)))
+    assert '"llvm.amdgcn.sched.group.barrier"' in module
+    assert all(f"arith.constant {number} : i32" in module for number in (0x100, 3, 1))
+
+
+@pytest.mark.parametrize("level", [-1, 4])
+def test_priorities(level):
+    with pytest.raises(ShapeError, match=f"priority {level} is out of range; expected 0 to 3"):
+        trace(lambda: s_setprio(level))
+
+
+@fly.kernel
+def tally(out: fly.Tensor):
+    """Every wave adds one to out[0], and its number of lanes to out[1]."""
+    with fly.when(fly.lane_id() == 0):
+        buffer_atomic_add(fly.f32(1.0), out.at(0))
+        buffer_atomic_add(fly.f32(64.0), out.at(1))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_atomic_additions(arch, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", arch)
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    out = np.array([0.5, 0.0, 7.0], np.float32)
+    tally[3, 256](out)
+    assert out.tolist() == [12.5, 768.0, 7.0]
+
+
+def test_only_numbers_of_32_bits_are_added():
+    def body(out: fly.Tensor):
+        buffer_atomic_add(fly.i32(1), out.at(0))
+
+    with pytest.raises(DTypeError, match="buffer_atomic_add takes a scalar f32, not <i32>"):
+        trace(body, matrix("i32"))

@@ -1,0 +1,115 @@
+"""Direct copies: every row where it belongs, zeros past the last, groups of tiles, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fly
+from fly.backends.target import target
+from fly.errors import ShapeError
+from fly.ir import memory
+from fly.runtime.compile import compile_kernel
+from fly.runtime.inspect import loops
+from kernels.flash_attn_gfx950 import k_tile, v_tile
+from tests.isa import count, kinds
+from tests.simulator import Machine, Program, flat
+from tests.tracing import matrix, trace
+
+LAYOUTS = {"k128": k_tile(128), "v128": v_tile(128), "k64": k_tile(64), "v64": v_tile(64)}
+
+
+@fly.kernel
+def stream(source: fly.Tensor, out: fly.Tensor, first: fly.i32, *, layout: fly.PaddedTile, group: int, turns: int):
+    """out = what arrives of source from row `first` on, in `turns` groups; nothing before it is asked for."""
+    lead = group - 1  # the first group has one tile
+    copy = fly.DirectCopy(source.rows(layout.columns), layout, group=group)
+    shared = fly.SharedTile.ring("tile", layout, source.dtype, 1)[0]
+    thread, threads = fly.thread_id.x, fly.block_dim()[0]
+
+    def bring(at: fly.CopyPosition, turn: fly.Value, tile: int) -> None:
+        fly.wait(copy.issue(at, tile, shared))
+        fly.barrier()
+        for i in fly.range(layout.rows * layout.columns // threads):
+            index = i * threads + thread
+            row, column = index // layout.columns, index % layout.columns
+            value = memory.load(shared.pointer.offset(layout.base(row, column)), source.dtype)
+            out.store(value, (turn * group + (tile - lead)) * layout.rows + row, column)
+        fly.barrier()
+
+    start = copy.start(first, lead=lead)
+    bring(start, fly.i32(0), lead)
+    for turn, at in (loop := fly.range(1, turns, carry=copy.next(start))):
+        for tile in range(group):
+            bring(at, turn, tile)
+        loop.next(copy.next(at))
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200, 320])
+@pytest.mark.parametrize(("layout", "group"), [("k128", 2), ("v128", 1), ("k64", 1), ("v64", 3)])
+def test_rows_arrive_and_missing_ones_are_zero(layout, group, length, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    tile = LAYOUTS[layout]
+    first, turns = 5, 3
+    # only the rows from `first` on are memory that the kernel may touch, and every second row of it
+    memory_ = np.random.default_rng(length).standard_normal((2 * (first + length), tile.columns)).astype(np.float16)
+    source = memory_[::2]
+    tiles = 1 + group * (turns - 1)
+    out = np.full((tiles * tile.rows, tile.columns), 7, np.float16)
+    stream[1, 512](source, out, first, layout=tile, group=group, turns=turns)
+    arrived = min(length, len(out))
+    np.testing.assert_array_equal(out[:arrived], source[first : first + arrived])
+    assert (out[arrived:] == 0).all()
+
+
+def test_the_simulator_agrees():
+    tile = LAYOUTS["v128"]
+    source = np.random.default_rng(1).standard_normal((100, 128)).astype(np.float16)
+    out = np.full((3 * 64, 128), 7, np.float16)
+    spec = matrix("f16", 2)
+    module = trace(stream, spec, spec, "i32", arch="gfx950", block=512, layout=tile, group=1, turns=3)
+    Machine(Program(module, target("gfx950")))(flat(source, out, 3))
+    np.testing.assert_array_equal(out[:97], source[3:])
+    assert (out[97:] == 0).all()
+
+
+def test_positions_advance_on_the_scalar_unit():
+    """Two tiles a turn: no vector instruction adds to an offset, and one constant tells a wave's lines apart."""
+    spec = matrix("f16", 2)
+
+    @fly.kernel
+    def only_copies(source: fly.Tensor, *, layout: fly.PaddedTile):
+        copy = fly.DirectCopy(source.rows(layout.columns), layout, group=2)
+        shared = [fly.SharedTile.ring(f"tile{i}", layout, source.dtype, 1)[0] for i in range(2)]
+        for _, at in (loop := fly.range(source.shape[0] // 128, carry=copy.start(fly.i32(0)))):
+            for tile in range(2):
+                fly.wait(copy.issue(at, tile, shared[tile]))
+            loop.next(copy.next(at))
+
+    isa = compile_kernel(only_copies, (spec,), {"layout": k_tile(128)}, "gfx950", (512, 1, 1)).isa
+    (loop,) = loops(isa)
+    assert (loop.mix["global load"], isa.count("offset:1040 lds")) == (4, 2)
+    assert not kinds(loop.opcodes, "v_.*") and count(loop.opcodes, "s_addc_u32") == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "block", "columns", "alignment", "layout", "message"),
+    [
+        ("gfx942", 512, 128, 16, "k128", "gfx942 has no direct-to-shared copy of 16 bytes a lane"),
+        ("gfx950", 512, 64, 16, "k128", "needs rows of 128 elements at 4-byte alignment, not 64 at 16"),
+        ("gfx950", 512, 128, 2, "k128", "needs rows of 128 elements at 4-byte alignment, not 128 at 2"),
+        ("gfx950", 192, 128, 16, "k128", "16 lines of 512 elements do not divide into runs of 3 waves"),
+        ("gfx950", 64, 128, 16, "k128", "16 lines of 1040 bytes a wave; expected 4095 bytes at most"),
+        ("gfx950", 64, 64, 16, None, "8 lines of 128 elements do not divide into runs of 1 waves, 512 elements each"),
+    ],
+)
+def test_refusals(arch, block, columns, alignment, layout, message):
+    tile = LAYOUTS[layout] if layout else fly.PaddedTile(fly.Layout((16, 64), (64, 1)), 128, 8)
+
+    def body(source: fly.Tensor):
+        fly.DirectCopy(source.rows(columns), tile)
+
+    with pytest.raises(ShapeError) as caught:
+        trace(body, matrix("f16", 2, alignment), arch=arch, block=block)
+    assert message in str(caught.value)
