@@ -60,7 +60,8 @@ def compile_instruction(inst: Instruction, machine: Machine) -> Callable[[Group]
 class Machine:
     """A kernel of a code object on an emulated architecture.
 
-    Attributes that change from launch to launch: `memory`, `grid`, `block`, LDS and scratch contents, `checker`.
+    Attributes that change from launch to launch: `memory`, `grid`, `block`, LDS and scratch contents, `checker`,
+    `observer`.
     """
 
     def __init__(self, code: CodeObject, kernel: str, arch: str | None = None):
@@ -74,6 +75,7 @@ class Machine:
         # the apertures of flat addressing: shared base and limit, private base and limit
         self.apertures = {235: 1 << 56, 236: (1 << 56) | 0xFFFFFFFF, 237: 2 << 56, 238: (2 << 56) | 0xFFFFFFFF}
         self.checker: Any = None
+        self.observer: Any = None
         self.executed = 0
         self._decode()
         self.runs: list[Callable[[Group], None] | None] = [None] * len(self.instructions)
@@ -130,6 +132,11 @@ class Machine:
             Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet"),
         ]
         self.memory = Memory(own + regions)
+
+    def observe(self, observer: Any) -> None:
+        """Tell `observer.lds` and `observer.memory` the addresses of every access; None ends it."""
+        self.observer = observer
+        self.memory.observer = None if observer is None else observer.memory
 
     def _arguments(self, packed: bytes) -> None:
         """Copy the explicit arguments and fill the hidden ones that the metadata names."""
