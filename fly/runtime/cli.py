@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import os
 import sys
@@ -13,7 +12,8 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, FlyError
-from fly.runtime import emulate_cli
+from fly.runtime import emulate_cli, profile_cli
+from fly.runtime.object_files import literal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run=_inspect)
     emulate_cli.add_command(commands)
+    profile_cli.add_command(commands)
     return parser
 
 
@@ -97,16 +98,6 @@ def _kernel(name: str) -> Any:
     return found
 
 
-def _literal(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ArgumentError(f"--set {text!r}; expected NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
 def _flash_attention(arch: str, statics: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any], int]:
     """The generic flash-attention kernel as its wrapper builds it: head_dim, causal and dtype may be set."""
     from fly.backends.target import target
@@ -141,7 +132,7 @@ def _inspect(options: argparse.Namespace) -> None:
         return
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
-    statics = dict(_literal(text) for text in options.set)
+    statics = dict(literal("--set", text) for text in options.set)
     if options.kernel == "flash_attn":
         kernel, specs, statics, block = _flash_attention(options.arch, statics)
     else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.emulator import Program, Region, RunResult
+from fly.emulator.timing import Launch
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
@@ -21,6 +22,8 @@ _QUIET_SECONDS = 5.0
 class EmulatedDevice:
     """An emulated gfx942 or gfx950; kernels have finished when `launch` returns.
 
+    `intercept`, where set, gets every launch in place of the emulator.
+
     Raises:
         DeviceError: an architecture that is not emulated.
     """
@@ -32,6 +35,7 @@ class EmulatedDevice:
             raise DeviceError(f"FLY_ARCH={arch!r} is not emulated; CPU tensors run on one of {', '.join(EMULATED)}")
         self.target = arch
         self.last: RunResult | None = None
+        self.intercept: Callable[[Launch], None] | None = None
 
     def load(self, artefact: Artefact) -> EmulatedKernel:
         """Decode an artefact's code object.
@@ -60,6 +64,10 @@ class EmulatedKernel:
             ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
+        if self.device.intercept is not None:
+            name, lds = self.artefact.kernel, self.artefact.dynamic_shared
+            self.device.intercept(Launch(self.program, name, grid, block, bytes(packed), regions, lds))
+            return
         tracer = self._tracer(grid, block)
         try:
             with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:

@@ -381,5 +381,3 @@ def replay(
     chosen = [trace.workgroups[n] for n in (trace.workgroups if workgroups is None else workgroups)]
     unit = ComputeUnit(parameters, operations, trace.lines, resident, cold, keep)
     return unit.run(chosen)
-
-

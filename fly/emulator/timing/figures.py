@@ -54,6 +54,8 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         Figure(2.1, "GHz, the highest", f"{_SPEC}, MI300X"), Figure(2.4, "GHz, the highest", f"{_SPEC}, MI355X")
     ),
     "lds_bytes": _each(Figure(65536, "bytes a CU", _ISA3), Figure(163840, "bytes a CU", _ISA4)),
+    "lds_granule": _each(Figure(512, "bytes that LDS is given out in", "LLVM, AMDGPUBaseInfo"),
+                         Figure(1280, "bytes that LDS is given out in", "LLVM, AMDGPUBaseInfo")),
     "wave_slots": _both(8, "waves a SIMD", _PROFILER),
     "registers": _both(512, "vector registers a lane and SIMD", f"{_ISA3}; {_ISA4}"),
     "launch_microseconds": _both(
@@ -141,6 +143,7 @@ class Parameters:
     dies: int
     clock: float
     lds_bytes: int
+    lds_granule: int
     wave_slots: int
     registers: int
     launch_microseconds: float

@@ -1,0 +1,40 @@
+"""AMDGPU assembly text to a loadable code object: for hand-edited kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fly.backends.rocdl.codegen import link
+from fly.errors import CompileError
+
+_TARGET = re.compile(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)')
+
+
+def assemble(text: str, arch: str | None = None) -> bytes:
+    """Assemble and link; llvmlite has no assembler for AMDGPU, the clang of the ziglang wheel has one.
+
+    Args:
+        text: assembly with its `.amdhsa_kernel` directives, such as `--stage isa` shows.
+        arch: the architecture; by default what an `.amdgcn_target` directive names.
+
+    Raises:
+        CompileError: no architecture, or the assembler or linker rejected the text.
+    """
+    named = _TARGET.search(text)
+    arch = arch or (named and named[1])
+    if arch is None:
+        raise CompileError("the assembly has no .amdgcn_target directive: name the architecture")
+    with tempfile.TemporaryDirectory(prefix="fly-assemble-") as directory:
+        source, target = Path(directory, "kernel.s"), Path(directory, "kernel.o")
+        source.write_text(text)
+        command = [sys.executable, "-m", "ziglang", "clang", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}"]
+        done = subprocess.run(
+            [*command, "-c", str(source), "-o", str(target)], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise CompileError(f"assembling for {arch} failed: {done.stderr.strip()}")
+        return link(target.read_bytes())

@@ -1,0 +1,97 @@
+"""From a launch to its time: what a caller of the timing model needs, in the order of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fly.emulator.machine import Machine
+from fly.emulator.memory import Region
+from fly.emulator.program import Program
+from fly.emulator.timing.compute_unit import Result, replay
+from fly.emulator.timing.figures import Parameters
+from fly.emulator.timing.instructions import Operation, operations
+from fly.emulator.timing.launch import LaunchTime, durations, residency, sample_points, schedule
+from fly.emulator.timing.record import Trace, record
+from fly.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything that a launch needs; arguments as in `Program.launch`.
+
+    `keep` holds what owns the memory of `regions`.
+    """
+
+    program: Program
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    kernarg: bytes
+    regions: list[Region]
+    dynamic_lds: int = 0
+    keep: tuple = field(default=(), repr=False)
+
+    @property
+    def workgroups(self) -> int:
+        """Size of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+class Session:
+    """A launch that some workgroups of are recorded, and then replayed as often as wanted.
+
+    Args:
+        parameters: of the chip; LDS conflicts are counted with its banks.
+        workgroups: linear numbers of those to execute in the emulator.
+        cold: see `MemoryPath`; by default the workgroups along the grid's first axis are taken to read the same data,
+            those on one die to share it in L2.
+
+    Raises:
+        ArgumentError: a workgroup outside the grid. EmulatorError: a fault or an unknown instruction.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        parameters: Parameters,
+        workgroups: Sequence[int],
+        cold: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ):
+        for number in workgroups:
+            if not 0 <= number < launch.workgroups:
+                raise ArgumentError(f"workgroup {number}; the grid {launch.grid} has 0 to {launch.workgroups - 1}")
+        self.launch, self.parameters = launch, parameters
+        self.machine: Machine = launch.program.machine(launch.kernel)
+        self.machine.prepare(launch.grid, launch.block, launch.kernarg, launch.regions, launch.dynamic_lds)
+        self.resident = residency(self.machine, parameters)
+        if cold is None:
+            together = parameters.compute_units // parameters.dies * self.resident
+            cold = max(1, min(launch.grid[0] // parameters.dies, together))
+        self.cold = cold
+        self.trace: Trace = record(self.machine, workgroups, parameters, progress)
+
+    def operations(self, parameters: Parameters | None = None) -> list[Operation]:
+        """The kernel's instructions with their costs."""
+        return operations(self.machine, parameters or self.parameters)
+
+    def replay(self, parameters: Parameters | None = None, resident: int | None = None, keep: bool = True) -> Result:
+        """The first recorded workgroup on a compute unit, as many times as fit there at once."""
+        chosen = parameters or self.parameters
+        count = self.resident if resident is None else resident
+        first = next(iter(self.trace.workgroups))
+        return replay(self.trace, self.operations(chosen), chosen, [first] * count, count, self.cold, keep)
+
+    def time(self, parameters: Parameters | None = None) -> LaunchTime:
+        """The whole launch; durations of workgroups that were not recorded are interpolated along the first axis."""
+        chosen = parameters or self.parameters
+        sampled = durations(self.trace, self.operations(chosen), chosen, self.resident, self.cold)
+        row = sampled.row(self.launch.grid[0])
+        rows = self.launch.grid[1] * self.launch.grid[2]
+        return schedule(row.tolist() * rows, self.resident, chosen)
+
+
+def whole_launch(launch: Launch, parameters: Parameters, cold: int | None = None) -> Session:
+    """A session with the workgroups from which `Session.time` can tell the time of the whole launch."""
+    return Session(launch, parameters, sample_points(launch.grid[0]), cold)
