@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         with Progress(grid[0] * grid[1] * grid[2], name) as progress:
             result = program.launch(
-                name, grid, block, launch.kernarg, launch.regions,
-                dynamic_lds=launch.dynamic_lds, checks=not options.no_checks, progress=progress, trace=tracer, **budget,
+                name, grid, block, launch.kernarg, launch.regions, dynamic_lds=launch.dynamic_lds,
+                checks=not options.no_checks, progress=progress, trace=tracer, **budget,
             )  # fmt: skip
     finally:
         if tracer is not None:

@@ -20,6 +20,7 @@ from fly.runtime.object_files import add_launch_options, file_launch, kernel_of,
 if TYPE_CHECKING:
     from fly.emulator.timing import Launch, Parameters, Session
 
+_NO_CYCLES = ("launch_microseconds", "sustained_clock")  # figures that change times, not cycles
 _DESCRIPTION = """\
 Predict what a kernel costs on an AMD GPU: the emulator executes one workgroup, and a model of a compute unit replays
 what its waves did. Prints cycles, how busy the units were, what each wave waited for, and where."""
@@ -31,7 +32,7 @@ that launches kernels on CPU tensors (the first launch counts), or flash_attn wi
 examples:
   python -m fly profile flash_attn --arch gfx950 --set seq=4096 causal=True
   python -m fly profile flash_attn --launch --set batch=16 seq=8192 heads=16 causal=True
-  python -m fly profile k.hsaco --grid 8 --block 512 --args random:f32[4096] out:-:f32[4096] --trace k.json --plot k.png
+  python -m fly profile k.hsaco --grid 8 --block 512 --args random:f32[4096] out:-:f32[4096] --trace k.json
   python -m fly profile old.s --compare new.s --grid 1 --block 512 --args …
 
 {HELP}"""
@@ -271,7 +272,7 @@ def _alternatives(session: Session, options: argparse.Namespace, cycles: int) ->
     for name, figure in disputed(session.parameters.arch).items():
         for value, source in figure.alternatives:
             guess = figure.source.startswith("assumed") or source.startswith(("assumed", "ignored"))
-            if name == "launch_microseconds" or (guess and not options.alternatives):
+            if name in _NO_CYCLES or (guess and not options.alternatives):
                 continue
             other = replace(session.parameters, **{name: type(getattr(session.parameters, name))(value)})
             result = session.replay(other, options.resident, keep=False)
@@ -284,6 +285,6 @@ def _whole(session: Session) -> str:
     time, launch = session.time(), session.launch
     return (
         f"whole launch: {launch.workgroups:,} workgroups, {session.resident} on each of "
-        f"{session.parameters.compute_units} compute units: {time.cycles:,.0f} cycles, {time.microseconds:,.1f} µs at "
-        f"{session.parameters.clock} GHz; slots occupied {100 * time.occupied:.1f}%"
+        f"{session.parameters.compute_units} compute units: {time.cycles:,.0f} cycles, {time.microseconds:,.1f} µs "
+        f"at a sustained {session.parameters.sustained_clock} GHz; slots occupied {100 * time.occupied:.1f}%"
     )

@@ -14,6 +14,35 @@ from fly.errors import CompileError
 _TARGET = re.compile(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)')
 
 
+def kernel_source(body: str, lds: int = 0, registers: int = 64) -> str:
+    """Assembly of a kernel `k`: kernel arguments' address in s[0:1], workgroup in s2, work-item in v0.
+
+    Args:
+        body: its instructions. lds: bytes. registers: vector registers a lane.
+    """
+    return f"""
+.text
+.globl k
+.p2align 8
+.type k,@function
+k:
+{body}
+.Lend:
+.size k, .Lend-k
+.rodata
+.p2align 6
+.amdhsa_kernel k
+  .amdhsa_group_segment_fixed_size {lds}
+  .amdhsa_kernarg_size 64
+  .amdhsa_user_sgpr_kernarg_segment_ptr 1
+  .amdhsa_system_sgpr_workgroup_id_x 1
+  .amdhsa_next_free_vgpr {registers}
+  .amdhsa_next_free_sgpr 64
+  .amdhsa_accum_offset {registers}
+.end_amdhsa_kernel
+"""
+
+
 def assemble(text: str, arch: str | None = None) -> bytes:
     """Assemble and link; llvmlite has no assembler for AMDGPU, the clang of the ziglang wheel has one.
 

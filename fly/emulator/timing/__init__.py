@@ -5,8 +5,9 @@
     print(report(session.machine, session.operations(), result))
     whole_launch(launch, Parameters.of("gfx950")).time().microseconds
 
-The emulator executes some workgroups and notes every wave's instructions with their LDS and memory addresses; the model
-replays them on a compute unit. `docs/timing-model.md` tells what is modelled, from which sources, and what is not.
+The emulator executes some workgroups and notes every wave's instructions with their LDS and memory addresses; the
+model replays them on a compute unit. `docs/timing-model.md` tells what is modelled, from which sources, and what is
+not.
 """
 
 from fly.emulator.timing.figures import FIGURES, Figure, Parameters

@@ -1,8 +1,8 @@
 """One compute unit, cycle by cycle: waves of recorded instructions on four SIMDs that share LDS and memory.
 
-A SIMD has a turn every 4 cycles. In a turn each issue class takes at most one instruction, of the wave with the highest
-priority whose next instruction is ready, the oldest where priorities are equal; a wave issues one instruction. Waves
-issue in order. A turn in which nothing can happen is skipped, so time advances from event to event.
+A SIMD has a turn every 4 cycles. In a turn each issue class takes at most one instruction, of the wave with the
+highest priority whose next instruction is ready, the oldest where priorities are equal; a wave issues one, and all of
+its own in order. A turn in which nothing can happen is skipped, so time advances from event to event.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Wave:
     """A resident wave: where it is in its trace, and what its next instruction waits for."""
 
     __slots__ = (
-        "age", "at", "base", "blocked", "code", "extra", "group", "last", "lgkm", "number", "op", "pending", "priority",
-        "ready", "reason", "simd", "stalls", "started", "vm",
+        "age", "at", "base", "blocked", "code", "extra", "group", "last", "lgkm", "number", "op", "pending",
+        "priority", "ready", "reason", "simd", "stalls", "started", "vm",
     )  # fmt: skip
 
     def __init__(self, trace: WaveTrace, number: int, group: Workgroup, simd: int, start: int):
@@ -293,7 +293,7 @@ class ComputeUnit:
     # ---- what a wave's next instruction waits for ----
 
     def _next(self, wave: Wave, done: Operation, at: int, base: int) -> None:
-        """Make the following instruction the wave's next; `base` is when it could issue if it had to wait for nothing."""
+        """Make the following instruction the wave's next; `base` is when it could issue without waiting."""
         p = self.parameters
         op = wave.op = self.operations[wave.code[at + 1]]
         wave.base = base
@@ -303,8 +303,8 @@ class ComputeUnit:
             ready, reason = base - p.turn + (p.branch_taken if taken else p.branch_not_taken), BRANCHED
         elif done.kind == "nop":
             ready, reason = base + p.turn * done.argument, NOP
-        elif op.straddles and wave.last == base - p.turn - p.turn:
-            # an unbroken stream: the rest of the instruction is not there yet
+        elif op.straddles and done.long and wave.last == base - p.turn - p.turn:
+            # an unbroken stream of long instructions: the rest of this one is not there yet
             ready, reason = base + p.straddle, BRANCHED
         wave.last = base - p.turn
         if wave.pending:

@@ -39,7 +39,7 @@ class Operation:
             of a memory instruction the bytes a lane.
         waits: vmcnt and lgkmcnt of an s_waitcnt.
         store: of a memory instruction. direct: whether it loads to LDS.
-        straddles: whether it crosses a line of code that is fetched at once.
+        long: whether it has more than 4 bytes. straddles: whether it crosses a line of code that is fetched at once.
     """
 
     kind: str
@@ -55,6 +55,7 @@ class Operation:
     waits: tuple[int, int] = (63, 15)
     store: bool = False
     direct: bool = False
+    long: bool = False
     straddles: bool = False
 
 
@@ -65,7 +66,7 @@ def operation(inst: Instruction, machine: Machine, parameters: Parameters) -> Op
     if form == "SOPP" or name in JUMPS:
         return _control(inst, straddles)
     touched = footprint(inst, machine)
-    common = {"reads": touched.reads, "writes": touched.writes, "straddles": straddles}
+    common = {"reads": touched.reads, "writes": touched.writes, "straddles": straddles, "long": inst.size > 4}
     if form == "SMEM":
         return Operation("smem", SCALAR, **common)
     if form == "DS":

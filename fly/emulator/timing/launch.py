@@ -29,8 +29,8 @@ def residency(machine: Machine, parameters: Parameters) -> int:
     count = min(by_waves, parameters.lds_bytes // used) if used else by_waves
     if count < 1:
         raise LaunchError(
-            f"{machine.kernel.name}: a workgroup of {machine.waves_per_group} waves with {machine.rows} registers and "
-            f"{machine.lds_bytes} bytes of LDS does not fit a compute unit of {parameters.arch}"
+            f"{machine.kernel.name}: a workgroup of {machine.waves_per_group} waves with {machine.rows} registers "
+            f"and {machine.lds_bytes} bytes of LDS does not fit a compute unit of {parameters.arch}"
         )
     return count
 
@@ -41,7 +41,7 @@ class LaunchTime:
 
     Attributes:
         cycles: from the first workgroup's start to the last one's end.
-        microseconds: the same at the chip's clock, with the time that any launch takes.
+        microseconds: the same at the sustained clock, with the time that any launch takes.
         occupied: share of all workgroup slots' cycles in which a workgroup ran; the rest is imbalance and tail.
     """
 
@@ -67,7 +67,7 @@ def schedule(durations: Sequence[float], resident: int, parameters: Parameters) 
     total = float(np.sum(durations))
     return LaunchTime(
         last,
-        last / (parameters.clock * 1e3) + parameters.launch_microseconds,
+        last / (parameters.sustained_clock * 1e3) + parameters.launch_microseconds,
         total / (last * slots * dies) if last else 0.0,
     )
 

@@ -10,7 +10,8 @@ from fly.emulator.timing.report import duration, window, within
 from fly.errors import ArgumentError, UnsupportedError
 
 _KINDS = {
-    "mfma": "#1f5fa8", "exp": "#d1495b", "packed": "#edae49", "valu": "#66a182", "lds": "#8d6cab", "memory": "#2e4057",
+    "mfma": "#1f5fa8", "exp": "#d1495b", "packed": "#edae49", "valu": "#66a182", "lds": "#8d6cab",
+    "memory": "#2e4057",
 }  # fmt: skip
 _OTHER = "#b0b0b0"
 _WAITS = {VMCNT: "#c9d6df", LGKMCNT: "#ded3e8", BARRIER: "#eeeeee"}

@@ -63,6 +63,11 @@ class Recorder:
         self._known: dict[tuple[int, ...], int] = {(): 0}
         self._lanes: list[tuple[np.ndarray, int, np.ndarray | None]] = []
         self._cycles: np.ndarray | None = None
+        # lines are numbered within each allocation, as if it started on a line: independent of the host's addresses
+        regions = machine.memory.regions
+        self._starts = np.array([r.address for r in regions], np.uint64)
+        ranks = {name: i for i, name in enumerate(sorted({r.name for r in regions}))}
+        self._bases = np.array([ranks[r.name] << 34 for r in regions], np.int64)
 
     def __call__(self, g: Group, inst: Instruction) -> None:
         """Note that a group is about to execute an instruction."""
@@ -102,8 +107,10 @@ class Recorder:
             lines: set[int] = set()
             for address, size, mask in self._lanes:
                 lanes = address[wave] if mask is None else address[wave][mask[wave]]
-                lines.update(np.unique(lanes // np.uint64(LINE)).tolist())
-                lines.update(np.unique((lanes + np.uint64(size - 1)) // np.uint64(LINE)).tolist())
+                region = np.searchsorted(self._starts, lanes, side="right") - 1
+                offset = (lanes - self._starts[region]).astype(np.int64)
+                for reached in (offset, offset + (size - 1)):
+                    lines.update(np.unique(reached // LINE + self._bases[region]).tolist())
             key = tuple(sorted(lines))
             index = self._known.get(key)
             if index is None:

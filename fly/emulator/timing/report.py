@@ -23,8 +23,9 @@ def summary(machine: Machine, operations: Operations, result: Result) -> str:
     p, cycles = result.parameters, result.cycles
     flop = matrix_flop(machine, result.events)
     rate = flop / cycles * p.clock * p.compute_units / 1e3
+    groups = f"{len(result.workgroups)} workgroup(s) of {machine.waves_per_group} waves"
     lines = [
-        f"{machine.kernel.name} on {p.arch}: {len(result.workgroups)} workgroup(s) of {machine.waves_per_group} waves, "
+        f"{machine.kernel.name} on {p.arch}: {groups}, "
         f"{result.issued:,} wave-instructions in {cycles:,} cycles of one compute unit",
         f"  matrix pipe {_share(sum(result.matrix), SIMDS * cycles)}, vector port "
         f"{_share(sum(result.port), SIMDS * cycles)}, LDS banks {_share(result.lds, cycles)} busy; "
@@ -67,8 +68,8 @@ def region_table(machine: Machine, operations: Operations, result: Result) -> st
         )
         first, last = machine.instructions[r.first].address, machine.instructions[r.last].address
         lines.append(
-            f"  {first:#07x}-{last:#07x} {r.passes:>6} passes {r.cycles / r.passes:>6.0f} + {r.at_barrier / r.passes:.0f}"
-            f"  {issued}\n{'':>10}waits: {waited or 'none'}"
+            f"  {first:#07x}-{last:#07x} {r.passes:>6} passes {r.cycles / r.passes:>6.0f} + "
+            f"{r.at_barrier / r.passes:.0f}  {issued}\n{'':>10}waits: {waited or 'none'}"
         )
     return "\n".join(lines)
 

@@ -83,13 +83,17 @@ class Session:
         first = next(iter(self.trace.workgroups))
         return replay(self.trace, self.operations(chosen), chosen, [first] * count, count, self.cold, keep)
 
-    def time(self, parameters: Parameters | None = None) -> LaunchTime:
-        """The whole launch; durations of workgroups that were not recorded are interpolated along the first axis."""
+    def row(self, parameters: Parameters | None = None, resident: int | None = None) -> list[float]:
+        """Cycles of every workgroup along the grid's first axis; those not recorded are interpolated."""
         chosen = parameters or self.parameters
-        sampled = durations(self.trace, self.operations(chosen), chosen, self.resident, self.cold)
-        row = sampled.row(self.launch.grid[0])
+        count = self.resident if resident is None else resident
+        sampled = durations(self.trace, self.operations(chosen), chosen, count, self.cold)
+        return sampled.row(self.launch.grid[0]).tolist()
+
+    def time(self, parameters: Parameters | None = None) -> LaunchTime:
+        """The whole launch, workgroups in the order of the grid."""
         rows = self.launch.grid[1] * self.launch.grid[2]
-        return schedule(row.tolist() * rows, self.resident, chosen)
+        return schedule(self.row(parameters) * rows, self.resident, parameters or self.parameters)
 
 
 def whole_launch(launch: Launch, parameters: Parameters, cold: int | None = None) -> Session:

@@ -1,4 +1,4 @@
-"""What the waves of a compute unit share: LDS, and the path to memory. Both say at issue when an operation is done."""
+"""What the waves of a compute unit share: LDS, and the path to memory. Both tell at issue when an operation ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ class Calendar:
         busy = self.busy
         while busy and busy[0][1] <= now:
             busy.pop(0)
-        start, at = earliest, 0
-        for at, (begin, end) in enumerate(busy):
+        start, at = earliest, len(busy)
+        for i, (begin, end) in enumerate(busy):
             if begin >= start + length:
+                at = i
                 break
-            if end > start:
-                start = end
-        else:
-            at = len(busy)
+            start = max(start, end)
         busy.insert(at, (start, start + length))
         return start
 
@@ -46,8 +44,10 @@ class Lds:
         p = self.parameters
         pair = simd >> 1
         transfer = -(-nbytes // (p.write_port if write else p.read_port))
-        # what does not go through the banks (permutes) moves 128 bytes a cycle
-        cycles = cycles or -(-nbytes // p.lds_direct_write)
+        if not cycles:  # permutes, which have no addresses
+            cycles = -(-nbytes // p.lds_direct_write)
+        elif not p.conflicts:
+            cycles = -(-nbytes // (4 * (p.write_banks if write else p.read_banks)))
         start = self.banks.reserve(max(now, self.port_free[pair]), cycles, now)
         length = max(cycles, transfer)
         self.port_free[pair] = start + length
@@ -72,7 +72,7 @@ class MemoryPath:
         self.parameters, self.cold = parameters, cold
         self.queue: deque[int] = deque()  # when the address unit starts on each instruction
         self.address_free = self.fill_free = self.memory_free = 0
-        share = parameters.memory_bandwidth / parameters.clock / parameters.compute_units
+        share = parameters.memory_bandwidth / parameters.sustained_clock / parameters.compute_units
         self.memory_cycles = LINE / share  # a line from memory
         self.fill_cycles = LINE / parameters.fill_rate
         self.cached: OrderedDict[int, None] = OrderedDict()
