@@ -53,7 +53,8 @@ class Wave:
         self.at, self.priority, self.age = 0, 0, number
         self.ready = self.base = start
         self.reason = BRANCHED
-        self.blocked = self.last = LOST
+        self.blocked: int | None = None  # the unit that last refused its next instruction
+        self.last = -1  # when it issued its last one
         self.pending: list[tuple[int, int, int, int]] = []  # registers, ready, ready for forwarding, what for
         self.vm: deque[int] = deque()  # completion of outstanding operations, ascending
         self.lgkm: deque[int] = deque()
@@ -233,12 +234,12 @@ class ComputeUnit:
         at = wave.at
         waited, reason = now - wave.base, wave.reason
         if waited > 0:
-            own = min(wave.ready, now) - wave.base
-            if own > 0:
-                wave.stalls[reason] += own
-            if now > wave.ready:
-                wave.stalls[wave.blocked] += now - max(wave.ready, wave.base)
-                if now - wave.ready > own:
+            # its own doing up to `ready`, then a unit's; without one, the rest is the way to the next turn
+            blocked = now - wave.ready if wave.blocked is not None else 0
+            wave.stalls[reason] += waited - blocked
+            if blocked:
+                wave.stalls[wave.blocked] += blocked
+                if 2 * blocked > waited:
                     reason = wave.blocked
         if self.keep:
             self.events.append(Event(wave.number, wave.code[at], now, waited, reason))
@@ -322,13 +323,14 @@ class ComputeUnit:
                 queue.popleft()
             if len(queue) >= limit:
                 ready, reason = max(ready, queue[-limit]), COUNTER
-        wave.ready, wave.reason, wave.blocked = ready, reason, LOST
+        wave.ready, wave.reason, wave.blocked = ready, reason, None
 
     @staticmethod
     def _dependencies(wave: Wave, op: Operation, base: int, ready: int, reason: int) -> tuple[int, int]:
         live = [entry for entry in wave.pending if entry[1] > base]
         wave.pending = live
-        touched = op.reads | op.writes
+        # matrix instructions end in the order of issue, so one may overwrite another's result
+        touched = op.reads if op.matrix else op.reads | op.writes
         for registers, when, forwarded, why in live:
             if registers & touched:
                 if registers == op.accumulator:
