@@ -82,13 +82,21 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: options that do not fit. EmulatorError: a fault. UnsupportedError: matplotlib is missing.
     """
     from fly.emulator.timing import Parameters
+    from fly.emulator.timing.figures import ARCHS
     from fly.emulator.timing.report import chrome_trace, report, write_trace
 
     arch = options.arch or "gfx950"
-    overrides = dict(_figure(text) for text in options.figure)
+    if arch not in ARCHS:
+        raise ArgumentError(f"--arch {arch!r}; the timing model has {', '.join(ARCHS)}")
+    if options.resident is not None and options.resident < 1:
+        raise ArgumentError(f"--resident {options.resident}; expected at least 1")
+    if options.cold is not None and options.cold < 0:
+        raise ArgumentError(f"--cold {options.cold}; expected 0 or more")
     if options.figures:
         print(_figures(arch))
         return
+    overrides = dict(_figure(text) for text in options.figure)
+    Parameters.of(arch, **overrides)  # mistakes before a kernel runs
     window = _window(options.cycles)
     launch = _launch(options, arch)
     parameters = Parameters.of(launch.program.arch, **overrides)
@@ -253,9 +261,8 @@ def _window(text: str | None) -> tuple[int, int] | None:
 
 
 def _figures(arch: str) -> str:
-    from fly.emulator.timing import FIGURES, Parameters
+    from fly.emulator.timing import FIGURES
 
-    Parameters.of(arch)
     lines = []
     for name, by_arch in FIGURES.items():
         figure = by_arch[arch]
