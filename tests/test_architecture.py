@@ -47,7 +47,7 @@ EXTERNAL: dict[str, tuple[str, ...]] = {
     "torch": ("fly.runtime", "kernels"),
     "cuda": ("fly.runtime",),
     "tinygrad": ("fly.emulator",),
-    "matplotlib": ("fly.emulator.timing",),
+    "matplotlib": ("fly.emulator",),
 }
 
 

@@ -34,8 +34,8 @@ def place(
     Lanes beyond the workgroup's allocation read 0 and write nothing, as on hardware, and are reported.
     """
     machine = g.machine
-    if machine.observer is not None and not dma:
-        machine.observer.lds(address, size, mask, write)
+    if machine.lds_observer is not None:
+        machine.lds_observer(inst, address, size, mask, write)
     limit = machine.lds_bytes
     if limit < size or int(address.max()) > limit - size:
         inside = (address.astype(np.int64) + size) <= limit

@@ -29,6 +29,9 @@ from fly.errors import EmulatorError, LaunchError
 LDS_LIMIT = {"gfx942": 65536, "gfx950": 163840}
 _UNSET = np.uint32(0xFFC0DEAD)  # registers nobody wrote: a NaN as a float, far out of range as an address
 
+# (instruction, LDS byte addresses uint32 (waves, 64), bytes a lane, active lanes or None for all, whether it writes)
+LdsObserver = Callable[[Instruction, np.ndarray, int, "np.ndarray | None", bool], None]
+
 _COMPILERS: dict[str, Callable[[Instruction, Any], Callable[[Group], None]]] = {
     "SOP1": compile_sop1, "SOP2": compile_sop2, "SOPC": compile_sopc, "SOPK": compile_sopk, "SMEM": compile_smem,
     "DS": compile_ds, "FLAT": compile_flat, "GLOBAL": compile_flat, "SCRATCH": compile_flat, "MUBUF": compile_mubuf,
@@ -61,7 +64,7 @@ class Machine:
     """A kernel of a code object on an emulated architecture.
 
     Attributes that change from launch to launch: `memory`, `grid`, `block`, LDS and scratch contents, `checker`,
-    `observer`.
+    `lds_observer`.
     """
 
     def __init__(self, code: CodeObject, kernel: str, arch: str | None = None):
@@ -75,7 +78,7 @@ class Machine:
         # the apertures of flat addressing: shared base and limit, private base and limit
         self.apertures = {235: 1 << 56, 236: (1 << 56) | 0xFFFFFFFF, 237: 2 << 56, 238: (2 << 56) | 0xFFFFFFFF}
         self.checker: Any = None
-        self.observer: Any = None
+        self.lds_observer: LdsObserver | None = None
         self.executed = 0
         self._decode()
         self.runs: list[Callable[[Group], None] | None] = [None] * len(self.instructions)
@@ -132,11 +135,6 @@ class Machine:
             Region(self.packet.ctypes.data, self.packet.nbytes, "dispatch packet"),
         ]
         self.memory = Memory(own + regions)
-
-    def observe(self, observer: Any) -> None:
-        """Tell `observer.lds` and `observer.memory` the addresses of every access; None ends it."""
-        self.observer = observer
-        self.memory.observer = None if observer is None else observer.memory
 
     def _arguments(self, packed: bytes) -> None:
         """Copy the explicit arguments and fill the hidden ones that the metadata names."""

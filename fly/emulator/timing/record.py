@@ -74,8 +74,10 @@ class Recorder:
         self._close()
         self._steps.append((self.machine.index[inst.address], g.wg, g.wave, None))
 
-    def lds(self, address: np.ndarray, size: int, mask: np.ndarray | None, write: bool) -> None:
+    def lds(self, inst: Instruction, address: np.ndarray, size: int, mask: np.ndarray | None, write: bool) -> None:
         """LDS byte addresses uint32 (W, 64) of the instruction that is executing."""
+        if inst.form != "DS":  # a load straight to LDS writes rows of banks, when its data arrives
+            return
         # a pattern shifted by whole rows of banks conflicts alike
         shift = address.min() >> np.uint32(8) << np.uint32(8)
         key = (size, write, (address - shift).tobytes(), None if mask is None else mask.tobytes())
@@ -153,7 +155,7 @@ def record(
     from fly.emulator.scheduler import Scheduler
 
     recorder = Recorder(machine, parameters)
-    machine.observe(recorder)
+    machine.lds_observer, machine.memory.observer = recorder.lds, recorder.memory
     scheduler = Scheduler(machine, None, recorder)
     try:
         with np.errstate(all="ignore"):
@@ -163,5 +165,5 @@ def record(
                 if progress is not None:
                     progress(1)
     finally:
-        machine.observe(None)
+        machine.lds_observer, machine.memory.observer = None, None
     return recorder.trace
