@@ -91,7 +91,8 @@ class Rate:
     model: Callable[[], float]
 
 
-def _rates() -> list[Rate]:
+def rates() -> list[Rate]:
+    """The rates that the model must give."""
     old, new = "gfx942", "gfx950"
     three, four = (_ADD,) * 3, (_ADD,) * 4
     group = per_group
@@ -130,7 +131,7 @@ def print_rates() -> float:
     """The table of rates; returns the largest error."""
     print(f"{'cycles of':<34} {'chip':<7} {'measured':>9} {'model':>9} {'error':>7}  source")
     worst = 0.0
-    for rate in _rates():
+    for rate in rates():
         value = rate.model()
         error = value / rate.measured - 1
         worst = max(worst, abs(error))
