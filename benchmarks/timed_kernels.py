@@ -11,7 +11,7 @@ from kernels.flash_attn_gfx950 import BLOCK_M, WAVES, DualWaveOptions, flash_att
 
 
 def dual_wave(
-    batch: int = 1, seq: int = 2048, heads: int = 8, head_dim: int = 128, causal: bool = False, **options: Any
+    batch: int = 1, seq: int = 2048, heads: int = 1, head_dim: int = 128, causal: bool = False, **options: Any
 ) -> Any:
     """The gfx950 dual-wave kernel on (batch, seq, heads, head_dim) bf16 tensors; returns what owns their memory."""
     generator = torch.Generator().manual_seed(0)
@@ -22,18 +22,5 @@ def dual_wave(
     scale = math.log2(math.e) / math.sqrt(head_dim)
     flash_attn_gfx950[grid, WAVES * 64](
         q, q, q, out, None, scale, options=DualWaveOptions(head_dim, causal, **options)
-    )
-    return q, out
-
-
-def generic(batch: int = 1, seq: int = 2048, heads: int = 8, head_dim: int = 128, causal: bool = False) -> Any:
-    """The generic flash-attention kernel, on the same kind of tensors."""
-    from kernels.flash_attn_generic import prepare
-
-    one = (torch.rand(1, seq, 1, head_dim, generator=torch.Generator().manual_seed(0)) * 2 - 1).to(torch.bfloat16)
-    q = one.expand(batch, -1, heads, -1)
-    out = torch.empty(batch, seq, heads, head_dim, dtype=torch.bfloat16)
-    prepare(q, q, q, out, None, softmax_scale=head_dim**-0.5, causal=causal, cross_seqlen=False, tuning={})(
-        q, q, q, out, None, None
     )
     return q, out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -143,10 +144,15 @@ def _session(launch: Launch, parameters: Parameters, options: argparse.Namespace
 
 def _launch(options: argparse.Namespace, arch: str) -> Launch:
     settings = dict(literal("--set", text) for text in options.set)
-    if options.subject == "flash_attn":
-        return captured(arch, lambda: _flash_attention(settings))
-    if ":" in options.subject and not Path(options.subject).exists():
-        return captured(arch, lambda: _function(options.subject)(**settings))
+    function = _function(options.subject)
+    if function is not None:
+        accepted = inspect.signature(function).parameters
+        for name in settings:
+            if name not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+                raise ArgumentError(
+                    f"--set: {options.subject} has no setting {name!r}; accepted: {', '.join(accepted)}"
+                )
+        return captured(arch, lambda: function(**settings))
     if settings:
         raise ArgumentError(f"--set {options.set[0]!r}: a file has no settings; --args gives its arguments")
     return file_launch(options.subject, options)[0]
@@ -190,7 +196,12 @@ def captured(arch: str, call: Callable[[], Any]) -> Launch:
     return replace(launches[0], keep=(kept,))
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str) -> Callable[..., Any] | None:
+    """What KERNEL names if it is no file: flash_attn, or module:function."""
+    if name == "flash_attn":
+        return flash_attention
+    if ":" not in name or Path(name).exists():
+        return None
     module_name, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -202,34 +213,42 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
-def _flash_attention(settings: dict[str, Any]) -> Any:
-    """A flash-attention call of the given sizes; returns what owns its memory."""
+def flash_attention(
+    batch: int = 1,
+    seq: int = 2048,
+    seq_kv: int | None = None,
+    heads: int = 8,
+    heads_kv: int | None = None,
+    head_dim: int = 128,
+    causal: bool = False,
+    dtype: str = "bf16",
+    kernel: str | None = None,
+) -> Any:
+    """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
+
+    Args:
+        dtype: bf16 or f16. kernel: as `FLY_KERNEL`.
+
+    Raises:
+        ArgumentError: another dtype.
+    """
     import torch
 
     interface = importlib.import_module("kernels.flash_attn_interface")
-    sizes = {
-        "batch": 1, "seq": 2048, "seq_kv": None, "heads": 8, "heads_kv": None, "head_dim": 128, "causal": False,
-        "dtype": "bf16", "kernel": None,
-    }  # fmt: skip
-    for name in settings:
-        if name not in sizes:
-            raise ArgumentError(f"--set: flash_attn has no setting {name!r}; accepted: {', '.join(sizes)}")
-    sizes |= settings
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}.get(sizes["dtype"])
-    if dtype is None:
-        raise ArgumentError(f"--set dtype={sizes['dtype']!r}; accepted: bf16, f16")
+    types = {"bf16": torch.bfloat16, "f16": torch.float16}
+    if dtype not in types:
+        raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(types)}")
     generator = torch.Generator().manual_seed(0)
 
-    def tensor(length: int, heads: int) -> torch.Tensor:
+    def tensor(length: int, count: int) -> torch.Tensor:
         # heads and batches share one head's memory: only a few workgroups are executed
-        one = torch.rand(1, length, 1, sizes["head_dim"], generator=generator) * 2 - 1
-        return one.to(dtype).expand(sizes["batch"], -1, heads, -1)
+        one = torch.rand(1, length, 1, head_dim, generator=generator) * 2 - 1
+        return one.to(types[dtype]).expand(batch, -1, count, -1)
 
-    heads = sizes["heads"]
-    q = tensor(sizes["seq"], heads)
-    k, v = (tensor(sizes["seq_kv"] or sizes["seq"], sizes["heads_kv"] or heads) for _ in range(2))
-    with _environment(config.KERNEL.name, sizes["kernel"]):
-        return q, k, v, interface.flydsl_flash_attn_func(q, k, v, causal=sizes["causal"])
+    q = tensor(seq, heads)
+    k, v = (tensor(seq_kv or seq, heads_kv or heads) for _ in range(2))
+    with _environment(config.KERNEL.name, kernel):
+        return q, k, v, interface.flydsl_flash_attn_func(q, k, v, causal=causal)
 
 
 def _other(path: str, launch: Launch) -> Launch:

@@ -133,7 +133,11 @@ def test_flash_attention(capsys):
         (("math:cos", "--arch", "sm_90a"), r"--arch 'sm_90a'; the timing model has gfx942, gfx950"),
         (("nowhere:call",), r"KERNEL 'nowhere:call': No module named 'nowhere'"),
         (("math:nothing",), r"KERNEL 'math:nothing': math has no function 'nothing'"),
-        (("builtins:list",), r"KERNEL launches nothing on CPU tensors"),
+        (
+            ("tests.emulator.test_profile_cli:call", "--set", "length=1"),
+            r"--set: tests.* has no setting 'length'; acc",
+        ),
+        (("tests.emulator.timed:nothing",), r"KERNEL launches nothing on CPU tensors"),
     ],
 )
 def test_mistakes(files, capsys, arguments, message):

@@ -12,7 +12,7 @@ import pytest
 from fly.emulator.timing import report, whole_launch
 from fly.emulator.timing.analysis import hot_instructions, idle_matrix, matrix_flop, regions
 from fly.emulator.timing.figures import Parameters
-from fly.emulator.timing.launch import Sampled, residency, sample_points, schedule
+from fly.emulator.timing.launch import interpolated, residency, sample_points, schedule
 from fly.emulator.timing.plot import write_plot
 from fly.emulator.timing.report import chrome_trace, window, write_trace
 from fly.errors import ArgumentError, LaunchError, UnsupportedError
@@ -65,7 +65,7 @@ def test_workgroups_wait_for_a_slot_on_their_die():
 
 def test_durations_between_samples_are_interpolated():
     assert sample_points(64) == [0, 16, 32, 47, 63] and sample_points(3) == [0, 1, 2] and sample_points(1) == [0]
-    assert Sampled({0: 100.0, 4: 300.0}).row(5).tolist() == [100, 150, 200, 250, 300]
+    assert interpolated({0: 100.0, 4: 300.0}, 5) == [100, 150, 200, 250, 300]
 
 
 COUNTED = """
@@ -87,6 +87,22 @@ def test_a_launch_whose_workgroups_differ():
     time = subject.time()
     assert max(row) <= time.cycles <= 2 * max(row) and time.cycles == schedule(row * 2, 16, single.parameters).cycles
     assert list(single.trace.workgroups) == [0, 3] and single.trace.executed == 1 + 4 + 1 + 1 + 4 * 4 + 1
+
+
+def test_a_launch_whose_rows_differ():
+    """The loop's turns are the workgroup's place in the whole grid: the system registers hold only its first axis, so
+    a kernel that mixes its places in is made by hand.
+    """
+    body = COUNTED.replace("s_add_u32 s4, s2, 1", "s_mul_i32 s4, s3, 3\ns_add_u32 s4, s4, 1")
+    subject = session(body, grid=(4, 2, 1), axes=2)
+    every = whole_launch(subject.launch, subject.parameters)
+    assert sorted(every.trace.workgroups) == list(range(8))
+    executed = [sum(len(w.code) for w in every.trace.workgroups[n]) for n in range(8)]
+    assert executed == [2 + 4 + 1] * 4 + [2 + 16 + 1] * 4
+    assert every.time().cycles > max(every.row())
+    many = session(body, grid=(200, 2, 1), axes=2)
+    with pytest.raises(UnsupportedError, match=r"k: workgroups at one place .* 400 are too many .* at most 256"):
+        whole_launch(many.launch, many.parameters)
 
 
 def test_resident_workgroups_share_the_compute_unit():

@@ -14,12 +14,13 @@ from fly.errors import CompileError
 _TARGET = re.compile(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)')
 
 
-def kernel_source(body: str, lds: int = 0, registers: int = 64) -> str:
-    """Assembly of a kernel `k`: kernel arguments' address in s[0:1], workgroup in s2, work-item in v0.
+def kernel_source(body: str, lds: int = 0, registers: int = 64, axes: int = 1) -> str:
+    """Assembly of a kernel `k`: kernel arguments' address in s[0:1], workgroup from s2 on, work-item in v0.
 
     Args:
-        body: its instructions. lds: bytes. registers: vector registers a lane.
+        body: its instructions. lds: bytes. registers: vector registers a lane. axes: of the grid, for the workgroup.
     """
+    places = "\n".join(f"  .amdhsa_system_sgpr_workgroup_id_{axis} {int(i < axes)}" for i, axis in enumerate("xyz"))
     return f"""
 .text
 .globl k
@@ -35,7 +36,7 @@ k:
   .amdhsa_group_segment_fixed_size {lds}
   .amdhsa_kernarg_size 64
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
-  .amdhsa_system_sgpr_workgroup_id_x 1
+{places}
   .amdhsa_next_free_vgpr {registers}
   .amdhsa_next_free_sgpr 64
   .amdhsa_accum_offset {registers}

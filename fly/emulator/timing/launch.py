@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fly.emulator.machine import Machine
-from fly.emulator.timing.compute_unit import SIMDS, Result, replay
+from fly.emulator.timing.compute_unit import SIMDS, replay
 from fly.emulator.timing.figures import Parameters
 from fly.emulator.timing.instructions import Operation
 from fly.emulator.timing.record import Trace
@@ -77,16 +77,10 @@ def sample_points(count: int, most: int = 5) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Durations of workgroups along the first axis of a grid, between which others are interpolated."""
-
-    cycles: dict[int, float]
-
-    def row(self, count: int) -> np.ndarray:
-        """Cycles of each of `count` workgroups along the axis."""
-        points = sorted(self.cycles)
-        return np.interp(np.arange(count), points, [self.cycles[x] for x in points])
+def interpolated(cycles: Mapping[int, float], count: int) -> list[float]:
+    """Cycles of workgroups 0 to `count` - 1, given those of some."""
+    points = sorted(cycles)
+    return np.interp(np.arange(count), points, [cycles[x] for x in points]).tolist()
 
 
 def durations(
@@ -95,18 +89,16 @@ def durations(
     parameters: Parameters,
     resident: int,
     cold: int,
-    progress: Callable[[int, Result], None] | None = None,
-) -> Sampled:
-    """Cycles that each recorded workgroup takes with `resident` equal ones on the compute unit.
+    workgroups: Sequence[int],
+) -> dict[int, float]:
+    """Cycles that each of some recorded workgroups takes with `resident` equal ones on the compute unit.
 
     With one resident workgroup that is its time alone; otherwise two rounds of `resident` run, and each is given its
     share of the time.
     """
     cycles = {}
-    for number in trace.workgroups:
+    for number in workgroups:
         rounds = 1 if resident == 1 else 2
         result = replay(trace, operations, parameters, [number] * (resident * rounds), resident, cold)
         cycles[number] = result.cycles / rounds + parameters.workgroup_start
-        if progress is not None:
-            progress(number, result)
-    return Sampled(cycles)
+    return cycles

@@ -155,6 +155,7 @@ def record(
     from fly.emulator.scheduler import Scheduler
 
     recorder = Recorder(machine, parameters)
+    machine.checker = None
     machine.lds_observer, machine.memory.observer = recorder.lds, recorder.memory
     scheduler = Scheduler(machine, None, recorder)
     try:

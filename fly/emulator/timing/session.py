@@ -11,9 +11,11 @@ from fly.emulator.program import Program
 from fly.emulator.timing.compute_unit import Result, replay
 from fly.emulator.timing.figures import Parameters
 from fly.emulator.timing.instructions import Operation, operations
-from fly.emulator.timing.launch import LaunchTime, durations, residency, sample_points, schedule
+from fly.emulator.timing.launch import LaunchTime, durations, interpolated, residency, sample_points, schedule
 from fly.emulator.timing.record import Trace, record
-from fly.errors import ArgumentError
+from fly.errors import ArgumentError, UnsupportedError
+
+MOST_WORKGROUPS = 256  # that are all executed for the time of a launch
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,45 @@ class Session:
         return replay(self.trace, self.operations(chosen), chosen, [first] * count, count, self.cold, keep)
 
     def row(self, parameters: Parameters | None = None, resident: int | None = None) -> list[float]:
-        """Cycles of every workgroup along the grid's first axis; those not recorded are interpolated."""
+        """Cycles of every workgroup along the grid's first axis, at the start of the others; those not recorded are
+        interpolated.
+        """
         chosen = parameters or self.parameters
         count = self.resident if resident is None else resident
-        sampled = durations(self.trace, self.operations(chosen), chosen, count, self.cold)
-        return sampled.row(self.launch.grid[0]).tolist()
+        numbers = [n for n in self.trace.workgroups if n < self.launch.grid[0]]
+        cycles = durations(self.trace, self.operations(chosen), chosen, count, self.cold, numbers)
+        return interpolated(cycles, self.launch.grid[0])
 
     def time(self, parameters: Parameters | None = None) -> LaunchTime:
-        """The whole launch, workgroups in the order of the grid."""
+        """The whole launch, workgroups in the order of the grid; needs a session that `whole_launch` made."""
+        chosen = parameters or self.parameters
+        if len(self.trace.workgroups) == self.launch.workgroups:
+            numbers = sorted(self.trace.workgroups)
+            cycles = durations(self.trace, self.operations(chosen), chosen, self.resident, self.cold, numbers)
+            return schedule(list(cycles.values()), self.resident, chosen)
         rows = self.launch.grid[1] * self.launch.grid[2]
-        return schedule(self.row(parameters) * rows, self.resident, parameters or self.parameters)
+        return schedule(self.row(chosen) * rows, self.resident, chosen)
 
 
 def whole_launch(launch: Launch, parameters: Parameters, cold: int | None = None) -> Session:
-    """A session with the workgroups from which `Session.time` can tell the time of the whole launch."""
-    return Session(launch, parameters, sample_points(launch.grid[0]), cold)
+    """A session with the workgroups from which `Session.time` can tell the time of the whole launch.
+
+    Some along the grid's first axis, where all rows of the grid do the same; else all, if they are few.
+
+    Raises:
+        UnsupportedError: rows of the grid differ, and there are too many workgroups to execute them all.
+    """
+    length = launch.grid[0]
+    points = sample_points(length)
+    last = launch.workgroups - length
+    again = [last + points[0], last + points[len(points) // 2]] if last else []
+    session = Session(launch, parameters, list(dict.fromkeys([*points, *again])), cold)
+    done = {number: sum(len(wave.code) for wave in waves) for number, waves in session.trace.workgroups.items()}
+    if all(done[number] == done[number - last] for number in again):
+        return session
+    if launch.workgroups > MOST_WORKGROUPS:
+        raise UnsupportedError(
+            f"{launch.kernel}: workgroups at one place of the grid's first axis do different work, so none can be "
+            f"interpolated, and {launch.workgroups} are too many to execute; take a grid of at most {MOST_WORKGROUPS}"
+        )
+    return Session(launch, parameters, range(launch.workgroups), cold)
