@@ -55,7 +55,7 @@ class Wave:
         self.reason = BRANCHED
         self.blocked: int | None = None  # the unit that last refused its next instruction
         self.last = -1  # when it issued its last one
-        self.pending: list[tuple[int, int, int, int]] = []  # registers, ready, ready for forwarding, what for
+        self.pending: list[tuple[int, int, int]] = []  # registers, ready, ready for forwarding
         self.vm: deque[int] = deque()  # completion of outstanding operations, ascending
         self.lgkm: deque[int] = deque()
         self.stalls = [0] * len(REASONS)
@@ -266,8 +266,6 @@ class ComputeUnit:
         elif kind == "end":
             self._end(wave, base)
             return
-        elif op.latency > p.turn:
-            wave.pending.append((op.writes, now + op.latency, now + op.latency, DEPENDENCY))
         self._next(wave, op, at, base)
 
     def _vector(self, wave: Wave, op: Operation, now: int, simd: int) -> None:
@@ -280,7 +278,7 @@ class ComputeUnit:
             self.matrix[simd] += op.matrix
             self.drained[simd] = end + p.packed_drain
         if op.latency > p.turn:
-            wave.pending.append((op.writes, now + op.latency, now + op.forward, DEPENDENCY))
+            wave.pending.append((op.writes, now + op.latency, now + op.forward))
 
     def _memory(self, wave: Wave, op: Operation, now: int, lines: tuple[int, ...]) -> None:
         if op.store:
@@ -331,12 +329,12 @@ class ComputeUnit:
         wave.pending = live
         # matrix instructions end in the order of issue, so one may overwrite another's result
         touched = op.reads if op.matrix else op.reads | op.writes
-        for registers, when, forwarded, why in live:
+        for registers, when, forwarded in live:
             if registers & touched:
                 if registers == op.accumulator:
                     when = forwarded
                 if when > ready:
-                    ready, reason = when, why
+                    ready, reason = when, DEPENDENCY
         return ready, reason
 
     # ---- barriers and ends ----

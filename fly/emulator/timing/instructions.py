@@ -32,7 +32,7 @@ class Operation:
             nop, priority, end.
         issue: its issue class.
         port: cycles it holds the vector port. matrix: cycles it holds the matrix pipe.
-        latency: cycles from issue until another instruction may read its result; 0 where a counter tells.
+        latency: of a vector instruction, cycles from issue until another instruction may read its result.
         forward: the same for a matrix instruction that accumulates onto exactly this result.
         reads, writes: register bits as in `footprint`. accumulator: those of a matrix instruction's C.
         argument: of s_nop the extra turns, of s_setprio the level, of an LDS instruction the bytes it moves,
@@ -76,7 +76,7 @@ def operation(inst: Instruction, machine: Machine, parameters: Parameters) -> Op
         store = "_load_" not in name
         return Operation("memory", MEMORY, argument=_lane_bytes(name), store=store, direct=direct, **common)
     if form.startswith("S"):
-        return Operation("salu", SCALAR, latency=parameters.turn, **common)
+        return Operation("salu", SCALAR, **common)
     return _vector(inst, machine, parameters, common)
 
 
