@@ -1,6 +1,6 @@
 """What the timing model says about rates that were measured, and about attention kernels with published speeds.
 
-    python benchmarks/calibrate_timing.py            # everything, about five minutes
+    python benchmarks/calibrate_timing.py            # everything, some ten minutes
     python benchmarks/calibrate_timing.py rates      # only the rates of single instructions
 
 Rates are clock cycles, so nothing can be fitted: the model's constants either give them or do not. Attention adds one
