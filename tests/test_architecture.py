@@ -38,6 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Imports against the order, each with its reason.
 EXCEPTIONS = {
     ("fly.runtime.cli", "kernels.commands"): "the command line has the kernel library's commands",
+    ("fly.runtime.profile_cli", "kernels.flash_attn_interface"): "the command line profiles calls of flash attention",
 }
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
@@ -46,6 +47,7 @@ EXTERNAL: dict[str, tuple[str, ...]] = {
     "torch": ("fly.runtime", "kernels"),
     "cuda": ("fly.runtime",),
     "tinygrad": ("fly.emulator",),
+    "matplotlib": ("fly.emulator",),
 }
 
 

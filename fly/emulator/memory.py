@@ -67,6 +67,8 @@ class Memory:
         self.unaligned: int | None = None
         self.unwritten: int | None = None
         self.shadows = [(r.address, np.zeros(r.nbytes, bool)) for r in merged if not r.initialised]
+        # told of (address, size, mask) of every access; the timing model listens here
+        self.observer: Callable[[np.ndarray, int, np.ndarray | None], None] | None = None
         self._safe = np.zeros(64, np.uint8)
         self.safe_address = int(self._safe.ctypes.data)
 
@@ -90,6 +92,8 @@ class Memory:
         Args:
             address: uint64, any shape. mask: bool of the same shape, None for all lanes.
         """
+        if self.observer is not None:
+            self.observer(address, size, mask)
         active = address if mask is None else address[mask]
         if not active.size:
             return

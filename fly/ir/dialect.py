@@ -15,7 +15,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
 | `fly.copy_async` | start global to shared, or zeros where `inside` does not hold; gives a token |
-| `fly.copy_direct` | for a whole wave, lane l's bytes land at destination + l * bytes; `shift` moves source and destination |
+| `fly.copy_direct` | for a whole wave: lane l's bytes land at destination + l * bytes; `shift` moves both sides |
 | `fly.join` | a token that stands for several |
 | `fly.wait` | until the copies of the tokens have landed, for the threads that issued them |
 | `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import os
 import sys
@@ -13,7 +12,8 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, FlyError
-from fly.runtime import emulate_cli
+from fly.runtime import emulate_cli, profile_cli
+from fly.runtime.object_files import literal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
     emulate_cli.add_command(commands)
     _library().add_commands(commands)
+    profile_cli.add_command(commands)
     return parser
 
 
@@ -103,14 +104,6 @@ def _kernel(name: str) -> Any:
     return found
 
 
-def _literal(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ArgumentError(f"--set {text!r}; expected NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -133,7 +126,7 @@ def _inspect(options: argparse.Namespace) -> None:
         return
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
-    statics = dict(_literal(text) for text in options.set)
+    statics = dict(literal("--set", text) for text in options.set)
     if options.kernel == _library().FLASH_ATTN:
         kernel, specs, statics, block = _library().flash_attn(options.arch, statics)
     else:

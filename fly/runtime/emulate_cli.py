@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fly.errors import ArgumentError, ArtefactError
-from fly.runtime.emulate_arguments import HELP, Argument, describe, pack, parse, save
+from fly.errors import ArgumentError
+from fly.runtime.emulate_arguments import HELP, Argument, describe, save
+from fly.runtime.object_files import add_launch_options, file_launch, numbers, read_object
 
 if TYPE_CHECKING:
     from fly.emulator import Program, RunResult
@@ -34,16 +34,12 @@ def add_command(commands: Any) -> None:
         epilog=f"{HELP}\n\n{_EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="linked code object (.hsaco, .co) or artefact of fly.compile")
-    parser.add_argument("--list", action="store_true", help="show the kernels and their arguments, and run nothing")
-    parser.add_argument("--kernel", metavar="NAME", help="which kernel; may be left out where there is only one")
-    parser.add_argument("--arch", help="required architecture (default: what the file was compiled for)")
-    parser.add_argument("--grid", default="1", metavar="X[,Y,Z]", help="workgroups (default: 1)")
     parser.add_argument(
-        "--block", metavar="X[,Y,Z]", help="work-items of a workgroup (default: what the file says, or 64)"
+        "file", metavar="FILE", help="code object (.hsaco, .co), assembly (.s) or artefact of fly.compile"
     )
-    parser.add_argument("--args", nargs="*", default=[], metavar="ARG", help="the kernel's arguments, see below")
-    parser.add_argument("--lds", type=int, metavar="BYTES", help="dynamic LDS of a workgroup, in addition to static")
+    parser.add_argument("--list", action="store_true", help="show the kernels and their arguments, and run nothing")
+    parser.add_argument("--arch", help="required architecture (default: what the file was compiled for)")
+    add_launch_options(parser)
     parser.add_argument("--no-checks", action="store_true", help="only faults stop the run; several times faster")
     parser.add_argument("--budget", type=int, metavar="N", help="instructions a wave may execute (endless loops)")
     parser.add_argument("--trace", action="store_true", help="print what one wave executes, with operand values")
@@ -63,33 +59,22 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: options or arguments that do not fit the kernel.
         EmulatorError: a fault; EmulatorReportError: findings of the checks.
     """
-    from fly.emulator import Program, Region
+    from fly.emulator import Program
     from fly.runtime.emulated import Progress
-    from fly.runtime.packing import dim3
 
-    code, artefact = _read(options.file)
-    program = Program(code, options.arch)
     if options.list:
+        program = Program(read_object(options.file, options.arch)[0], options.arch)
         print("\n\n".join(_listing(program, name) for name in program.kernels))
         return
-    name = _kernel(program, options.kernel or (artefact and artefact.kernel))
-    default_block = artefact.block if artefact else (64,)
-    grid = dim3(_numbers("--grid", options.grid), "--grid")
-    block = dim3(_numbers("--block", options.block) if options.block else default_block, "--block")
-    machine = program.machine(name)
-    arguments = [parse(text) for text in options.args]
-    packed = pack(arguments, machine.kernel.explicit, machine.kernel.kernarg_bytes, name)
-    tracer = _tracer(options, machine, grid, block) if options.trace else None
-    lds = options.lds if options.lds is not None else artefact.dynamic_shared if artefact else 0
-    regions = [
-        Region(a.array.ctypes.data, a.array.nbytes, a.text, a.defined) for a in arguments if a.array is not None
-    ]
+    launch, arguments = file_launch(options.file, options)
+    program, name, grid, block = launch.program, launch.kernel, launch.grid, launch.block
+    tracer = _tracer(options, program.machine(name), grid, block) if options.trace else None
     budget = {} if options.budget is None else {"budget": options.budget}
     try:
         with Progress(grid[0] * grid[1] * grid[2], name) as progress:
             result = program.launch(
-                name, grid, block, packed, regions,
-                dynamic_lds=lds, checks=not options.no_checks, progress=progress, trace=tracer, **budget,
+                name, grid, block, launch.kernarg, launch.regions, dynamic_lds=launch.dynamic_lds,
+                checks=not options.no_checks, progress=progress, trace=tracer, **budget,
             )  # fmt: skip
     finally:
         if tracer is not None:
@@ -97,41 +82,6 @@ def run(options: argparse.Namespace) -> None:
         # after findings, or up to a fault, the memory is worth a look too
         _save(arguments)
     print(summary(result, program.arch, name))
-
-
-def _read(path: str) -> tuple[bytes, Any]:
-    """(code object, artefact or None) of a file."""
-    from fly.backends.artefact import Artefact
-
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"FILE {path!r}: {error.strerror}") from None
-    if data[:4] == b"\x7fELF":
-        return data, None
-    try:
-        artefact = Artefact.from_bytes(data)
-    except ArtefactError:
-        raise ArgumentError(
-            f"FILE {path!r} is neither a code object (ELF) nor an artefact that fly.compile saved"
-        ) from None
-    return artefact.binary, artefact
-
-
-def _kernel(program: Program, name: str | None) -> str:
-    kernels = program.kernels
-    if name is None and len(kernels) == 1:
-        return kernels[0]
-    if name not in kernels:
-        raise ArgumentError(f"--kernel {name!r}; the file has {', '.join(kernels) or 'none'}")
-    return name
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part, 0) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"{option} {text!r}; expected whole numbers with commas between them") from None
 
 
 def _listing(program: Program, name: str) -> str:
@@ -149,7 +99,7 @@ def _tracer(options: argparse.Namespace, machine: Any, grid: tuple[int, ...], bl
     from fly.emulator.trace import Place, Tracer
 
     try:
-        place = Place.parse(options.trace_wave, _numbers("--trace-lanes", options.trace_lanes))
+        place = Place.parse(options.trace_wave, numbers("--trace-lanes", options.trace_lanes))
     except ValueError as error:
         raise ArgumentError(f"--trace-wave, --trace-lanes: {error}") from None
     if not place.inside(grid, block):

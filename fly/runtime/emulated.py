@@ -11,6 +11,7 @@ from fly.backends.artefact import Artefact
 from fly.backends.target import target
 from fly.emulator import Program, Region, RunResult
 from fly.emulator.machine import LdsObserver
+from fly.emulator.timing import Launch
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
@@ -22,6 +23,8 @@ _QUIET_SECONDS = 5.0
 
 class EmulatedDevice:
     """An emulated gfx942 or gfx950; kernels have finished when `launch` returns.
+
+    `intercept`, where set, gets every launch in place of the emulator.
 
     Raises:
         DeviceError: an architecture that is not emulated.
@@ -36,6 +39,7 @@ class EmulatedDevice:
         self.compute_units = target(arch).compute_units
         self.last: RunResult | None = None
         self.lds_observer: LdsObserver | None = None  # of every launch
+        self.intercept: Callable[[Launch], None] | None = None
 
     def load(self, artefact: Artefact) -> EmulatedKernel:
         """Decode an artefact's code object.
@@ -64,6 +68,10 @@ class EmulatedKernel:
             ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
+        if self.device.intercept is not None:
+            name, lds = self.artefact.kernel, self.artefact.dynamic_shared
+            self.device.intercept(Launch(self.program, name, grid, block, bytes(packed), regions, lds))
+            return
         tracer = self._tracer(grid, block)
         try:
             with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel) as progress:

@@ -1,0 +1,130 @@
+"""From a launch to its time: what a caller of the timing model needs, in the order of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fly.emulator.machine import Machine
+from fly.emulator.memory import Region
+from fly.emulator.program import Program
+from fly.emulator.timing.compute_unit import Result, replay
+from fly.emulator.timing.figures import Parameters
+from fly.emulator.timing.instructions import Operation, operations
+from fly.emulator.timing.launch import LaunchTime, durations, interpolated, residency, sample_points, schedule
+from fly.emulator.timing.record import Trace, record
+from fly.errors import ArgumentError, UnsupportedError
+
+MOST_WORKGROUPS = 256  # that are all executed for the time of a launch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything that a launch needs; arguments as in `Program.launch`.
+
+    `keep` holds what owns the memory of `regions`.
+    """
+
+    program: Program
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    kernarg: bytes
+    regions: list[Region]
+    dynamic_lds: int = 0
+    keep: tuple = field(default=(), repr=False)
+
+    @property
+    def workgroups(self) -> int:
+        """Size of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+class Session:
+    """A launch that some workgroups of are recorded, and then replayed as often as wanted.
+
+    Args:
+        parameters: of the chip; LDS conflicts are counted with its banks.
+        workgroups: linear numbers of those to execute in the emulator.
+        cold: see `MemoryPath`; by default the workgroups along the grid's first axis are taken to read the same data,
+            those on one die to share it in L2.
+
+    Raises:
+        ArgumentError: a workgroup outside the grid. EmulatorError: a fault or an unknown instruction.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        parameters: Parameters,
+        workgroups: Sequence[int],
+        cold: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ):
+        for number in workgroups:
+            if not 0 <= number < launch.workgroups:
+                raise ArgumentError(f"workgroup {number}; the grid {launch.grid} has 0 to {launch.workgroups - 1}")
+        self.launch, self.parameters = launch, parameters
+        self.machine: Machine = launch.program.machine(launch.kernel)
+        self.machine.prepare(launch.grid, launch.block, launch.kernarg, launch.regions, launch.dynamic_lds)
+        self.resident = residency(self.machine, parameters)
+        if cold is None:
+            together = parameters.compute_units // parameters.dies * self.resident
+            cold = max(1, min(launch.grid[0] // parameters.dies, together))
+        self.cold = cold
+        self.trace: Trace = record(self.machine, workgroups, parameters, progress)
+
+    def operations(self, parameters: Parameters | None = None) -> list[Operation]:
+        """The kernel's instructions with their costs."""
+        return operations(self.machine, parameters or self.parameters)
+
+    def replay(self, parameters: Parameters | None = None, resident: int | None = None, keep: bool = True) -> Result:
+        """The first recorded workgroup on a compute unit, as many times as fit there at once."""
+        chosen = parameters or self.parameters
+        count = self.resident if resident is None else resident
+        first = next(iter(self.trace.workgroups))
+        return replay(self.trace, self.operations(chosen), chosen, [first] * count, count, self.cold, keep)
+
+    def row(self, parameters: Parameters | None = None, resident: int | None = None) -> list[float]:
+        """Cycles of every workgroup along the grid's first axis, at the start of the others; those not recorded are
+        interpolated.
+        """
+        chosen = parameters or self.parameters
+        count = self.resident if resident is None else resident
+        numbers = [n for n in self.trace.workgroups if n < self.launch.grid[0]]
+        cycles = durations(self.trace, self.operations(chosen), chosen, count, self.cold, numbers)
+        return interpolated(cycles, self.launch.grid[0])
+
+    def time(self, parameters: Parameters | None = None) -> LaunchTime:
+        """The whole launch, workgroups in the order of the grid; needs a session that `whole_launch` made."""
+        chosen = parameters or self.parameters
+        if len(self.trace.workgroups) == self.launch.workgroups:
+            numbers = sorted(self.trace.workgroups)
+            cycles = durations(self.trace, self.operations(chosen), chosen, self.resident, self.cold, numbers)
+            return schedule(list(cycles.values()), self.resident, chosen)
+        rows = self.launch.grid[1] * self.launch.grid[2]
+        return schedule(self.row(chosen) * rows, self.resident, chosen)
+
+
+def whole_launch(launch: Launch, parameters: Parameters, cold: int | None = None) -> Session:
+    """A session with the workgroups from which `Session.time` can tell the time of the whole launch.
+
+    Some along the grid's first axis, where all rows of the grid do the same; else all, if they are few.
+
+    Raises:
+        UnsupportedError: rows of the grid differ, and there are too many workgroups to execute them all.
+    """
+    length = launch.grid[0]
+    points = sample_points(length)
+    last = launch.workgroups - length
+    again = [last + points[0], last + points[len(points) // 2]] if last else []
+    session = Session(launch, parameters, list(dict.fromkeys([*points, *again])), cold)
+    done = {number: sum(len(wave.code) for wave in waves) for number, waves in session.trace.workgroups.items()}
+    if all(done[number] == done[number - last] for number in again):
+        return session
+    if launch.workgroups > MOST_WORKGROUPS:
+        raise UnsupportedError(
+            f"{launch.kernel}: workgroups at one place of the grid's first axis do different work, so none can be "
+            f"interpolated, and {launch.workgroups} are too many to execute; take a grid of at most {MOST_WORKGROUPS}"
+        )
+    return Session(launch, parameters, range(launch.workgroups), cold)
