@@ -20,7 +20,7 @@ from fly.ir.dtypes import dtype, f32, i32
 from fly.ir.math import fma, maximum, reduce_max, reduce_sum
 from fly.ir.value import Value, broadcast, constant, from_elements, select
 from fly.lang.atoms import MmaAtom
-from fly.lang.ids import lane_id
+from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
 from fly.lang.sync import reduce_lanes
 from fly.layout import Layout
@@ -124,7 +124,7 @@ class RowVector:
 
     def rows(self) -> RowVector:
         """The i32 row index of each entry within the fragment (row tiles are stacked)."""
-        first = evaluate(self.layout.row_lane, lane_id())
+        first = evaluate(self.layout.row_lane, lane_of(self.layout.atom.lanes))
         return RowVector(
             self.layout,
             tuple(
@@ -161,7 +161,7 @@ class Fragment:
         Rows and columns are i32 and count from the fragment's corner; `values` is a vector.
         """
         layout = self.layout
-        lane = lane_id()
+        lane = lane_of(layout.atom.lanes)
         row0, column0 = evaluate(layout.row_lane, lane), evaluate(layout.column_lane, lane)
         rows, columns = layout.value_rows, layout.value_columns
         starts = [
@@ -214,7 +214,7 @@ class Fragment:
     def keep_columns_below(self, limits: RowVector, fill: float) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere."""
         layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_id())
+        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
         remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         def mask(tile: Value, r: int, c: int) -> Value:
