@@ -17,7 +17,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 log2 rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
-        "fly.ir.memory": "Pointer alloc_shared load_bounded store_bounded",
+        "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.control": "range when cond",
         "fly.lang.kernel": "kernel Kernel occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",

@@ -6,7 +6,7 @@ consumer owns 64 query rows of the block's `block_m`, keys and values come in ti
 | who | registers | what |
 |---|---|---|
 | producer, one thread | few | Q, K and V tiles by TMA into rings in shared memory, ahead of the consumers |
-| consumer warpgroups | most | S = Q K^T and O += P V on WGMMA, P in registers; softmax; O through shared memory by TMA |
+| consumer warpgroups | most | S = Q K^T and O += P V on WGMMA, P in registers; softmax; O from registers |
 
 Inside a consumer, tile j's S is started before tile j+1's (earlier) O += P V, and the softmax of j runs while that
 product finishes. Between consumers, named barriers let one start its products while another is in its softmax.
@@ -28,7 +28,6 @@ from fly.backends.nvvm.intrinsics import (
     barrier_arrive,
     barrier_sync,
     elect_one,
-    fence_async_shared,
     setmaxnreg_dec,
     setmaxnreg_inc,
     warpgroup_id,
@@ -42,16 +41,15 @@ from kernels.attention_tiles import store_lse
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 
-TURN, EPILOGUE = 1, 5  # first named barrier: whose turn it is to start products; a consumer's own
+TURN = 1  # first named barrier: whose turn it is to start products
 
 
 @dataclass(frozen=True)
 class Sm90Options:
     """The static parameters of one build.
 
-    `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings;
-    `ping_pong`: consumers take turns in starting products; `own_output`: O has shared memory of its own instead
-    of Q's, so that the next Q can be loaded earlier.
+    `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
+    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products.
     """
 
     head_dim: int
@@ -60,8 +58,9 @@ class Sm90Options:
     consumers: int
     block_n: int
     stages: int
+    q_stages: int
     ping_pong: bool = True
-    own_output: bool = True
+    lazy_rescale: bool = True
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -78,7 +77,7 @@ class Sm90Options:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class Problem:
     seq_len_kv: Any
     heads: Any
     batch: Any
+    section: Any
     options: Sm90Options
 
     @property
@@ -110,18 +110,35 @@ class Problem:
     def keys(self) -> KeyRange:
         return KeyRange(self.seq_len, self.seq_len_kv, self.options.causal)
 
-    def tiles(self, carry: Any) -> Any:
-        """This block's tiles of the launch, by number."""
-        total = self.row_blocks * self.heads * self.batch
-        return fly.range(fly.block_id.x, total, fly.grid_dim.x, carry=carry)
+    @property
+    def total(self) -> Any:
+        """Tiles of the launch."""
+        return self.row_blocks * self.heads * self.batch
 
-    def work(self, number: Any) -> Work:
-        """Tile `number`: causal ones longest first, others head after head."""
+    @property
+    def rounds(self) -> Any:
+        """How many tiles this block computes."""
+        whole = self.total // fly.grid_dim.x
+        return whole + (self._place(whole) < self.total - whole * fly.grid_dim.x).to(fly.i32)
+
+    def _place(self, round_: Any) -> Any:
+        # forth in even rounds, back in odd ones: who gets the longest of one round gets the shortest of the next
+        return fly.select(round_ % 2 == 0, fly.block_id.x, fly.grid_dim.x - 1 - fly.block_id.x)
+
+    def number(self, round_: Any) -> Any:
+        """This block's tile of a round, as a number in the launch's order."""
+        return round_ * fly.grid_dim.x + self._place(round_)
+
+    def work(self, round_: Any) -> Work:
+        """This block's tile of a round: `section` heads at a time, row block after row block, long ones first."""
+        number = self.number(round_)
+        slices, blocks = self.heads * self.batch, self.row_blocks
+        first_slice = number // (self.section * blocks) * self.section
+        beside = fly.minimum(self.section, slices - first_slice)
+        inside = number - first_slice * blocks
+        block, slice_ = inside // beside, first_slice + inside % beside
         if self.options.causal:
-            slices = self.heads * self.batch
-            block, slice_ = self.row_blocks - 1 - number // slices, number % slices
-        else:
-            block, slice_ = number % self.row_blocks, number // self.row_blocks
+            block = blocks - 1 - block
         first_row = block * self.options.block_m
         full, every = self.keys.tiles(first_row, self.options.block_m, self.options.block_n)
         # a tile without any key is computed like the others, all masked
@@ -135,11 +152,9 @@ class Buffers:
     q: fly.Pointer
     k: fly.Pointer
     v: fly.Pointer
-    out: fly.Pointer
     q_tile: PanelTile
     k_tile: PanelTile
     v_tile: PanelTile
-    out_tile: PanelTile
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
@@ -149,19 +164,15 @@ class Buffers:
         q_tile = PanelTile.widest(options.block_m, options.head_dim)
         k_tile = PanelTile.widest(options.block_n, options.head_dim)
         v_tile = PanelTile.widest(options.block_n, options.head_dim_v)
-        out_tile = PanelTile.widest(options.block_m, options.head_dim_v)
         warps = options.consumers * WARPGROUP // 32
-        q = fly.alloc_shared("q", max(q_tile.bytes, 0 if options.own_output else out_tile.bytes), 1024)
         return Buffers(
-            q=q,
+            q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
             k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
             v=fly.alloc_shared("v", v_tile.bytes * options.stages, 1024),
-            out=fly.alloc_shared("out", out_tile.bytes, 1024) if options.own_output else q,
             q_tile=q_tile,
             k_tile=k_tile,
             v_tile=v_tile,
-            out_tile=out_tile,
-            q_ring=Ring.allocate("q", 1, warps),
+            q_ring=Ring.allocate("q", options.q_stages, warps),
             k_ring=Ring.allocate("k", options.stages, warps),
             v_ring=Ring.allocate("v", options.stages, warps),
         )
@@ -172,25 +183,23 @@ def flash_attn_sm90(
     q: fly.TensorMap,
     k: fly.TensorMap,
     v: fly.TensorMap,
-    out: fly.TensorMap,
+    out: fly.Tensor,
     lse: fly.Tensor | None,
-    seq_len: fly.i32,
     seq_len_kv: fly.i32,
-    heads: fly.i32,
     group: fly.i32,
-    batch: fly.i32,
+    section: fly.i32,
     scale_log2: fly.f32,
     *,
     options: Sm90Options,
 ):
     """out = softmax(softmax_scale * q k^T) v, per batch and head.
 
-    q, k, v, out: maps of (B, S, H, D) tensors, see `prepare`; lse: (B, H, Sq) f32 or None; `group` query heads
-    share a key head; scale_log2: softmax_scale * log2(e). Any one-dimensional grid; a block for each
-    multiprocessor is best.
+    q, k, v: maps of (B, S, H, D) tensors, see `prepare`; out: (B, Sq, H, Dv); lse: (B, H, Sq) f32 or None; `group`
+    query heads share a key head; `section` heads are worked on at a time; scale_log2: softmax_scale * log2(e).
+    Any one-dimensional grid; a block for each multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
-    problem = Problem(seq_len, seq_len_kv, heads, batch, options)
+    problem = Problem(out.shape[1], seq_len_kv, out.shape[2], out.shape[0], section, options)
     buffers = Buffers.allocate(options)
     init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring])
     warpgroup = warpgroup_id()
@@ -201,7 +210,7 @@ def flash_attn_sm90(
             _produce(problem, buffers, q, k, v, group)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
-        _consume(problem, buffers, warpgroup - 1, out, lse, scale_log2, q.spec.dtype)
+        _consume(problem, buffers, warpgroup - 1, out, lse, scale_log2)
 
 
 def _load_tile(
@@ -219,6 +228,12 @@ def _produce(
     """Fill the rings for all of the block's tiles."""
     block_n = problem.options.block_n
 
+    def load_q(at: Position, work: Work) -> Position:
+        barrier = buffers.q_ring.acquire(at, buffers.q_tile.bytes)
+        slot = buffers.q.offset(at.index * buffers.q_tile.bytes)
+        _load_tile(q, buffers.q_tile, slot, (work.batch, work.first_row, work.head), barrier)
+        return buffers.q_ring.next(at)
+
     def load_k(at: Position, work: Work, j: Any) -> Position:
         barrier = buffers.k_ring.acquire(at, buffers.k_tile.bytes)
         slot = buffers.k.offset(at.index * buffers.k_tile.bytes)
@@ -231,26 +246,34 @@ def _produce(
         _load_tile(v, buffers.v_tile, slot, (work.batch, j * block_n, work.head // group), barrier)
         return buffers.v_ring.next(at)
 
-    start = (Position.start(), Position.start(), Position.start())
-    for number, (q_at, k_at, v_at) in (tiles := problem.tiles(start)):
-        work = problem.work(number)
-        barrier = buffers.q_ring.acquire(q_at, buffers.q_tile.bytes)
-        _load_tile(q, buffers.q_tile, buffers.q, (work.batch, work.first_row, work.head), barrier)
-        k_at = load_k(k_at, work, work.all_tiles - 1)
+    def first(round_: Any, q_at: Position, k_at: Position) -> tuple[Position, Position]:
+        work = problem.work(round_)
+        return load_q(q_at, work), load_k(k_at, work, work.all_tiles - 1)
+
+    # in the order in which consumers need them: a tile's first K comes before the last V of the tile before
+    start = first(fly.i32(0), Position.start(), Position.start())
+    rounds = problem.rounds
+    for round_, (q_at, k_at, v_at) in (tiles := fly.range(rounds, carry=(*start, Position.start()))):
+        work = problem.work(round_)
         for i, (k_at_, v_at_) in (loop := fly.range(1, work.all_tiles, carry=(k_at, v_at))):
             j = work.all_tiles - 1 - i
             loop.next(load_k(k_at_, work, j), load_v(v_at_, work, j + 1))
         k_at, v_at = loop.results
-        tiles.next(buffers.q_ring.next(q_at), k_at, load_v(v_at, work, fly.i32(0)))
+        q_at, k_at = fly.cond(
+            round_ + 1 < rounds,
+            lambda following=round_ + 1, q_at=q_at, k_at=k_at: first(following, q_at, k_at),
+            lambda q_at=q_at, k_at=k_at: (q_at, k_at),
+        )
+        tiles.next(q_at, k_at, load_v(v_at, work, fly.i32(0)))
 
 
 @dataclass(frozen=True)
 class State:
-    """What one key tile hands to the next: the output without it, its softmax and its probabilities."""
+    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are."""
 
-    output: fly.Value
     softmax: OnlineSoftmax
     weights: tuple[fly.Value, ...]
+    q_at: Position
     k_at: Position
     v_at: Position
 
@@ -259,63 +282,45 @@ def _consume(
     problem: Problem,
     buffers: Buffers,
     consumer: fly.Value,
-    out: fly.TensorMap,
+    out: fly.Tensor,
     lse: fly.Tensor | None,
     scale_log2: fly.Value,
-    dtype: str,
 ) -> None:
     """Compute this warpgroup's rows of all of the block's tiles."""
-    compute = Consumer(problem, buffers, consumer, scale_log2, dtype)
+    compute = Consumer(problem, buffers, consumer, scale_log2, out.dtype)
     if problem.options.ping_pong:
         with fly.when(consumer == problem.options.consumers - 1):
             compute.pass_turn()
     start = (Position.start(), Position.start(), Position.start())
-    for number, (q_at, k_at, v_at) in (tiles := problem.tiles(start)):
-        work = problem.work(number)
-        buffers.q_ring.wait(q_at)
-        state = compute.first(work, k_at, v_at)
-        if problem.options.causal:
-            masked_end = fly.maximum(work.full_tiles, 0)
-            for i, carried in (loop := fly.range(1, work.all_tiles - masked_end, carry=state)):
-                loop.next(compute.step(work, work.all_tiles - 1 - i, carried, masked=True))
-            state = loop.results
-            rest = fly.minimum(masked_end, work.all_tiles - 1)
-        else:
-            rest = work.all_tiles - 1
-        for i, carried in (loop := fly.range(rest, carry=state)):
-            loop.next(compute.step(work, rest - 1 - i, carried, masked=False))
-        state = loop.results
-        if problem.options.own_output:
-            buffers.q_ring.release(q_at)
-        output, softmax, v_at = compute.last(state)
-        inverse, row_lse = softmax.finish(scale_log2)
-        compute.store(out, work, compute.fragment(output).scale_rows(inverse))
-        if not problem.options.own_output:
-            with fly.when(fly.thread_id.x % WARPGROUP == 0):
-                tma.wait_read()
-            barrier_sync(consumer + EPILOGUE, WARPGROUP)
-            buffers.q_ring.release(q_at)
+    rounds = problem.rounds
+    started = compute.first(problem.work(fly.i32(0)), *start)
+    for round_, state in (tiles := fly.range(rounds, carry=started)):
+        work = problem.work(round_)
+        output, state = compute.middle(work, state)
+        output, next_state = fly.cond(
+            round_ + 1 < rounds,
+            lambda following=round_ + 1, o=output, s=state: compute.turn_over(problem.work(following), o, s),
+            lambda o=output, s=state: compute.last(o, s),
+        )
+        inverse, row_lse = state.softmax.finish(scale_log2)
+        compute.store(out, work, compute.fragment(output).scale_rows(_on(compute.output_layout, inverse)))
         if lse is not None:
             store_lse(lse[work.batch, work.head, :], row_lse, compute.rows(work), problem.seq_len)
-        tiles.next(buffers.q_ring.next(q_at), state.k_at, v_at)
-    with fly.when(fly.thread_id.x % WARPGROUP == 0):
-        tma.wait_read()
+        tiles.next(next_state)
 
 
 class Consumer:
     """The steps of one consumer warpgroup."""
 
-    def __init__(self, problem: Problem, buffers: Buffers, index: fly.Value, scale: fly.Value, dtype: str):
+    def __init__(self, problem: Problem, buffers: Buffers, index: fly.Value, scale: fly.Value, dtype: fly.DType):
         options = problem.options
         self.problem, self.buffers, self.index, self.scale = problem, buffers, index, scale
         self.options = options
-        self.dtype = fly.DType.named(dtype) if hasattr(fly.DType, "named") else getattr(fly, dtype)
-        self.score_atom = WarpgroupAtom(options.block_n, dtype)
-        self.output_atom = WarpgroupAtom(options.head_dim_v, dtype)
+        self.dtype = dtype
+        self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
+        self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
-        tile = buffers.q_tile
-        self.queries = Operand(buffers.q.offset(index * (64 * tile.swizzle)), tile)
 
     def fragment(self, output: fly.Value) -> fly.Fragment:
         """The output's accumulators as a fragment of 64 rows."""
@@ -335,89 +340,136 @@ class Consumer:
         """Wait for the consumer before."""
         barrier_sync(self.index + TURN, 2 * WARPGROUP)
 
-    def _scores(self, k_at: Position) -> fly.Value:
-        tile = self.buffers.k_tile
-        keys = Operand(self.buffers.k.offset(k_at.index * tile.bytes), tile)
-        return wgmma.issue(self.score_atom, self.queries, keys, self.options.head_dim // wgmma.K)
+    def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
+        q_tile, k_tile = self.buffers.q_tile, self.buffers.k_tile
+        q = self.buffers.q.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
+        k = self.buffers.k.offset(k_at.index * k_tile.bytes)
+        steps = self.options.head_dim // wgmma.K
+        return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
     def _accumulate(self, output: fly.Value, weights: tuple, v_at: Position) -> fly.Value:
         tile = self.buffers.v_tile
         values = Operand(self.buffers.v.offset(v_at.index * tile.bytes), tile, along_rows=True)
         return wgmma.issue(self.output_atom, weights, values, self.options.block_n // wgmma.K, output)
 
-    def _softmax(
-        self, work: Work, j: Any, scores: fly.Value, softmax: OnlineSoftmax, masked: bool
-    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
-        fragment = fly.Fragment(self.score_layout, ((scores,),))
-        if masked:
-            fragment = self.problem.keys.apply(fragment, self.rows(work), j * self.options.block_n)
-        return softmax.update(fragment, self.scale, masked=masked)
+    def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
+        return self.problem.keys.apply(scores, self.rows(work), j * self.options.block_n)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
-    def first(self, work: Work, k_at: Position, v_at: Position) -> State:
-        """The last key tile, which nothing comes before."""
-        self.buffers.k_ring.wait(k_at)
-        (scores,) = wgmma.wait(0, self._scores(k_at))
-        self.buffers.k_ring.release(k_at)
+    def _start(self, work: Work, scores: fly.Value) -> tuple[OnlineSoftmax, fly.Fragment]:
+        """Softmax of a tile's first scores: those of the last key tile."""
+        j, fragment = work.all_tiles - 1, fly.Fragment(self.score_layout, ((scores,),))
+        if self.options.causal:
+            fragment = self._mask(work, j, fragment)
+        else:
+            fragment = fly.cond(
+                work.full_tiles < work.all_tiles, lambda: self._mask(work, j, fragment), lambda: fragment
+            )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _ = self._softmax(work, work.all_tiles - 1, scores, start, masked=True)
-        zero = fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0]
-        return State(zero, softmax, self._narrow(probabilities), self.buffers.k_ring.next(k_at), v_at)
+        softmax, probabilities, _ = start.update(fragment, self.scale, masked=True)
+        return softmax, probabilities
 
-    def step(self, work: Work, j: Any, state: State, masked: bool) -> State:
+    def _scored(self, j: Any, q_at: Position, k_at: Position) -> None:
+        """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
+        self.buffers.k_ring.release(k_at)
+        with fly.when(j == 0):
+            self.buffers.q_ring.release(q_at)
+
+    def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
+        """The first scores of the block's first tile."""
+        self.buffers.q_ring.wait(q_at)
+        self.buffers.k_ring.wait(k_at)
+        (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
+        self._scored(work.all_tiles - 1, q_at, k_at)
+        softmax, probabilities = self._start(work, scores)
+        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
+
+    def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
+        """All products but the last of a tile: (output so far, state)."""
+        carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
+        rest = work.all_tiles - 1
+        if self.options.causal:
+            masked = work.all_tiles - work.full_tiles
+            for i, carried in (loop := fly.range(1, masked, carry=carry)):
+                loop.next(self.step(work, work.all_tiles - 1 - i, *carried, masked=True))
+            carry = loop.results
+            rest = fly.minimum(work.full_tiles, rest)
+        for i, carried in (loop := fly.range(rest, carry=carry)):
+            loop.next(self.step(work, rest - 1 - i, *carried, masked=False))
+        return loop.results
+
+    def step(self, work: Work, j: Any, output: fly.Value, state: State, masked: bool) -> tuple[fly.Value, State]:
         """Key tile j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
         buffers.k_ring.wait(state.k_at)
         if self.options.ping_pong:
             self.take_turn()
-        scores = self._scores(state.k_at)
+        scores = self._scores(state.q_at, state.k_at)
         buffers.v_ring.wait(state.v_at)
-        output = self._accumulate(state.output, state.weights, state.v_at)
+        output = self._accumulate(output, state.weights, state.v_at)
         if self.options.ping_pong:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
-        buffers.k_ring.release(state.k_at)
-        softmax, probabilities, factor = self._softmax(work, j, scores, state.softmax, masked)
-        (output,) = wgmma.wait(0, output)
-        buffers.v_ring.release(state.v_at)
-        output = self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
-        return State(
-            output,
-            softmax,
-            self._narrow(probabilities),
-            buffers.k_ring.next(state.k_at),
-            buffers.v_ring.next(state.v_at),
+        self._scored(j, state.q_at, state.k_at)
+        fragment = fly.Fragment(self.score_layout, ((scores,),))
+        if masked:
+            fragment = self._mask(work, j, fragment)
+        softmax, probabilities, factor, needed = state.softmax.advance(
+            fragment, self.scale, masked=masked, lazy=self.options.lazy_rescale
         )
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0])
+        buffers.v_ring.release(state.v_at)
+        output = self._rescaled(output, factor, needed)
+        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at)
 
-    def last(self, state: State) -> tuple[fly.Value, OnlineSoftmax, Position]:
-        """The product of the first key tile."""
+    def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
+        def scaled() -> fly.Value:
+            return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
+
+        return scaled() if needed is None else fly.cond(needed, scaled, lambda: output)
+
+    def turn_over(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+        """A tile's last product, and the first scores of the next tile, `work`."""
+        buffers = self.buffers
+        q_at = buffers.q_ring.next(state.q_at)
+        buffers.q_ring.wait(q_at)
+        buffers.k_ring.wait(state.k_at)
+        if self.options.ping_pong:
+            self.take_turn()
+        scores = self._scores(q_at, state.k_at)
+        buffers.v_ring.wait(state.v_at)
+        output = self._accumulate(output, state.weights, state.v_at)
+        if self.options.ping_pong:
+            self.pass_turn()
+        (scores,) = wgmma.wait(1, scores)
+        self._scored(work.all_tiles - 1, q_at, state.k_at)
+        softmax, probabilities = self._start(work, scores)
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0])
+        buffers.v_ring.release(state.v_at)
+        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
+
+    def last(self, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+        """The last product of the block's last tile."""
         self.buffers.v_ring.wait(state.v_at)
-        (output,) = wgmma.wait(0, self._accumulate(state.output, state.weights, state.v_at))
-        self.buffers.v_ring.release(state.v_at)
-        return output, state.softmax, self.buffers.v_ring.next(state.v_at)
+        (output,) = wgmma.wait(0, self._accumulate(output, state.weights, state.v_at))
+        return output, state
 
-    def store(self, out: fly.TensorMap, work: Work, output: fly.Fragment) -> None:
-        """Round to the output's dtype and copy out through shared memory; rows past the end are dropped."""
-        tile = self.buffers.out_tile
-        origin = self.buffers.out.offset(self.index * (64 * tile.swizzle))
-        leader = fly.thread_id.x % WARPGROUP == 0
-        if self.options.own_output:
-            with fly.when(leader):
-                tma.wait_read()  # of the last tile's output
-            barrier_sync(self.index + EPILOGUE, WARPGROUP)
-        wgmma.store_matrices(output.tiles[0][0].to(self.dtype), origin, tile)
-        fence_async_shared()
-        barrier_sync(self.index + EPILOGUE, WARPGROUP)
-        with fly.when(leader):
-            row = work.first_row + self.index * 64
-            for panel in range(tile.panels):
-                place = (work.batch, row, work.head, panel * tile.panel_columns)
-                tma.store(out, origin.offset(panel * tile.panel_bytes), place)
-            tma.commit()
+    def store(self, out: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+        """Round to the output's dtype and store; rows past the end are dropped."""
+        values = output.tiles[0][0].to(self.dtype)
+        rows, column, pieces = wgmma.runs(values)
+        first = work.first_row + self.index * 64
+        view = out[work.batch, :, work.head, :]
+        for row, row_pieces in zip(rows, pieces, strict=True):
+            with fly.when(first + row < self.problem.seq_len):
+                for i, piece in enumerate(row_pieces):
+                    fly.store(piece, view.at(first + row, column + 32 * i), align=16)
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
@@ -425,14 +477,14 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
     return fly.RowVector(layout, rows.values)
 
 
-# by (head_dim, head_dim_v, causal): consumers, block_n, stages, ping_pong, own_output
+# by (head_dim, head_dim_v, causal): consumers, block_n, stages, q_stages, ping_pong
 _TILES = {
-    (64, 64, False): (3, 128, 2, True, True),
-    (64, 64, True): (3, 128, 2, True, True),
-    (128, 128, False): (2, 128, 2, True, True),
-    (128, 128, True): (2, 128, 2, True, True),
-    (256, 256, False): (2, 80, 2, True, False),
-    (256, 256, True): (2, 80, 2, True, False),
+    (64, 64, False): (3, 128, 2, 2, True),
+    (64, 64, True): (3, 128, 2, 2, True),
+    (128, 128, False): (2, 128, 2, 2, True),
+    (128, 128, True): (2, 128, 2, 2, True),
+    (256, 256, False): (2, 80, 2, 1, True),
+    (256, 256, True): (2, 80, 2, 1, True),
 }
 
 
@@ -460,20 +512,18 @@ def prepare(
     q_tile, k_tile = PanelTile.widest(options.block_m, head_dim), PanelTile.widest(options.block_n, head_dim)
     v_tile = PanelTile.widest(options.block_n, options.head_dim_v)
 
-    def mapped(tensor: Any, rows: int, tile: PanelTile) -> Any:
-        return fly.tensor_map(tensor, (1, rows, 1, tile.panel_columns), swizzle=tile.swizzle)
+    def mapped(tensor: Any, tile: PanelTile) -> Any:
+        return fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
 
     arguments = (
-        mapped(q, options.block_m, q_tile),
-        mapped(k, options.block_n, k_tile),
-        mapped(v, options.block_n, v_tile),
-        mapped(out, 64, v_tile),
+        mapped(q, q_tile),
+        mapped(k, k_tile),
+        mapped(v, v_tile),
+        out,
         lse,
-        seq_len,
         seq_len_kv,
-        heads,
         heads // kv_heads,
-        batch,
+        heads * batch,
         softmax_scale * math.log2(math.e),
     )
     import torch

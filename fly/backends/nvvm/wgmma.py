@@ -14,8 +14,9 @@ from fly.backends.nvvm.inline import ptx, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
 from fly.ir.dtypes import f32, i32, i64
 from fly.ir.memory import Pointer
-from fly.ir.value import Value, from_elements
+from fly.ir.value import Value, from_elements, select
 from fly.lang.ids import lane_of
+from fly.lang.sync import shuffle_xor
 from fly.layout import Layout
 
 M, K = 64, 16  # of one instruction on 16-bit operands
@@ -223,15 +224,23 @@ def issue(
     return from_elements([Value(v, f32) for v in values])
 
 
-def wait(newer: int, *accumulators: Value) -> list[Value]:
+def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[Value]:
     """Until at most `newer` groups that were started later are unfinished; the accumulators, now usable.
 
-    Only what this returns may be read: it is what keeps a use from moving before the wait.
+    Only what this returns may be read: it is what keeps a use from moving before the wait. `after`: f32 values, never
+    below zero, that are computed before the wait begins, so that their work hides behind the products.
     """
     elements = [element for accumulator in accumulators for element in accumulator]
     count = len(elements)
-    constraints = ["=f"] * count + [str(i) for i in range(count)]
-    values = ptx(f"wgmma.wait_group.sync.aligned {newer};", ",".join(constraints), elements, [f32.mlir] * count)
+    text = [f"wgmma.wait_group.sync.aligned {newer};"]
+    if after:
+        # ptxas moves arithmetic past a wait as it likes, but not past what the wait comes after: a trap that
+        # depends on it
+        first = 2 * count
+        tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(len(after))]
+        text = ["{", ".reg .pred p;", "setp.ne.b32 p, 0, 0;", *tests, "vote.sync.any.pred p, p, -1;", "@p trap;", *text, "}"]
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(after)
+    values = ptx("\n".join(text), ",".join(constraints), [*elements, *after], [f32.mlir] * count)
     result, start = [], 0
     for accumulator in accumulators:
         end = start + accumulator.length
@@ -240,21 +249,41 @@ def wait(newer: int, *accumulators: Value) -> list[Value]:
     return result
 
 
-def store_matrices(values: Value, origin: Pointer, tile: PanelTile) -> None:
-    """A warpgroup's accumulators, narrowed to 16 bit, to 64 rows of a tile in shared memory, `origin` on.
+def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
+    """A warpgroup's accumulators, narrowed to 16 bit, as runs of 8 columns: (rows, column, pieces[row][i]).
 
-    PTX ISA, "stmatrix": each instruction stores 16 rows by 16 columns of a warp.
+    Piece i of a row starts at column `column + 32 * i`; rows (i32) count from the fragment's first. The four lanes
+    that share a row trade their pairs of columns, so that each can store 16 bytes at once.
+
+    Raises:
+        ShapeError: the accumulators' width is no multiple of 32.
     """
-    lane = lane_of(32)
-    row = lane_of(LANES) // 32 * 16 + lane % 16
-    line = shared_address(origin) + row * tile.swizzle
-    phase = (row * tile.swizzle >> 7 & (tile.swizzle // 16 - 1)) * 16
-    words = values.bitcast(i32)
-    for t in range(len(values) // 8):
-        panel, inside = divmod(t * K, tile.panel_columns)
-        address = line + ((lane // 16 * 16 + inside * 2) ^ phase) + panel * tile.panel_bytes
-        ptx(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-            "r,r,r,r,r",
-            [address, *(words[4 * t + i] for i in range(4))],
+    if len(values) % 16:
+        raise ShapeError(
+            f"runs of {values!r}: the accumulators are {2 * len(values)} columns wide, no multiple of 32"
         )
+    lane = lane_of(LANES)
+    row = lane // 32 * 16 + lane % 32 // 4
+    words = values.bitcast(i32)
+    odd, upper = (lane & 1) == 1, (lane & 2) == 2
+    pieces: list[list[Value]] = []
+    for half in range(2):  # rows g and g + 8: words 0, 2, ... and 1, 3, ... of each 16 columns
+        mine = [words[2 * chunk + half] for chunk in range(len(words) // 2)]
+        pieces.append([_turn(mine[i : i + 4], odd, upper) for i in range(0, len(mine), 4)])
+    return [row, row + 8], lane % 4 * 8, [[p.bitcast(values.dtype) for p in part] for part in pieces]
+
+
+def _turn(words: Sequence[Value], odd: Value, upper: Value) -> Value:
+    """Transpose 4 words over 4 lanes: lane i gets word i of each lane, in lane order."""
+    words = list(words)
+    for mask, condition, step in ((1, odd, 1), (2, upper, 2)):
+        turned = list(words)
+        for low in (i for i in range(4) if not i & step):
+            high = low + step
+            # a lane keeps one word of each pair and trades the other for its partner's
+            given = select(condition, words[low], words[high])
+            got = shuffle_xor(given, mask)
+            turned[low] = select(condition, got, words[low])
+            turned[high] = select(condition, words[high], got)
+        words = turned
+    return from_elements(words)
