@@ -10,7 +10,8 @@ from typing import Any
 from fly.backends.nvvm.inline import ptx
 from fly.errors import ShapeError
 from fly.ir.context import current
-from fly.ir.dtypes import i1, i32
+from fly.ir.dtypes import i32
+from fly.ir.memory import Pointer
 from fly.ir.value import Value
 
 WARPGROUP = 128
@@ -72,6 +73,19 @@ def warpgroup_id() -> Value:
     return first_lane(linear_thread() // WARPGROUP)
 
 
+def atomic_add(pointer: Pointer, value: int) -> Value:
+    """Add to an i32 in global memory, for all of the device; what it was before."""
+    (before,) = ptx("atom.global.gpu.relaxed.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, i32(value)], [i32.mlir])
+    return Value(before, i32)
+
+
+def atomic_wrap(pointer: Pointer, last: Any) -> Value:
+    """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
+    last = i32(last) if isinstance(last, int) else last
+    (before,) = ptx("atom.global.gpu.acq_rel.inc.u32 $0, [$1], $2;", "=r,l,r", [pointer, last], [i32.mlir])
+    return Value(before, i32)
+
+
 def fence_async_shared() -> None:
     """This thread's shared-memory stores become visible to TMA and WGMMA reads that follow a barrier."""
     ptx("fence.proxy.async.shared::cta;", "", [])
@@ -84,12 +98,13 @@ def fence_mbarrier_init() -> None:
 
 __all__ = [
     "WARPGROUP",
+    "atomic_add",
+    "atomic_wrap",
     "barrier_arrive",
     "barrier_sync",
     "elect_one",
     "fence_async_shared",
     "fence_mbarrier_init",
-    "i1",
     "setmaxnreg_dec",
     "setmaxnreg_inc",
     "warpgroup_id",

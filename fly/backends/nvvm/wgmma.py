@@ -238,7 +238,16 @@ def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[
         # depends on it
         first = 2 * count
         tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(len(after))]
-        text = ["{", ".reg .pred p;", "setp.ne.b32 p, 0, 0;", *tests, "vote.sync.any.pred p, p, -1;", "@p trap;", *text, "}"]
+        text = [
+            "{",
+            ".reg .pred p;",
+            "setp.ne.b32 p, 0, 0;",
+            *tests,
+            "vote.sync.any.pred p, p, -1;",
+            "@p trap;",
+            *text,
+            "}",
+        ]
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(after)
     values = ptx("\n".join(text), ",".join(constraints), [*elements, *after], [f32.mlir] * count)
     result, start = [], 0
