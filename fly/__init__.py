@@ -17,8 +17,8 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 log2 rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
-        "fly.ir.memory": "Pointer load_bounded store_bounded",
-        "fly.ir.control": "range when cond",
+        "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
+        "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile PaddedTile",
@@ -32,11 +32,13 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.software_pipeline": "Pipeline PipelineTile Stage",
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
-        "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id wave_id wave_size first_lane target",
-        "fly.lang.signature": "TensorSpec ScalarSpec",
+        "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane target",
+        "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",
         "fly.runtime.exported": "load",
         "fly.runtime.compile": "compile",
+        "fly.lang.tensor_map": "TensorMap",
+        "fly.runtime.tensor_map": "tensor_map",
     }.items()
     for name in names.split()
 }

@@ -78,7 +78,7 @@ def store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count:
 
 def store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
     """One lane of those that share a row stores its log-sum-exp."""
-    owner = fly.evaluate(values.layout.column_lane, fly.lane_id()) == 0
+    owner = fly.evaluate(values.layout.column_lane, fly.lane_of(values.layout.atom.lanes)) == 0
     for value_tile, row_tile in zip(values.values, rows.values, strict=True):
         for value, row in zip(value_tile, row_tile, strict=True):
             with fly.when(owner & (row < count)):

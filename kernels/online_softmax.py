@@ -46,11 +46,8 @@ class OnlineSoftmax:
             return maximum, self.total.map(lambda t, f: t * f, factor), output.scale_rows(factor)
 
         if lazy:
-            # -inf - -inf, of a row without any key yet, is NaN and has not grown
-            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
-            any_row = functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values))
             maximum, total, output = fly.cond(
-                fly.any_lane(any_row), rescaled, lambda: (self.maximum, self.total, output)
+                self._grown(maximum, scale_log2), rescaled, lambda: (self.maximum, self.total, output)
             )
         else:
             maximum, total, output = rescaled()
@@ -59,6 +56,33 @@ class OnlineSoftmax:
         probabilities = scores.fma_rows(scale_log2, negated).map(lambda tile, r, c: fly.exp2(tile))
         total = total.map(lambda t, p: t + p, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, output
+
+    def advance(
+        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
+        """Like `update`, for output that is still being accumulated: (..., factor, whether it must be applied).
+
+        `lazy` keeps the old maxima until a row of the wave has grown past its own by `LAZY_LOG2`; the last result,
+        None unless lazy, is the same in every lane of the wave.
+        """
+        tile_max = scores.row_max().reduce_lanes(fly.maximum)
+        maximum = self.maximum.map(fly.maximum, tile_max)
+        needed = None
+        if lazy:
+            needed = self._grown(maximum, scale_log2)
+            maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
+        scaled = _pivot(maximum, masked).map(lambda m: m * scale_log2)
+        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
+        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
+        factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
+        total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
+        return OnlineSoftmax(maximum, total), probabilities, factor, needed
+
+    def _grown(self, maximum: fly.RowVector, scale_log2: fly.Value) -> fly.Value:
+        """Whether a row of the wave has grown past its maximum by `LAZY_LOG2`, the same in every lane."""
+        # -inf - -inf, of a row without any key yet, is NaN and has not grown
+        grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
+        return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
 
     def finish(self, scale_log2: fly.Value) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm."""

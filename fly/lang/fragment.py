@@ -20,7 +20,7 @@ from fly.ir.dtypes import dtype, f32, i32
 from fly.ir.math import fma, reduce_max, reduce_sum
 from fly.ir.value import Value, broadcast, concat, constant, from_elements, select
 from fly.lang.atoms import MmaAtom
-from fly.lang.ids import lane_id
+from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
 from fly.lang.sync import reduce_lanes
 from fly.layout import Layout
@@ -124,7 +124,7 @@ class RowVector:
 
     def rows(self) -> RowVector:
         """The i32 row index of each entry within the fragment (row tiles are stacked)."""
-        first = evaluate(self.layout.row_lane, lane_id())
+        first = evaluate(self.layout.row_lane, lane_of(self.layout.atom.lanes))
         return RowVector(
             self.layout,
             tuple(
@@ -165,7 +165,7 @@ class Fragment:
             ShapeError: `columns_in_use` ends within what is stored at once.
         """
         layout = self.layout
-        lane = lane_id()
+        lane = lane_of(layout.atom.lanes)
         row0, column0 = evaluate(layout.row_lane, lane), evaluate(layout.column_lane, lane)
         rows, columns = layout.value_rows, layout.value_columns
         starts = [
@@ -230,7 +230,7 @@ class Fragment:
     def keep_columns_below(self, limits: RowVector, fill: float) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere."""
         layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_id())
+        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
         remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         def mask(tile: Value, r: int, c: int) -> Value:

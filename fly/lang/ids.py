@@ -55,6 +55,11 @@ def lane_id() -> Value:
     return linear_thread() % wave_size()
 
 
+def lane_of(lanes: int) -> Value:
+    """The thread's index among the `lanes` threads (a wave, or a warpgroup) that execute one instruction together."""
+    return linear_thread() % lanes
+
+
 def wave_id() -> Value:
     """The wave's index in its block, the same value in every lane. Needs a one-dimensional block."""
     return first_lane(linear_thread() // wave_size())

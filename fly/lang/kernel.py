@@ -17,8 +17,9 @@ from fly.ir.context import Trace, current, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value
-from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, TensorSpec
+from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, TensorMapSpec, TensorSpec
 from fly.lang.tensor import Tensor
+from fly.lang.tensor_map import TensorMap, parameter_attributes, pointer_type
 
 _SCALARS = ("i32", "i64", "f32", "f64")
 
@@ -107,6 +108,12 @@ class Kernel:
                         "sym_name": ir.StringAttr.get(self.name),
                         "function_type": ir.TypeAttr.get(ir.FunctionType.get(argument_types, [])),
                         "fly.block": ir.DenseI32ArrayAttr.get(list(block)),
+                        "arg_attrs": ir.ArrayAttr.get(
+                            [
+                                parameter_attributes() if field.kind == "map" else ir.DictAttr.get({})
+                                for field in fields
+                            ]
+                        ),
                     },
                     regions=1,
                 )
@@ -188,6 +195,8 @@ def flush_denormals() -> None:
 
 
 def _field_type(kind: str) -> ir.Type:
+    if kind == "map":
+        return pointer_type()
     return memory.pointer_type("global") if kind == "ptr" else dtype(kind).mlir
 
 
@@ -198,6 +207,8 @@ def _arguments(signature: Signature, specs: tuple, values: typing.Iterator[ir.Va
             arguments.append(None)
         elif isinstance(spec, ScalarSpec):
             arguments.append(Value(next(values), dtype(spec.dtype)))
+        elif isinstance(spec, TensorMapSpec):
+            arguments.append(TensorMap(next(values), spec))
         else:
             pointer = memory.Pointer(next(values), "global")
             shape = tuple(Value(next(values), i32) for _ in range(spec.rank))
@@ -239,16 +250,17 @@ def _signature(function: Callable) -> Signature:
 
 
 def _parameter(kernel_name: str, name: str, annotation: Any, at: str) -> Parameter:
-    if annotation is Tensor:
-        return Parameter(name, "tensor", False, None)
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    if union and set(typing.get_args(annotation)) == {Tensor, type(None)}:
-        return Parameter(name, "tensor", True, None)
+    for class_, kind in ((Tensor, "tensor"), (TensorMap, "map")):
+        if annotation is class_:
+            return Parameter(name, kind, False, None)
+        union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        if union and set(typing.get_args(annotation)) == {class_, type(None)}:
+            return Parameter(name, kind, True, None)
     if isinstance(annotation, DType) and annotation.name in _SCALARS:
         return Parameter(name, "scalar", False, annotation.name)
     raise KernelDefinitionError(
         f"parameter {name!r} of kernel {kernel_name} has annotation {annotation!r}; expected fly.Tensor, "
-        "fly.Tensor | None, or one of "
+        "fly.TensorMap, one of these with | None, or one of "
         + ", ".join(f"fly.{s}" for s in _SCALARS)
         + " (static parameters come after *)",
         at=at,

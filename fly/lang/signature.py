@@ -13,8 +13,11 @@ from fly.errors import ArgumentError, ArgumentTypeError, KernelDefinitionError
 
 TENSOR_DTYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "i1", "f8e4m3", "f8e5m2")
 SCALAR_DTYPES = ("i32", "i64", "f32", "f64")
-FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64")
+FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64", "map")
 MAX_ALIGNMENT = 16
+PARAMETER_KINDS = ("tensor", "scalar", "map")
+SWIZZLES = (0, 32, 64, 128)
+MAX_BOX = 256
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 """The default of a static parameter that has none."""
@@ -27,7 +30,7 @@ def _one_of(what: str, value: object, accepted: Sequence[object], error: type[Ex
 
 @dataclass(frozen=True)
 class Field:
-    """One flat kernel argument: its name, and its kind ("ptr", "i32", "i64", "f32" or "f64").
+    """One flat kernel argument: its name, and its kind ("ptr", "i32", "i64", "f32", "f64" or "map").
 
     Raises:
         ArgumentError: the kind is none of these.
@@ -94,13 +97,42 @@ class ScalarSpec:
         return (Field(name, self.dtype),)
 
 
-Spec = TensorSpec | ScalarSpec | None
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """What a compiled kernel assumes about a tensor map: element type, and the box that one copy moves.
+
+    `box` has one extent per dimension, in the tensor's order (the contiguous dimension last), 1 to 256 each;
+    `swizzle` is the bytes of shared memory (0, 32, 64 or 128) within which 16-byte pieces are permuted, at least
+    the bytes of the box's last extent unless it is 0. CUDA driver API, cuTensorMapEncodeTiled.
+
+    Raises:
+        ArgumentTypeError: a dtype that kernels do not take.
+        ArgumentError: a rank other than 1 to 5, or an extent or swizzle that is not accepted.
+    """
+
+    dtype: str
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("tensor map dtype", self.dtype, TENSOR_DTYPES, ArgumentTypeError)
+        _one_of("tensor map swizzle", self.swizzle, SWIZZLES, ArgumentError)
+        object.__setattr__(self, "box", tuple(self.box))
+        if not 1 <= len(self.box) <= 5 or not all(1 <= extent <= MAX_BOX for extent in self.box):
+            raise ArgumentError(f"tensor map box is {self.box}; accepted: 1 to 5 extents from 1 to {MAX_BOX}")
+
+    def fields(self, name: str) -> tuple[Field, ...]:
+        """The one flat argument of a tensor map called `name`."""
+        return (Field(name, "map"),)
+
+
+Spec = TensorSpec | ScalarSpec | TensorMapSpec | None
 """What one argument is; None for an optional argument that was not given."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One run-time parameter: `kind` is "tensor" or "scalar", `dtype` is a scalar's, `optional` allows None.
+    """One run-time parameter: `kind` is "tensor", "scalar" or "map", `dtype` a scalar's, `optional` allows None.
 
     Raises:
         KernelDefinitionError: another kind, a scalar without an accepted dtype, or a tensor with one.
@@ -112,7 +144,7 @@ class Parameter:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of(f"parameter {self.name!r}: kind", self.kind, ("tensor", "scalar"), KernelDefinitionError)
+        _one_of(f"parameter {self.name!r}: kind", self.kind, PARAMETER_KINDS, KernelDefinitionError)
         accepted = SCALAR_DTYPES if self.kind == "scalar" else (None,)
         _one_of(f"{self.kind} parameter {self.name!r}: dtype", self.dtype, accepted, KernelDefinitionError)
 
@@ -147,12 +179,11 @@ class Signature:
         return tuple(flat)
 
     @staticmethod
-    def _checked(parameter: Parameter, spec: TensorSpec | ScalarSpec) -> TensorSpec | ScalarSpec:
-        fits = (
-            isinstance(spec, TensorSpec)
-            if parameter.kind == "tensor"
-            else isinstance(spec, ScalarSpec) and spec.dtype == parameter.dtype
-        )
+    def _checked(
+        parameter: Parameter, spec: TensorSpec | ScalarSpec | TensorMapSpec
+    ) -> TensorSpec | ScalarSpec | TensorMapSpec:
+        class_ = {"tensor": TensorSpec, "scalar": ScalarSpec, "map": TensorMapSpec}[parameter.kind]
+        fits = isinstance(spec, class_) and (class_ is not ScalarSpec or spec.dtype == parameter.dtype)
         if not fits:
             wanted = parameter.kind if parameter.dtype is None else f"{parameter.kind} {parameter.dtype}"
             raise ArgumentTypeError(f"argument {parameter.name!r} is {spec}; accepted: a {wanted}")

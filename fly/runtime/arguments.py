@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fly.errors import ArgumentError, ArgumentTypeError
-from fly.lang.signature import MAX_ALIGNMENT, Parameter, ScalarSpec, Signature, Spec, TensorSpec
+from fly.lang.signature import MAX_ALIGNMENT, Parameter, ScalarSpec, Signature, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.device import CPU, Allocation, DeviceKey
 
 _MAX_SIZE = 2**31
@@ -49,9 +49,24 @@ class Argument:
 
     name: str
     spec: Spec
-    values: tuple[int | float, ...] = ()
+    values: tuple[int | float | bytes, ...] = ()
     device: DeviceKey | None = None
     allocation: Allocation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMap:
+    """A tensor map, made by `fly.tensor_map`: 128 bytes for the GPU, and whose memory they describe."""
+
+    spec: TensorMapSpec
+    data: bytes
+    device: DeviceKey
+    address: int
+    nbytes: int
+
+    def allocation(self, name: str) -> Allocation:
+        """The memory that copies through the map may touch."""
+        return Allocation(name, self.address, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +207,17 @@ def describe(parameter: Parameter, value: Any) -> Argument:
     name = parameter.name
     accepted = parameter.kind if parameter.dtype is None else f"a number that fits {parameter.dtype}"
     accepted = accepted.replace("tensor", "a torch tensor, numpy array or object with __cuda_array_interface__")
+    accepted = accepted.replace("map", "what fly.tensor_map gives")
     if value is None:
         if not parameter.optional:
             raise ArgumentError(f"argument {name!r} is None; accepted: {accepted}")
         return Argument(name, None)
     if parameter.kind == "scalar":
         return _describe_scalar(name, parameter.dtype, value, accepted)
+    if (parameter.kind == "map") != isinstance(value, EncodedMap):
+        raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
+    if parameter.kind == "map":
+        return Argument(name, value.spec, (value.data,), value.device, value.allocation(name))
     view_of = _view_of_class(type(value)) or _interface_view
     if view_of is _interface_view and not hasattr(value, "__cuda_array_interface__"):
         raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
@@ -302,7 +322,14 @@ class _Collectors(dict):
         return collect
 
 
-_collectors = _Collectors({type(None): _collect_none, int: _collect_int, float: _collect_float})
+def _collect_map(value: EncodedMap, values: list) -> object:
+    values.append(value.data)
+    return value.spec, value.device
+
+
+_collectors = _Collectors(
+    {type(None): _collect_none, int: _collect_int, float: _collect_float, EncodedMap: _collect_map}
+)
 
 _Strides = tuple[int, ...]
 _Layout = tuple[_Strides, tuple[int, ...], bool]

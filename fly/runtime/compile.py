@@ -16,7 +16,7 @@ from fly import config
 from fly.backends.artefact import Artefact
 from fly.backends.target import target as find_target
 from fly.errors import ArgumentError
-from fly.lang.signature import ScalarSpec, Spec, TensorSpec
+from fly.lang.signature import ScalarSpec, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import describe_all
 from fly.runtime.cache import cache_key, get_or_build
 from fly.runtime.device import Dim3, device_for
@@ -96,7 +96,8 @@ def compile(
     """Compile a kernel ahead of time; `.save(path)` it, and `fly.load(path)[grid, block](...)` launches it.
 
     `arguments` are, in the kernel's order, tensors, numbers, None, or descriptions (`fly.TensorSpec`,
-    `fly.ScalarSpec`). `target` is an architecture such as "gfx950"; by default that of the tensors' device.
+    `fly.ScalarSpec`, `fly.TensorMapSpec`). `target` is an architecture such as "gfx950"; by
+    default that of the tensors' device.
 
     Raises:
         ArgumentError: wrong arguments, or no target and no tensor to take it from.
@@ -104,7 +105,7 @@ def compile(
     """
     block = dim3(block, "block")
     check_block(block)
-    described = [a is None or isinstance(a, TensorSpec | ScalarSpec) for a in arguments]
+    described = [a is None or isinstance(a, TensorSpec | ScalarSpec | TensorMapSpec) for a in arguments]
     if all(described):
         specs = arguments
         if target is None:

@@ -19,7 +19,6 @@ from fly.runtime.packing import ArgumentSlot, offsets
 _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
 _REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
-_LAUNCH_PARAM_END = 0
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
@@ -172,7 +171,7 @@ class CudaKernel:
         self._launch = device.driver.cuLaunchKernel
         self._get_current = device.driver.cuCtxGetCurrent
         self._context_address = device.context_address
-        self._slot = ArgumentSlot(offsets(artefact.fields)[-1], _LAUNCH_PARAM_END)
+        self._slot = ArgumentSlot(offsets(artefact.fields))
         attribute = functools.partial(self._attribute, device.driver.CUfunction_attribute)
         shared = attribute("SHARED_SIZE_BYTES") + self._shared
         self._checked = CheckedSizes(device.limits.for_kernel(attribute("MAX_THREADS_PER_BLOCK")))
@@ -201,7 +200,7 @@ class CudaKernel:
             self._checked.check(self._name, grid, block)
         slot = self._slot
         slot.view[:] = packed
-        arguments = (self._function, *grid, *block, self._shared, stream, None, slot.extra)
+        arguments = (self._function, *grid, *block, self._shared, stream, slot.parameters, 0)
         if int(self._get_current()[1]) == self._context_address:
             (status,) = self._launch(*arguments)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fly.backends.artefact import Artefact
 from fly.errors import ArgumentTypeError, ArtefactError, FlyError, LaunchError
-from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorSpec
+from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.device import Dim3
 from fly.runtime.launch import launch
 
@@ -31,7 +31,7 @@ def export_metadata(signature: Signature, specs: Sequence[Spec]) -> dict[str, st
 def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:
     if _KEY not in artefact.metadata:
         raise ArtefactError(f"{artefact.kernel}: the artefact does not describe its arguments: not an exported one")
-    spec_of = {"tensor": TensorSpec, "scalar": ScalarSpec}
+    spec_of = {"tensor": TensorSpec, "scalar": ScalarSpec, "map": TensorMapSpec}
     try:
         rows = [(Parameter(**p), s) for p, s in json.loads(artefact.metadata[_KEY])]
         specs = tuple(None if s is None else spec_of[p.kind](**s) for p, s in rows)

@@ -24,7 +24,6 @@ from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
 from fly.runtime.packing import ArgumentSlot, offsets
 
-_LAUNCH_PARAM_END = 3
 _TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 # invalid source, invalid image, no binary for this GPU, invalid kernel file, shared object init failed
 _REJECTIONS = (200, 209, 218, 300, 303)
@@ -197,7 +196,7 @@ class HipKernel:
         self._name = artefact.kernel
         self._function = function
         self._shared = artefact.dynamic_shared
-        self._slot = ArgumentSlot(offsets(artefact.fields)[-1], _LAUNCH_PARAM_END)
+        self._slot = ArgumentSlot(offsets(artefact.fields))
         self._checked = CheckedSizes(device.limits)
         self.resources: Resources = artefact.resources
         device.limits.check_shared(self._name, max(self._shared, self.resources.shared_bytes or 0))

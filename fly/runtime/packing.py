@@ -13,8 +13,9 @@ from fly.errors import LaunchError
 from fly.runtime.device import Dim3
 
 MAX_BLOCK_THREADS = 1024
-_LAUNCH_PARAM_BUFFER, _LAUNCH_PARAM_SIZE = 1, 2
-_CODES = {"ptr": "Q", "i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+_LAUNCH_PARAM_BUFFER, _LAUNCH_PARAM_SIZE, _LAUNCH_PARAM_END = 1, 2, 3  # HIP_LAUNCH_PARAM_*
+_CODES = {"ptr": "Q", "i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
+_ALIGNMENTS = {"map": 64}  # of other kinds, their size
 
 
 def offsets(fields: Sequence[Field]) -> list[int]:
@@ -22,7 +23,7 @@ def offsets(fields: Sequence[Field]) -> list[int]:
     places, end = [], 0
     for field in fields:
         size = struct.calcsize("<" + _CODES[field.kind])
-        places.append(end + -end % size)
+        places.append(end + -end % _ALIGNMENTS.get(field.kind, size))
         end = places[-1] + size
     return [*places, end]
 
@@ -66,18 +67,23 @@ def check_block(block: Dim3) -> None:
 
 
 class ArgumentSlot(threading.local):
-    """Each thread's copy of a kernel's argument buffer, and the `extra` array that points a driver to it.
+    """Each thread's copy of a kernel's argument buffer, and what points a driver to it.
 
-    CUDA and HIP read the buffer before a launch returns, so one a thread is enough. `end` is the driver's
-    LAUNCH_PARAM_END, the one constant in which the two differ.
+    `places` are the arguments' `offsets`. Drivers read the buffer before a launch returns, so one a thread is
+    enough. `parameters` is the address of an array of pointers, one an argument; `extra` that of an array that
+    hands over the buffer as a whole (HIP's; CUDA misplaces it where an argument is aligned to more than 16 bytes).
     """
 
-    def __init__(self, size: int, end: int):
+    def __init__(self, places: Sequence[int]):
+        size = places[-1]
         self._buffer = ctypes.create_string_buffer(max(size, 1))
         self._size = ctypes.c_size_t(size)
         address = ctypes.addressof
         self._extra = (ctypes.c_void_p * 5)(
-            _LAUNCH_PARAM_BUFFER, address(self._buffer), _LAUNCH_PARAM_SIZE, address(self._size), end
+            _LAUNCH_PARAM_BUFFER, address(self._buffer), _LAUNCH_PARAM_SIZE, address(self._size), _LAUNCH_PARAM_END
         )
+        start = address(self._buffer)
+        self._parameters = (ctypes.c_void_p * len(places))(*(start + place for place in places))
+        self.parameters = address(self._parameters)
         self.extra = address(self._extra)
         self.view = memoryview(self._buffer).cast("B")[:size]

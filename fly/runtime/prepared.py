@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fly.errors import ArgumentError
-from fly.lang.signature import MAX_ALIGNMENT, TensorSpec
+from fly.lang.signature import MAX_ALIGNMENT, TensorMapSpec, TensorSpec
+from fly.runtime.arguments import Argument
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.launch import Compile, Entry, KernelLike, launcher_of, stream_handle
 from fly.runtime.packing import dim3, offsets
@@ -80,6 +81,13 @@ class Prepared:
         return tuple(Allocation(t.name, a + t.start, t.nbytes) for t, a in zip(self.tensors, addresses))
 
 
+def _tensor(argument: Argument) -> _Tensor:
+    memory = argument.allocation
+    if isinstance(argument.spec, TensorMapSpec):
+        return _Tensor(argument.name, MAX_ALIGNMENT, 0, memory.nbytes)
+    return _Tensor(argument.name, argument.spec.alignment, memory.address - argument.values[0], memory.nbytes)
+
+
 def bind(
     kernel: KernelLike,
     grid: int | Sequence[int],
@@ -99,14 +107,10 @@ def bind(
     pieces: list[bytes | None] = []
     end = 0
     for field, offset in zip(entry.fields, offsets(entry.fields)):
-        if field.kind == "ptr":
+        if field.kind in ("ptr", "map"):  # a tensor map starts with its address
             pieces += [packed[end:offset], None]
             end = offset + 8
     pieces.append(packed[end:])
     layout = struct.Struct("<" + "".join("Q" if p is None else f"{len(p)}s" for p in pieces))
-    tensors = tuple(
-        _Tensor(a.name, a.spec.alignment, a.allocation.address - a.values[0], a.allocation.nbytes)
-        for a in arguments
-        if isinstance(a.spec, TensorSpec)
-    )
+    tensors = tuple(_tensor(a) for a in arguments if isinstance(a.spec, TensorSpec | TensorMapSpec))
     return Prepared(entry, grid, block, tensors, tuple(pieces), layout)

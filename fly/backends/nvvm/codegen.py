@@ -19,7 +19,12 @@ _PTX = "+ptx83"
 
 def generate(text: str, arch: str, options: tuple[str, ...]) -> Emitted:
     """Compile LLVM IR to PTX for `arch`."""
-    return emit(text, Machine(TRIPLE, arch, _PTX, options), want_object=False)
+    return emit(convergent(text), Machine(TRIPLE, arch, _PTX, options), want_object=False)
+
+
+def convergent(text: str) -> str:
+    """Mark inline assembly convergent, which MLIR's translation does not: warps meet in it (`.aligned`)."""
+    return re.sub(r"^(.*\bcall .*\basm sideeffect .*\))$", r"\1 convergent", text, flags=re.M)
 
 
 def resources(ptx: str, arch: str, shared_bytes: int) -> Resources:

@@ -36,8 +36,18 @@ class KernelAttributes:
         for ours, theirs in (("fly.max_registers", "nvvm.maxnreg"), ("fly.min_blocks", "nvvm.minctasm")):
             if ours in attributes:
                 attributes[theirs] = ir.IntegerAttr.get(i32, ir.IntegerAttr(attributes[ours]).value)
+        if "arg_attrs" in attributes:
+            attributes["arg_attrs"] = ir.ArrayAttr.get([_in_place(a) for a in ir.ArrayAttr(attributes["arg_attrs"])])
         for name in [name for name in attributes if name.startswith("fly.")]:
             del attributes[name]
+
+
+def _in_place(attributes: ir.Attribute) -> ir.Attribute:
+    """Arguments passed by value are read where the launch put them: a tensor map has no other place."""
+    named = {a.name: a.attr for a in ir.DictAttr(attributes)}
+    if "llvm.byval" in named:
+        named["nvvm.grid_constant"] = ir.UnitAttr.get()
+    return ir.DictAttr.get(named)
 
 
 def passes(target: Target) -> list[Pass]:

@@ -1,0 +1,111 @@
+"""What kernels written for Hopper call beyond `fly.*`: barriers of some warps, register reallocation, fences.
+
+Instructions: PTX ISA 8.3, sections "Parallel Synchronization and Communication" and "Miscellaneous Instructions".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fly.backends.nvvm.inline import ptx
+from fly.errors import ShapeError
+from fly.ir.context import current
+from fly.ir.dtypes import i32
+from fly.ir.memory import Pointer
+from fly.ir.value import Value
+
+WARPGROUP = 128
+MAX_NAMED_BARRIERS = 16
+
+
+def _barrier_id(barrier: Any) -> Value:
+    if isinstance(barrier, int):
+        if not 0 < barrier < MAX_NAMED_BARRIERS:
+            raise ShapeError(f"named barrier {barrier} is out of range; expected 1 to 15 (0 is fly.barrier's)")
+        return i32(barrier)
+    return barrier
+
+
+def _threads(threads: int) -> Value:
+    if threads <= 0 or threads % 32:
+        raise ShapeError(f"a named barrier of {threads} threads; expected a positive multiple of 32")
+    return i32(threads)
+
+
+def barrier_sync(barrier: Any, threads: int) -> None:
+    """Wait at named barrier 1 to 15 (static or traced i32) until `threads` threads have arrived, these included."""
+    ptx("barrier.cta.sync.aligned $0, $1;", "r,r", [_barrier_id(barrier), _threads(threads)])
+
+
+def barrier_arrive(barrier: Any, threads: int) -> None:
+    """Count towards `barrier_sync` of the same barrier, and go on."""
+    ptx("barrier.cta.arrive.aligned $0, $1;", "r,r", [_barrier_id(barrier), _threads(threads)])
+
+
+def setmaxnreg_inc(registers: int) -> None:
+    """Raise the warpgroup's registers a thread to 24 ... 256 (a multiple of 8), waiting until they are free."""
+    _setmaxnreg("inc", registers)
+
+
+def setmaxnreg_dec(registers: int) -> None:
+    """Give up registers: the warpgroup keeps 24 ... 256 (a multiple of 8) a thread."""
+    _setmaxnreg("dec", registers)
+
+
+def _setmaxnreg(action: str, registers: int) -> None:
+    if not 24 <= registers <= 256 or registers % 8:
+        raise ShapeError(f"setmaxnreg of {registers} registers; expected a multiple of 8 from 24 to 256")
+    ptx(f"setmaxnreg.{action}.sync.aligned.u32 {registers};", "", [])
+
+
+def elect_one() -> Value:
+    """True (i1) in one thread of the warp, the same one each time."""
+    (chosen,) = ptx("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}", "=r", [], [i32.mlir])
+    return Value(chosen, i32) != 0
+
+
+def warpgroup_id() -> Value:
+    """The thread's warpgroup in its block, i32, the same value in every lane of a warp."""
+    from fly.lang.ids import first_lane, linear_thread
+
+    if current().block[0] % WARPGROUP:
+        raise ShapeError(f"a block of {current().block[0]} threads does not divide into warpgroups of {WARPGROUP}")
+    return first_lane(linear_thread() // WARPGROUP)
+
+
+def atomic_add(pointer: Pointer, value: int) -> Value:
+    """Add to an i32 in global memory, for all of the device; what it was before."""
+    (before,) = ptx("atom.global.gpu.relaxed.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, i32(value)], [i32.mlir])
+    return Value(before, i32)
+
+
+def atomic_wrap(pointer: Pointer, last: Any) -> Value:
+    """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
+    last = i32(last) if isinstance(last, int) else last
+    (before,) = ptx("atom.global.gpu.acq_rel.inc.u32 $0, [$1], $2;", "=r,l,r", [pointer, last], [i32.mlir])
+    return Value(before, i32)
+
+
+def fence_async_shared() -> None:
+    """This thread's shared-memory stores become visible to TMA and WGMMA reads that follow a barrier."""
+    ptx("fence.proxy.async.shared::cta;", "", [])
+
+
+def fence_mbarrier_init() -> None:
+    """Initialised mbarriers become visible to TMA and to the cluster."""
+    ptx("fence.mbarrier_init.release.cluster;", "", [])
+
+
+__all__ = [
+    "WARPGROUP",
+    "atomic_add",
+    "atomic_wrap",
+    "barrier_arrive",
+    "barrier_sync",
+    "elect_one",
+    "fence_async_shared",
+    "fence_mbarrier_init",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+    "warpgroup_id",
+]

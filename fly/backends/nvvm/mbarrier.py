@@ -1,0 +1,160 @@
+"""mbarriers in shared memory, and rings of buffers whose phases they track.
+
+PTX ISA, "mbarrier": a barrier has a phase bit; a wait for parity p returns once the phase with bit p has completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fly.backends.nvvm.inline import ptx, shared_address
+from fly.errors import ShapeError
+from fly.ir import memory
+from fly.ir.control import when
+from fly.ir.dtypes import i32
+from fly.ir.memory import Pointer
+from fly.ir.value import Value, select
+from fly.lang.ids import linear_thread
+
+BYTES = 8
+_WAIT = """{
+.reg .pred p;
+again:
+mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
+@p bra done;
+bra again;
+done:
+}"""
+
+
+@dataclass(frozen=True)
+class Mbarriers:
+    """`count` mbarriers in a row, each completed by `arrivals` arrivals (and the bytes that were announced)."""
+
+    pointer: Pointer
+    count: int
+    arrivals: int
+
+    @staticmethod
+    def allocate(name: str, count: int, arrivals: int) -> Mbarriers:
+        """Space for them; `init` makes them usable.
+
+        Raises:
+            ShapeError: no barrier, or no arrival.
+        """
+        if count <= 0 or arrivals <= 0:
+            raise ShapeError(f"{count} mbarriers of {arrivals} arrivals; expected positive numbers")
+        return Mbarriers(memory.alloc_shared(name, count * BYTES, align=BYTES), count, arrivals)
+
+    def init(self) -> None:
+        """To be run by one thread, before a `fence_mbarrier_init` and a barrier of the block."""
+        for i in range(self.count):
+            ptx("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", [self.at(i), i32(self.arrivals)])
+
+    def at(self, index: Any) -> Value:
+        """The shared-memory address (i32) of one barrier, by static or traced i32 index."""
+        return shared_address(self.pointer) + index * BYTES
+
+    def arrive(self, index: Any) -> None:
+        """This thread's arrival."""
+        ptx("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [$0];\n}", "r", [self.at(index)])
+
+    def arrive_expecting(self, index: Any, count: Any) -> None:
+        """This thread's arrival, and `count` more bytes (static or traced i32) that the phase waits for."""
+        count = i32(count) if isinstance(count, int) else count
+        ptx(
+            "{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$0], $1;\n}",
+            "r,r",
+            [self.at(index), count],
+        )
+
+    def wait(self, index: Any, parity: Any) -> None:
+        """Until the phase with this parity bit (i32, 0 or 1) has completed."""
+        parity = i32(parity) if isinstance(parity, int) else parity
+        ptx(_WAIT, "r,r", [self.at(index), parity])
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a producer or consumer is in a ring: the slot, and the parity of its round. Loops carry it."""
+
+    index: Value
+    phase: Value
+
+    @staticmethod
+    def start() -> Position:
+        """Slot 0 of the first round."""
+        return Position(i32(0), i32(0))
+
+    def next(self, stages: int) -> Position:
+        """One slot on."""
+        if stages == 1:
+            return Position(self.index, self.phase ^ 1)
+        if stages == 2:
+            return Position(self.index ^ 1, self.phase ^ self.index)
+        wraps = self.index == stages - 1
+        return Position(select(wraps, 0, self.index + 1), select(wraps, self.phase ^ 1, self.phase))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` buffers that one producer thread fills through TMA and warps empty.
+
+    `full` completes when a slot's bytes have landed, `empty` when every consuming warp has released it.
+    """
+
+    full: Mbarriers
+    empty: Mbarriers
+
+    @staticmethod
+    def allocate(name: str, stages: int, consumer_warps: int) -> Ring:
+        """Space for the barriers of a ring."""
+        return Ring(
+            Mbarriers.allocate(f"{name}_full", stages, 1),
+            Mbarriers.allocate(f"{name}_empty", stages, consumer_warps),
+        )
+
+    @property
+    def stages(self) -> int:
+        return self.full.count
+
+    def init(self) -> None:
+        """See `Mbarriers.init`."""
+        self.full.init()
+        self.empty.init()
+
+    def acquire(self, at: Position, count: Any) -> Value:
+        """Producer: wait until the slot is free and announce `count` bytes; the barrier that copies complete on.
+
+        A ring starts out empty, so the first round does not wait.
+        """
+        self.empty.wait(at.index, at.phase ^ 1)
+        self.full.arrive_expecting(at.index, count)
+        return self.full.at(at.index)
+
+    def wait(self, at: Position) -> None:
+        """Consumer: until the slot's bytes are there."""
+        self.full.wait(at.index, at.phase)
+
+    def release(self, at: Position) -> None:
+        """Consumer: this warp has read the slot; called by all of its threads, one of them arrives."""
+        with when(linear_thread() % 32 == 0):
+            self.empty.arrive(at.index)
+
+    def next(self, at: Position) -> Position:
+        """The position one slot on."""
+        return at.next(self.stages)
+
+
+def init_all(parts: Sequence[Mbarriers | Ring]) -> None:
+    """Initialise barriers in one thread of the block; a fence and `fly.barrier` make them visible to all."""
+    from fly.backends.nvvm.intrinsics import fence_mbarrier_init
+    from fly.lang.sync import barrier
+
+    with when(linear_thread() == 0):
+        for part in parts:
+            part.init()
+        fence_mbarrier_init()
+    barrier()

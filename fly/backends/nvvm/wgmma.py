@@ -1,0 +1,298 @@
+"""Warpgroup matrix products (WGMMA) of Hopper: operands in shared memory through descriptors, or A in registers.
+
+PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions": register layouts, shared-memory matrix layouts and
+descriptors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fly.backends.nvvm.inline import ptx, shared_address
+from fly.errors import AtomError, LayoutError, ShapeError
+from fly.ir.dtypes import f32, i32, i64
+from fly.ir.memory import Pointer
+from fly.ir.value import Value, from_elements, select
+from fly.lang.ids import lane_of
+from fly.lang.sync import shuffle_xor
+from fly.layout import Layout
+
+M, K = 64, 16  # of one instruction on 16-bit operands
+LANES = 128
+DTYPES = ("bf16", "f16")
+_MODES = {128: 1, 64: 2, 32: 3}  # bytes of a swizzled line -> the descriptor's layout type
+
+
+@dataclass(frozen=True)
+class PanelTile:
+    """A (rows x columns) tile of 16-bit elements in shared memory as TMA writes it and WGMMA reads it.
+
+    Columns are cut into panels of `swizzle` bytes (128, 64 or 32); a panel holds its rows one after the other, and
+    16-byte pieces of row r are swapped by xor with bits of r, which repeats every 8 rows.
+    """
+
+    rows: int
+    columns: int
+    swizzle: int = 128
+    is_static: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.swizzle not in _MODES:
+            raise LayoutError(f"swizzle of {self.swizzle} bytes; expected one of {', '.join(map(str, _MODES))}")
+        if self.rows <= 0 or self.rows % 8:
+            raise LayoutError(f"rows of a panel tile is {self.rows}; expected a positive multiple of 8")
+        if self.columns <= 0 or self.columns % self.panel_columns:
+            raise LayoutError(
+                f"columns of a panel tile is {self.columns}; expected a positive multiple of {self.panel_columns}"
+            )
+
+    @staticmethod
+    def widest(rows: int, columns: int) -> PanelTile:
+        """The tile with the widest swizzle that divides its rows: the fewest copies, the fewest bank conflicts."""
+        for swizzle in _MODES:
+            if columns * 2 % swizzle == 0:
+                return PanelTile(rows, columns, swizzle)
+        raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of 16")
+
+    @property
+    def panel_columns(self) -> int:
+        return self.swizzle // 2
+
+    @property
+    def panels(self) -> int:
+        return self.columns // self.panel_columns
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.rows * self.swizzle
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.columns * 2
+
+    def __call__(self, row: int, column: int) -> int:
+        """Byte offset of a static coordinate."""
+        panel, inside = divmod(column, self.panel_columns)
+        phase = (row * self.swizzle >> 7) % (self.swizzle // 16)
+        return panel * self.panel_bytes + row * self.swizzle + ((inside * 2) ^ (phase * 16))
+
+    # descriptors, without the address: bits 16-29 leading, 32-45 stride byte offset (in 16 bytes), 62-63 the swizzle
+
+    def _descriptor(self, leading: int, stride: int) -> int:
+        return leading >> 4 << 16 | stride >> 4 << 32 | _MODES[self.swizzle] << 62
+
+    @property
+    def by_columns(self) -> SharedLayout:
+        """The tile as an operand whose k runs along columns ("K-major"): Q and K of attention."""
+        return SharedLayout(self._descriptor(16, 8 * self.swizzle), transposed=False)
+
+    @property
+    def by_rows(self) -> SharedLayout:
+        """The tile as an operand whose k runs along rows ("MN-major"): V of attention."""
+        return SharedLayout(self._descriptor(self.panel_bytes, 8 * self.swizzle), transposed=True)
+
+    def step(self, k: int, *, along_rows: bool) -> int:
+        """Byte offset of the operand's k-th element along its k."""
+        if along_rows:
+            return k * self.swizzle
+        panel, inside = divmod(k, self.panel_columns)
+        return panel * self.panel_bytes + inside * 2
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """The constant part of a descriptor, and whether the operand lies with k along rows."""
+
+    bits: int
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix in shared memory: where it starts, its tile, and which way its k runs."""
+
+    pointer: Pointer
+    tile: PanelTile
+    along_rows: bool = False
+
+    @property
+    def layout(self) -> SharedLayout:
+        return self.tile.by_rows if self.along_rows else self.tile.by_columns
+
+    def descriptor(self) -> Value:
+        """The 64-bit descriptor of the operand's first 16 elements of k."""
+        address = shared_address(self.pointer)
+        bits = self.layout.bits
+        signed = bits - (1 << 64) if bits >> 63 else bits
+        return ((address & 0x3FFFF) >> 4).to(i64) | i64(signed)
+
+    def steps(self, count: int) -> tuple[int, ...]:
+        """What to add to the descriptor for each 16 elements of k."""
+        return tuple(self.tile.step(t * K, along_rows=self.along_rows) >> 4 for t in range(count))
+
+
+@dataclass(frozen=True)
+class WarpgroupAtom:
+    """D (64 x n, f32) += A (64 x 16) * B (16 x n) by the 128 threads of a warpgroup.
+
+    `c`: (thread, value) -> row + 64 * column, as in `fly.MmaAtom`. Values 8t .. 8t+7 of the accumulators, narrowed,
+    are the A registers of columns 16t .. 16t+15: one product's result is the next one's operand as it is.
+    """
+
+    n: int
+    dtype: str
+    is_static: ClassVar[bool] = True
+    m: ClassVar[int] = M
+    k: ClassVar[int] = K
+    lanes: ClassVar[int] = LANES
+    accumulator: ClassVar[str] = "f32"
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise AtomError(f"WGMMA of {self.dtype}; expected one of {', '.join(DTYPES)}")
+        if not 8 <= self.n <= 256 or self.n % 8:
+            raise AtomError(f"WGMMA with n = {self.n}; expected a multiple of 8 from 8 to 256")
+
+    @property
+    def c(self) -> Layout:
+        return Layout(((4, 8, 4), (2, 2, self.n // 8)), ((2 * M, 1, 16), (M, 8, 8 * M)))
+
+    def values(self, operand: str) -> int:
+        """Elements of the accumulators ("c") or of A in registers ("a") that one thread holds."""
+        return {"c": M * self.n // LANES, "a": M * K // LANES}[operand]
+
+
+def issue(
+    atom: WarpgroupAtom, a: Operand | Sequence[Value], b: Operand, steps: int, accumulator: Value | None = None
+) -> Value:
+    """Start D += A * B over `steps` times 16 elements of k, as one group; D is usable after a `wait` with it.
+
+    `a` is a matrix in shared memory, or one register operand (8 elements of the dtype) a step; without an
+    `accumulator` (a vector of n / 2 f32) D starts from zero. Until the wait, neither D nor `a`'s registers may be
+    touched.
+
+    Raises:
+        ShapeError: operands or accumulator of a wrong length.
+    """
+    count = atom.values("c")
+    if accumulator is not None and (accumulator.dtype is not f32 or accumulator.length != count):
+        raise ShapeError(f"the accumulator of WGMMA with n = {atom.n} is {accumulator!r}; expected {count} x f32")
+    operands: list[Value] = []
+    text = ["{", ".reg .pred first;", ".reg .b64 da, db;"]
+    if accumulator is None:
+        text.append("setp.ne.b32 first, 0, 0;")
+    else:
+        text.append("setp.eq.b32 first, 0, 0;")
+    result = ", ".join(f"${i}" for i in range(count))
+    ties = count if accumulator is not None else 0
+    place = count + ties  # operands are numbered results, tied accumulators, inputs
+    b_place = place
+    inputs: list[Value] = [b.descriptor()]
+    constraints = ["l"]
+    shape = f"m{M}n{atom.n}k{K}.f32.{atom.dtype}.{atom.dtype}"
+    if isinstance(a, Operand):
+        a_place = b_place + 1
+        inputs.append(a.descriptor())
+        constraints.append("l")
+        a_steps = a.steps(steps)
+        turned = f"{int(a.layout.transposed)}, {int(b.layout.transposed)}"
+    else:
+        if len(a) != steps:
+            raise ShapeError(f"{len(a)} register operands for {steps} steps of WGMMA; expected one each")
+        registers = [word for operand in a for word in operand.bitcast(i32)]
+        inputs += registers
+        constraints += ["r"] * len(registers)
+        turned = f"{int(b.layout.transposed)}"
+    text.append("wgmma.fence.sync.aligned;")
+    for t, b_step in enumerate(b.steps(steps)):
+        text.append(f"add.s64 db, ${b_place}, {b_step};")
+        if isinstance(a, Operand):
+            text.append(f"add.s64 da, ${a_place}, {a_steps[t]};")
+            first = "da"
+        else:
+            first = "{" + ", ".join(f"${b_place + 1 + 4 * t + i}" for i in range(4)) + "}"
+        # only the first step may start from zero
+        predicate = "first" if t == 0 else "1"
+        text.append(f"wgmma.mma_async.sync.aligned.{shape} {{{result}}}, {first}, db, {predicate}, 1, 1, {turned};")
+    text += ["wgmma.commit_group.sync.aligned;", "}"]
+    if accumulator is not None:
+        operands += list(accumulator)
+    all_constraints = ["=f" if ties else "=&f"] * count + [str(i) for i in range(ties)] + constraints
+    values = ptx("\n".join(text), ",".join(all_constraints), [*operands, *inputs], [f32.mlir] * count)
+    return from_elements([Value(v, f32) for v in values])
+
+
+def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[Value]:
+    """Until at most `newer` groups that were started later are unfinished; the accumulators, now usable.
+
+    Only what this returns may be read: it is what keeps a use from moving before the wait. `after`: f32 values, never
+    below zero, that are computed before the wait begins, so that their work hides behind the products.
+    """
+    elements = [element for accumulator in accumulators for element in accumulator]
+    count = len(elements)
+    text = [f"wgmma.wait_group.sync.aligned {newer};"]
+    if after:
+        # ptxas moves arithmetic past a wait as it likes, but not past what the wait comes after: a trap that
+        # depends on it
+        first = 2 * count
+        tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(len(after))]
+        text = [
+            "{",
+            ".reg .pred p;",
+            "setp.ne.b32 p, 0, 0;",
+            *tests,
+            "vote.sync.any.pred p, p, -1;",
+            "@p trap;",
+            *text,
+            "}",
+        ]
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(after)
+    values = ptx("\n".join(text), ",".join(constraints), [*elements, *after], [f32.mlir] * count)
+    result, start = [], 0
+    for accumulator in accumulators:
+        end = start + accumulator.length
+        result.append(from_elements([Value(v, f32) for v in values[start:end]]))
+        start = end
+    return result
+
+
+def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
+    """A warpgroup's accumulators, narrowed to 16 bit, as runs of 8 columns: (rows, column, pieces[row][i]).
+
+    Piece i of a row starts at column `column + 32 * i`; rows (i32) count from the fragment's first. The four lanes
+    that share a row trade their pairs of columns, so that each can store 16 bytes at once.
+
+    Raises:
+        ShapeError: the accumulators' width is no multiple of 32.
+    """
+    if len(values) % 16:
+        raise ShapeError(
+            f"runs of {values!r}: the accumulators are {2 * len(values)} columns wide, no multiple of 32"
+        )
+    lane = lane_of(LANES)
+    row = lane // 32 * 16 + lane % 32 // 4
+    words = values.bitcast(i32)
+    odd, upper = (lane & 1) == 1, (lane & 2) == 2
+    pieces: list[list[Value]] = []
+    for half in range(2):  # rows g and g + 8: words 0, 2, ... and 1, 3, ... of each 16 columns
+        mine = [words[2 * chunk + half] for chunk in range(len(words) // 2)]
+        pieces.append([_turn(mine[i : i + 4], odd, upper) for i in range(0, len(mine), 4)])
+    return [row, row + 8], lane % 4 * 8, [[p.bitcast(values.dtype) for p in part] for part in pieces]
+
+
+def _turn(words: Sequence[Value], odd: Value, upper: Value) -> Value:
+    """Transpose 4 words over 4 lanes: lane i gets word i of each lane, in lane order."""
+    words = list(words)
+    for mask, condition, step in ((1, odd, 1), (2, upper, 2)):
+        turned = list(words)
+        for low in (i for i in range(4) if not i & step):
+            high = low + step
+            # a lane keeps one word of each pair and trades the other for its partner's
+            given = select(condition, words[low], words[high])
+            got = shuffle_xor(given, mask)
+            turned[low] = select(condition, got, words[low])
+            turned[high] = select(condition, words[high], got)
+        words = turned
+    return from_elements(words)

@@ -1,0 +1,612 @@
+"""Flash attention forward for Hopper (sm_90a): warp-specialised, persistent, on WGMMA and TMA.
+
+Shah et al., "FlashAttention-3" (2024). A block is one producer warpgroup and two or three consumer warpgroups; a
+consumer owns 64 query rows of the block's `block_m`, keys and values come in tiles of `block_n`.
+
+| who | registers | what |
+|---|---|---|
+| producer, one thread | few | Q, K and V tiles by TMA into rings in shared memory, ahead of the consumers |
+| consumer warpgroups | most | S = Q K^T and O += P V on WGMMA, P in registers; softmax; O from registers |
+
+Inside a consumer, tile j's S is started before tile j+1's (earlier) O += P V, and the softmax of j runs while that
+product finishes. Between consumers, named barriers let one start its products while another is in its softmax.
+Blocks are persistent: tile t of the launch goes to block t mod grid, so that the producer loads the next tile's Q
+and K while consumers finish the last one. Keys are walked from the last tile, which may need a mask, to the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fly
+from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm.intrinsics import (
+    WARPGROUP,
+    barrier_arrive,
+    barrier_sync,
+    elect_one,
+    fence_async_shared,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    warpgroup_id,
+)
+from fly.backends.nvvm.mbarrier import Position, Ring, init_all
+from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.errors import ShapeError
+from fly.ir.dtypes import dtype as dtype_of
+from fly.runtime.compile import compile_kernel
+from fly.runtime.prepared import Prepared, bind
+from kernels.attention_launch import LOG2_E, launch_of, split_count
+from kernels.attention_tiles import store_lse
+from kernels.dispatch import Launch, Request, Tensors, device_of
+from kernels.online_softmax import OnlineSoftmax
+from kernels.sm90_schedule import Board, Schedule, Work
+from kernels.tile_counters import counters_of
+
+# first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
+TURN, CLEARED = 1, 5
+
+
+@dataclass(frozen=True)
+class Sm90Options:
+    """The static parameters of one build.
+
+    `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
+    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
+    maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    consumers: int
+    block_n: int
+    stages: int
+    q_stages: int
+    ping_pong: bool = True
+    lazy_rescale: bool = True
+    hold: bool = False
+
+    def __post_init__(self):
+        if self.consumers not in (1, 2, 3):
+            raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.consumers)
+
+    @property
+    def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
+        """Of Q, K and V in shared memory."""
+        return (
+            PanelTile.widest(self.block_m, self.head_dim),
+            PanelTile.widest(self.block_n, self.head_dim),
+            PanelTile.widest(self.block_n, self.head_dim_v),
+        )
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory: tiles, the rings over them, and the board that says what the block works on."""
+
+    q: fly.Pointer
+    k: fly.Pointer
+    v: fly.Pointer
+    q_tile: PanelTile
+    k_tile: PanelTile
+    v_tile: PanelTile
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    board: Board
+
+    @staticmethod
+    def allocate(options: Sm90Options) -> Buffers:
+        """Of one block."""
+        q_tile, k_tile, v_tile = options.tiles
+        warps = options.consumers * WARPGROUP // 32
+        return Buffers(
+            q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
+            k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
+            v=fly.alloc_shared("v", v_tile.bytes * options.stages, 1024),
+            q_tile=q_tile,
+            k_tile=k_tile,
+            v_tile=v_tile,
+            q_ring=Ring.allocate("q", options.q_stages, warps),
+            k_ring=Ring.allocate("k", options.stages, warps),
+            v_ring=Ring.allocate("v", options.stages, warps),
+            board=Board.allocate(warps),
+        )
+
+
+@fly.kernel
+def flash_attn_sm90(
+    q: fly.TensorMap,
+    k: fly.TensorMap,
+    v: fly.TensorMap,
+    out: fly.Tensor,
+    lse: fly.Tensor | None,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
+    counters: fly.Tensor,
+    seq_len_kv: fly.i32,
+    group: fly.i32,
+    section: fly.i32,
+    scale_log2: fly.f32,
+    *,
+    options: Sm90Options,
+):
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head.
+
+    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, see `prepare`; out, lse and the offsets in the
+    dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
+    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time;
+    scale_log2: softmax_scale * log2(e). Any one-dimensional grid: a block for each multiprocessor is best.
+    """
+    fly.occupancy(min_blocks=1)
+    split = out.dtype is fly.f32
+    *leading, seq_len, heads, _ = out.shape
+    schedule = Schedule(
+        seq_len=seq_len,
+        seq_len_kv=seq_len_kv,
+        heads=heads,
+        batch=leading[-1] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        splits=out.shape[0] if split else 1,
+        section=section,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        counters=counters,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+    )
+    buffers = Buffers.allocate(options)
+    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
+    warpgroup = warpgroup_id()
+    producer, consumer = options.registers
+    with fly.when(warpgroup == 0):
+        setmaxnreg_dec(producer)
+        with fly.when((fly.wave_id() == 0) & elect_one()):
+            Producer(schedule, buffers, q, k, v, group).run()
+    with fly.when(warpgroup != 0):
+        setmaxnreg_inc(consumer)
+        Consumer(schedule, buffers, options, warpgroup - 1, scale_log2, dtype_of(q.spec.dtype)).run(out, lse, split)
+
+
+@dataclass(frozen=True)
+class Producer:
+    """The one thread that fills the rings, in the order in which consumers need them."""
+
+    schedule: Schedule
+    buffers: Buffers
+    q: fly.TensorMap
+    k: fly.TensorMap
+    v: fly.TensorMap
+    group: Any
+
+    def run(self) -> None:
+        """All of the block's tiles."""
+        schedule, board, packed = self.schedule, self.buffers.board, self.schedule.packed
+        number, work = schedule.find(fly.block_id.x)
+        board_at = board.publish(Position.start(), work, packed)
+        q_at, k_at = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at)
+        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            number = schedule.take()  # early: it is needed only after the loads
+            rest = work.last_tile - work.first_tile
+            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
+                j = work.last_tile - 1 - i
+                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
+            k_at, v_at = loop.results
+            _, following = schedule.find(number)
+            board_at = board.publish(board_at, following, packed)
+            # a tile's first K comes before the last V of the tile before
+            q_at, k_at = self._open(following, q_at, k_at)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
+        schedule.finish()
+
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
+        return fly.cond(
+            work.exists,
+            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
+            lambda: (q_at, k_at),
+        )
+
+    def _load_q(self, at: Position, work: Work) -> Position:
+        row = work.q_first + work.first_row
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, work, row, work.head)
+
+    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
+        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
+        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, work, row, head)
+
+    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
+        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, work, row, head)
+
+    def _load(
+        self,
+        tensor_map: fly.TensorMap,
+        ring: Ring,
+        memory: fly.Pointer,
+        tile: PanelTile,
+        at: Position,
+        work: Work,
+        row: Any,
+        head: Any,
+    ) -> Position:
+        barrier = ring.acquire(at, tile.bytes)
+        slot = memory.offset(at.index * tile.bytes)
+        batch = 0 if self.schedule.packed else work.batch
+        for panel in range(tile.panels):
+            place = (batch, row, head, panel * tile.panel_columns)
+            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), place, barrier)
+        return ring.next(at)
+
+
+@dataclass(frozen=True)
+class State:
+    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are."""
+
+    softmax: OnlineSoftmax
+    weights: tuple[fly.Value, ...]
+    q_at: Position
+    k_at: Position
+    v_at: Position
+
+
+class Consumer:
+    """One consumer warpgroup: its rows of all of the block's tiles."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        buffers: Buffers,
+        options: Sm90Options,
+        index: fly.Value,
+        scale: fly.Value,
+        dtype: fly.DType,
+    ):
+        self.schedule, self.buffers, self.options = schedule, buffers, options
+        self.index, self.scale, self.dtype = index, scale, dtype
+        self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
+        self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
+        self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
+        self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
+
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None, split: bool) -> None:
+        """All of the block's tiles."""
+        board = self.buffers.board
+        if self.options.ping_pong:
+            with fly.when(self.index == self.options.consumers - 1):
+                self.pass_turn()
+        work, board_at = board.read(Position.start(), self.schedule)
+        start = (Position.start(), Position.start(), Position.start())
+        state = self._first_if_any(work, start) if self.schedule.packed else self.first(work, *start)
+        carry = (work, state, board_at)
+        for work, state, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            output, state = self.middle(work, state)
+            following, board_at = board.read(board_at, self.schedule)
+            output, next_state = fly.cond(
+                following.exists,
+                lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
+                lambda w=work, o=output, s=state: self.last(w, o, s),
+            )
+            inverse, row_lse = state.softmax.finish(self.scale)
+            output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
+            sequence = self.schedule.queries_of(work)
+            view = sequence.matrix(self.schedule.part(out, work, split), work.head)
+            (self.store_parts if split else self.store)(view, work, output)
+            if lse is not None:
+                vector = sequence.vector(self.schedule.part(lse, work, split), work.head)
+                store_lse(vector, row_lse, self.rows(work), work.keys.queries)
+            tiles.next(following, next_state, board_at)
+
+    def _first_if_any(self, work: Work, start: tuple) -> State:
+        """`first`, or where all sequences are empty, a state that nothing reads."""
+
+        def none() -> State:
+            zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
+            softmax = OnlineSoftmax.start(self.score_layout, 1)
+            return State(softmax, (zero,) * (self.options.block_n // wgmma.K), *start)
+
+        return fly.cond(work.exists, lambda: self.first(work, *start), none)
+
+    def fragment(self, output: fly.Value) -> fly.Fragment:
+        """The output's accumulators as a fragment of 64 rows."""
+        return fly.Fragment(self.output_layout, ((output,),))
+
+    def rows(self, work: Work) -> fly.RowVector:
+        """Query index of each row that the thread holds."""
+        first = work.first_row + self.index * 64
+        return fly.RowVector.full(self.score_layout, 1, 0.0).rows().map(lambda r: r + first)
+
+    def pass_turn(self) -> None:
+        """Let the next consumer start its products."""
+        following = fly.select(self.index == self.options.consumers - 1, 0, self.index + 1)
+        barrier_arrive(following + TURN, 2 * WARPGROUP)
+
+    def take_turn(self) -> None:
+        """Wait for the consumer before."""
+        barrier_sync(self.index + TURN, 2 * WARPGROUP)
+
+    def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
+        q_tile, k_tile = self.buffers.q_tile, self.buffers.k_tile
+        q = self.buffers.q.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
+        k = self.buffers.k.offset(k_at.index * k_tile.bytes)
+        steps = self.options.head_dim // wgmma.K
+        return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
+
+    def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
+        """Start O += P V of key tile j."""
+        tile = self.buffers.v_tile
+        memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
+        self.buffers.v_ring.wait(state.v_at)
+        if self.schedule.packed:
+            self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
+        values = Operand(memory, tile, along_rows=True)
+        return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
+
+    def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
+        """Set the rows of a V tile from `rows` on to zero: those of another sequence, whose NaN times 0 is NaN.
+
+        Every consumer does so for itself; they store the same.
+        """
+        tile = self.buffers.v_tile
+        with fly.when(rows < tile.rows):
+            begin = fly.maximum(rows, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
+            zero = fly.broadcast(fly.i32(0), 4)
+            for panel in range(tile.panels):
+                for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
+                    fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
+            fence_async_shared()
+            barrier_sync(self.index + CLEARED, WARPGROUP)
+
+    def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
+        return work.keys.apply(scores, self.rows(work), j * self.options.block_n)
+
+    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 16 keys each."""
+        narrow = probabilities.tiles[0][0].to(self.dtype)
+        return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
+
+    def _start(self, work: Work, scores: fly.Value) -> tuple[OnlineSoftmax, fly.Fragment]:
+        """Softmax of a tile's first scores: those of the last key tile."""
+        j, fragment = work.last_tile - 1, fly.Fragment(self.score_layout, ((scores,),))
+        if self.options.causal:
+            fragment = self._mask(work, j, fragment)
+        else:
+            fragment = fly.cond(
+                work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
+            )
+        start = OnlineSoftmax.start(self.score_layout, 1)
+        softmax, probabilities, _, _ = start.advance(fragment, self.scale, masked=True, lazy=False)
+        return softmax, probabilities
+
+    def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
+        """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
+        self.buffers.k_ring.release(k_at)
+        with fly.when(j == work.first_tile):
+            self.buffers.q_ring.release(q_at)
+
+    def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
+        """The first scores of the block's first tile."""
+        self.buffers.q_ring.wait(q_at)
+        self.buffers.k_ring.wait(k_at)
+        (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
+        self._scored(work, work.last_tile - 1, q_at, k_at)
+        softmax, probabilities = self._start(work, scores)
+        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
+
+    def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
+        """All products but the last of a tile: (output so far, state)."""
+        carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
+        end = work.last_tile - 1
+        if self.options.causal:
+            for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, masked=True))
+            carry = loop.results
+            end = fly.minimum(work.full_tiles, end)
+        for i, carried in (loop := fly.range(end - work.first_tile, carry=carry)):
+            loop.next(self.step(work, end - 1 - i, *carried, masked=False))
+        return loop.results
+
+    def step(self, work: Work, j: Any, output: fly.Value, state: State, masked: bool) -> tuple[fly.Value, State]:
+        """Key tile j: its scores and softmax, and the product of the tile before it."""
+        buffers = self.buffers
+        buffers.k_ring.wait(state.k_at)
+        if self.options.ping_pong:
+            self.take_turn()
+        scores = self._scores(state.q_at, state.k_at)
+        output = self._accumulate(work, j + 1, output, state)
+        if self.options.ping_pong:
+            self.pass_turn()
+        (scores,) = wgmma.wait(1, scores)
+        self._scored(work, j, state.q_at, state.k_at)
+        fragment = fly.Fragment(self.score_layout, ((scores,),))
+        if masked:
+            fragment = self._mask(work, j, fragment)
+        softmax, probabilities, factor, needed = state.softmax.advance(
+            fragment, self.scale, masked=masked, lazy=self.options.lazy_rescale
+        )
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
+        buffers.v_ring.release(state.v_at)
+        output = self._rescaled(output, factor, needed)
+        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at)
+
+    def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
+        def scaled() -> fly.Value:
+            return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
+
+        return scaled() if needed is None else fly.cond(needed, scaled, lambda: output)
+
+    def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+        """A tile's last product, and the first scores of the next tile."""
+        buffers = self.buffers
+        q_at = buffers.q_ring.next(state.q_at)
+        buffers.q_ring.wait(q_at)
+        buffers.k_ring.wait(state.k_at)
+        if self.options.ping_pong:
+            self.take_turn()
+        scores = self._scores(q_at, state.k_at)
+        output = self._accumulate(work, work.first_tile, output, state)
+        if self.options.ping_pong:
+            self.pass_turn()
+        (scores,) = wgmma.wait(1, scores)
+        self._scored(following, following.last_tile - 1, q_at, state.k_at)
+        softmax, probabilities = self._start(following, scores)
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
+        buffers.v_ring.release(state.v_at)
+        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
+
+    def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+        """The last product of the block's last tile."""
+        (output,) = wgmma.wait(0, self._accumulate(work, work.first_tile, output, state))
+        return output, state
+
+    def store(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+        """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""
+        rows, column, pieces = wgmma.runs(output.tiles[0][0].to(self.dtype))
+        first = work.first_row + self.index * 64
+        for row, row_pieces in zip(rows, pieces, strict=True):
+            with fly.when(first + row < work.keys.queries):
+                for i, piece in enumerate(row_pieces):
+                    fly.store(piece, view.at(first + row, column + 32 * i), align=16)
+
+    def store_parts(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+        """Store a split's part, f32; rows past the end are dropped."""
+        first = work.first_row + self.index * 64
+        for row, column, values in output.runs():
+            with fly.when(first + row < work.keys.queries):
+                fly.store(values, view.at(first + row, column), align=8)
+
+
+def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
+    """Values per row for a fragment of another width: the same rows in the same threads."""
+    return fly.RowVector(layout, rows.values)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A candidate of a shape: its static parameters, for up to how many keys, and what a tile of it costs.
+
+    `cost` is a tile's time against the shape's largest tile: what decides when the launch does not fill the device.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    q_stages: int
+    cost: float = 1.0
+    longest: float = math.inf
+    ping_pong: bool = True
+    lazy_rescale: bool = True
+    hold: bool = False
+
+
+# By (head_dim, head_dim_v, causal); of builds with as many consumers the first that is long enough counts. Measured
+# on an H200.
+BUILDS: Mapping[tuple[int, int, bool], tuple[Build, ...]] = {
+    (64, 64, False): (Build(3, 128, 2, 2), Build(2, 128, 2, 2, 0.87), Build(1, 128, 2, 2, 0.6)),
+    (64, 64, True): (
+        Build(2, 128, 2, 2, 0.74, longest=1024, hold=True),
+        Build(3, 128, 2, 2),
+        Build(2, 128, 2, 2, 0.87),
+        Build(1, 128, 2, 2, 0.6),
+    ),
+    (96, 96, False): (Build(2, 160, 2, 2), Build(1, 160, 2, 2, 0.75)),
+    (96, 96, True): (Build(2, 128, 2, 2), Build(1, 128, 2, 2, 0.75)),
+    (128, 128, False): (
+        Build(2, 128, 2, 2, longest=1024, lazy_rescale=False),
+        Build(2, 160, 2, 2, longest=4096, lazy_rescale=False),
+        Build(2, 176, 2, 1, lazy_rescale=False),
+        Build(1, 128, 2, 2, 0.75),
+    ),
+    (128, 128, True): (
+        Build(2, 128, 2, 2, longest=2048, lazy_rescale=False),
+        Build(2, 160, 2, 2, lazy_rescale=False),
+        Build(1, 128, 2, 2, 0.75),
+    ),
+    **dict.fromkeys([(192, 128, False), (192, 128, True)], (Build(2, 128, 2, 1), Build(1, 128, 2, 1, 0.75))),
+    **dict.fromkeys([(192, 192, False), (192, 192, True)], (Build(2, 96, 2, 1), Build(1, 96, 2, 1, 0.75))),
+    **dict.fromkeys([(256, 256, False), (256, 256, True)], (Build(2, 64, 2, 1), Build(1, 64, 2, 1, 0.75))),
+}
+
+
+def options_for(
+    head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
+) -> Sm90Options:
+    """The build for a shape: `slices` (sequences x heads x splits) of `seq_len` rows, on `units` multiprocessors."""
+    builds: dict[int, Build] = {}
+    for build in BUILDS[head_dim, head_dim_v, causal]:
+        if seq_len_kv <= build.longest:
+            builds.setdefault(build.consumers, build)
+
+    def time(build: Build) -> float:
+        rounds = -(-seq_len // (64 * build.consumers)) * slices / units
+        # causal tiles differ in length, and short ones fill the gaps
+        return build.cost * (max(1.0, rounds) if causal else math.ceil(rounds))
+
+    best = asdict(min(builds.values(), key=time))
+    del best["cost"], best["longest"]
+    return Sm90Options(head_dim, head_dim_v, causal, **best)
+
+
+_SECTION_BYTES, _LEAST_SECTION = 16 << 20, 16
+
+
+def section_for(request: Request, head_dim_v: int) -> int:
+    """How many heads to work on at a time: those whose K and V stay in the second-level cache, if it holds enough.
+
+    With fewer than 16, blocks of the longest tiles would be too few at the end of each section: then all.
+    """
+    heads = request.batch * request.num_heads
+    head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
+    section = _SECTION_BYTES // max(1, head_bytes)
+    return min(section, heads) if section >= _LEAST_SECTION else heads
+
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
+    device, head_dim_v = q.device, v.shape[-1]
+    units = device_of(device).compute_units
+    splits = split_count(request, device, 128, 128)
+    slices = request.batch * request.num_heads * splits
+    shape = (request.head_dim, head_dim_v, request.causal, request.seq_len, request.seq_len_kv)
+    options = options_for(*shape, slices, units)
+    counters = counters_of(device)
+    packed = tensors.cu_seqlens_q is not None
+    blocks = q.shape[1] // options.block_m + request.batch if packed else -(-q.shape[1] // options.block_m) * len(q)
+    grid = min(units, blocks * request.num_heads * splits)
+    maps = tuple(
+        fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
+        for tensor, tile in zip((q, k, v), options.tiles, strict=True)
+    )
+    scalars = (
+        k.shape[1],
+        request.num_heads // request.num_kv_heads,
+        section_for(request, head_dim_v) * splits,
+        request.softmax_scale * LOG2_E,
+    )
+
+    def bound(out: Any, lse: Any) -> Prepared:
+        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars)
+        return bind(flash_attn_sm90, grid, options.threads, arguments, {"options": options}, compile_kernel)
+
+    return launch_of(bound, tensors, request, splits, counters.address)
