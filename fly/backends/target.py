@@ -16,7 +16,8 @@ class Target:
     `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
     global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
     `matrix_loads` the shared-memory loads in order of
-    preference, `registers` the 32-bit vector registers a thread can have.
+    preference, `registers` the 32-bit vector registers a thread can have. `hopper`: it has bulk copies through
+    tensor maps (TMA), mbarriers and warpgroup matrix products (WGMMA).
     """
 
     arch: str
@@ -30,6 +31,7 @@ class Target:
     async_copy_bytes: tuple[int, ...] = ()
     direct_copy_bytes: tuple[int, ...] = ()
     max_threads: int = 1024
+    hopper: bool = False
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
         """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
@@ -60,9 +62,18 @@ def _registry() -> dict[str, Callable[[], Target]]:
     def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
         return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct)
 
-    def nvidia(arch: str, shared_kib: int, units: int) -> Target:
+    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False) -> Target:
         return Target(
-            arch, "nvvm", 32, shared_kib << 10, 255, units, nvvm.MMA, nvvm.LOADS, async_copy_bytes=(4, 8, 16)
+            arch,
+            "nvvm",
+            32,
+            shared_kib << 10,
+            255,
+            units,
+            nvvm.MMA,
+            nvvm.LOADS,
+            async_copy_bytes=(4, 8, 16),
+            hopper=hopper,
         )
 
     targets = (
@@ -72,7 +83,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),
         nvidia("sm_89", 99, 142),
-        nvidia("sm_90a", 227, 132),
+        nvidia("sm_90a", 227, 132, hopper=True),
     )
     return {t.arch: t for t in targets}
 

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from fly.backends.nvvm.inline import ptx
+from fly.backends.nvvm.inline import as_i32, ptx
 from fly.errors import ShapeError
 from fly.ir.context import current
-from fly.ir.dtypes import i1, i32
+from fly.ir.dtypes import i32
 from fly.ir.value import Value
+from fly.lang.ids import first_lane, linear_thread
 
 WARPGROUP = 128
 MAX_NAMED_BARRIERS = 16
 
 
 def _barrier_id(barrier: Any) -> Value:
-    if isinstance(barrier, int):
-        if not 0 < barrier < MAX_NAMED_BARRIERS:
-            raise ShapeError(f"named barrier {barrier} is out of range; expected 1 to 15 (0 is fly.barrier's)")
-        return i32(barrier)
-    return barrier
+    if isinstance(barrier, int) and not 0 < barrier < MAX_NAMED_BARRIERS:
+        raise ShapeError(f"named barrier {barrier} is out of range; expected 1 to 15 (0 is fly.barrier's)")
+    return as_i32(barrier, "named barrier")
 
 
 def _threads(threads: int) -> Value:
@@ -65,8 +64,6 @@ def elect_one() -> Value:
 
 def warpgroup_id() -> Value:
     """The thread's warpgroup in its block, i32, the same value in every lane of a warp."""
-    from fly.lang.ids import first_lane, linear_thread
-
     if current().block[0] % WARPGROUP:
         raise ShapeError(f"a block of {current().block[0]} threads does not divide into warpgroups of {WARPGROUP}")
     return first_lane(linear_thread() // WARPGROUP)
@@ -80,17 +77,3 @@ def fence_async_shared() -> None:
 def fence_mbarrier_init() -> None:
     """Initialised mbarriers become visible to TMA and to the cluster."""
     ptx("fence.mbarrier_init.release.cluster;", "", [])
-
-
-__all__ = [
-    "WARPGROUP",
-    "barrier_arrive",
-    "barrier_sync",
-    "elect_one",
-    "fence_async_shared",
-    "fence_mbarrier_init",
-    "i1",
-    "setmaxnreg_dec",
-    "setmaxnreg_inc",
-    "warpgroup_id",
-]
