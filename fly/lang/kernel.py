@@ -32,7 +32,8 @@ def kernel(function: Callable) -> Kernel:
 
     Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.TensorMap`, one of these with
     `| None`, or a scalar type (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). Keyword-only parameters are static: any
-    hashable Python value; each combination is compiled once. Launch it with `kernel[grid, block](*arguments, **statics)`.
+    hashable Python value; each combination is compiled once. Launch it with
+    `kernel[grid, block](*arguments, **statics)`.
 
     Raises:
         KernelDefinitionError: a parameter without a usable annotation, *args, **kwargs, or a return value.

@@ -185,7 +185,7 @@ def not_a_function():
         (keywords, r"kernel kernel takes \*xs; every parameter needs a name"),
         (
             unannotated,
-            r"parameter 'x' of kernel kernel has annotation None; expected fly\.Tensor, fly\.Tensor \| None",
+            r"parameter 'x' of kernel kernel has annotation None; expected fly\.Tensor, fly\.TensorMap, one of these",
         ),
         (python_type, r"has annotation <class 'int'>; expected .* \(static parameters come after \*\)"),
         (half_scalar, r"has annotation DType\(name='bf16'"),
