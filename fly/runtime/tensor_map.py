@@ -10,6 +10,7 @@ from fly.backends.target import target
 from fly.errors import ArgumentError, DeviceError
 from fly.lang.signature import Parameter, TensorMapSpec
 from fly.runtime.arguments import EncodedMap, describe
+from fly.runtime.cuda import status_text
 from fly.runtime.device import CPU, device_for
 
 BYTES = 128
@@ -119,7 +120,7 @@ def _encode(device: Any, spec: TensorMapSpec, address: int, shape: Sequence[int]
         )
     if int(status):
         raise DeviceError(
-            f"cuTensorMapEncodeTiled: error {int(status)} for sizes {tuple(shape)}, strides {tuple(strides)} bytes, "
-            f"box {spec.box}, swizzle {spec.swizzle}"
+            f"cuTensorMapEncodeTiled: {status_text(driver, status)} (sizes {tuple(shape)}, strides {tuple(strides)} "
+            f"bytes, box {spec.box}, swizzle {spec.swizzle})"
         )
     return ctypes.string_at(result.getPtr(), BYTES)
