@@ -63,7 +63,7 @@ def build(arch: str, head_dim: int) -> Build:
     options = options_for(description, head_dim, causal=True, alignment=16)
     block = options.waves * description.wave_size
     start = time.perf_counter()
-    arguments = (*[TENSOR] * 4, None, fly.ScalarSpec("f32"))
+    arguments = (*[TENSOR] * 4, None, fly.ScalarSpec("f32"), None, None)
     artefact = fly.compile(flash_attn_generic, *arguments, block=block, target=arch, options=options)
     seconds = time.perf_counter() - start
     if description.backend == "nvvm":

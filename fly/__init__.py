@@ -18,7 +18,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 log2 rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
-        "fly.ir.control": "range when cond",
+        "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile",

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from kernels.dispatch import Request
+from kernels.dispatch import DUALWAVE, Request
+from kernels.tile_scheduler import MAX_SPLITS
 
 FUNCTION = "flydsl_flash_attn_func"
 DTYPES = {
@@ -28,17 +29,16 @@ DTYPES = {
 DEVICE_TYPES = ("cuda", "cpu")
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
+ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call: what decides the kernel, and what the kernel takes; `empty` when no query has a key."""
+    """A checked call: what decides the kernel and what the kernel takes; `empty` when no query has a key."""
 
     request: Request
-    softmax_scale: float
     empty: bool
     device: torch.device
-    tuning: Mapping[str, object]
 
 
 def fail(message: str, error: type[Exception] = ArgumentError) -> None:
@@ -164,15 +164,15 @@ class _NoTouch:
         }
 
 
-def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ArgumentError` when `out` shares an element with an input; interleaved views are fine."""
+def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what: str = "out") -> None:
+    """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
     for name, tensor in inputs.items():
         try:
             shared = np.shares_memory(np.asarray(_NoTouch(out)), np.asarray(_NoTouch(tensor)), max_work=100_000)
         except np.exceptions.TooHardError:
             shared = True
         if shared:
-            fail(f"out must not share memory with {name}; pass out=None or a separate tensor")
+            fail(f"{what} must not share memory with {name}; pass {what}=None or a separate tensor")
 
 
 def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -216,10 +216,11 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
         fail(f"cu_seqlens_q and cu_seqlens_kv go together, got only {given[0]}")
     for name, value in offsets.items():
         _check_tensor(name, value)
-        if value.dim() != 1 or value.dtype != torch.int32 or value.device != q.device or len(value) < 1:
+        good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
+        if not good or value.device != q.device:
             fail(
-                f"{name} must hold batch + 1 int32 offsets on {q.device}, got shape {tuple(value.shape)}, "
-                f"dtype {value.dtype} on {value.device}"
+                f"{name} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape {tuple(value.shape)}, "
+                f"strides {value.stride()}, dtype {value.dtype} on {value.device}"
             )
     if len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
         counts = " and ".join(str(len(value)) for value in offsets.values())
@@ -227,18 +228,23 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
     for name, value in lengths.items():
         if value is None:
             fail(f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)")
-        _whole(name, value, 0)
+        _whole(name, value, 0, 2**31 - 1)
     return True
 
 
-def _check_cross(cross_seqlen: Any, seq_len: int, seq_len_kv: int) -> bool:
+def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether queries and keys of a sequence may differ in number.
+
+    `lengths`: (of q, of k), by what they count; `unknown`: there may be others, on the device, that are not read.
+    """
+    differs = {what: pair for what, pair in lengths.items() if pair[0] != pair[1]}
     if cross_seqlen is None:
-        return seq_len != seq_len_kv
+        return unknown or bool(differs)
     _flag("cross_seqlen", cross_seqlen)
-    if not cross_seqlen and seq_len != seq_len_kv:
+    if not cross_seqlen and differs:
+        what, (queries, keys) = next(iter(differs.items()))
         fail(
-            f"cross_seqlen=False, but q has {seq_len} tokens and k {seq_len_kv}; leave cross_seqlen out, "
-            "and it is detected"
+            f"cross_seqlen=False, but q has {queries} {what} and k {keys}; leave cross_seqlen out, and it is detected"
         )
     return cross_seqlen
 
@@ -251,12 +257,64 @@ def _check_head_options(options: Mapping[str, Any], kv_heads: int) -> None:
 
 
 def _check_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
-    tuning = {name: options[name] for name in ("waves_per_eu", "daz") if options[name] is not None}
-    if "waves_per_eu" in tuning:
-        _whole("waves_per_eu", tuning["waves_per_eu"], 1, MAX_WAVES_PER_EU)
-    if "daz" in tuning:
-        _flag("daz", tuning["daz"])
+    tuning = {name: options[name] for name in ("waves_per_eu", "daz", *DUALWAVE) if options[name] is not None}
+    for name, value in tuning.items():
+        if name == "waves_per_eu":
+            _whole(name, value, 1, MAX_WAVES_PER_EU)
+        else:
+            _flag(name, value)
     return tuning
+
+
+def _check_debug_counts(counts: Any, q: torch.Tensor) -> None:
+    _check_tensor("debug_counts", counts)
+    good = counts.shape == (2,) and counts.dtype == torch.float32 and counts.is_contiguous()
+    if not good or counts.device != q.device:
+        fail(
+            f"debug_counts must hold 2 float32 counters on {q.device}, got shape {tuple(counts.shape)}, dtype "
+            f"{counts.dtype} on {counts.device}"
+        )
+
+
+def check_workspace(workspace: Any, size: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check a caller's workspace for split keys against the `size` in bytes that the call needs.
+
+    `tensors` are what it must not share memory with.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it is no such memory.
+    """
+    _check_tensor("workspace", workspace)
+    device = tensors["q"].device
+    if workspace.device != device:
+        fail(f"workspace must be on q's device {device}, got {workspace.device}")
+    if not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+        fail(
+            f"workspace must be contiguous and {ALIGNMENT}-byte aligned, got strides {workspace.stride()} at "
+            f"address {workspace.data_ptr():#x}: use torch.empty(size, dtype=torch.uint8, device=q.device)"
+        )
+    given = workspace.numel() * workspace.element_size()
+    if given < size:
+        fail(f"workspace has {given} bytes, this call needs {size} (flydsl_flash_attn_workspace tells)")
+    start, end = workspace.data_ptr(), workspace.data_ptr() + given
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() < end and start < tensor.data_ptr() + extent_bytes(tensor):
+            check_no_overlap(workspace, {name: tensor}, "workspace")
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Bytes, at most `ALIGNMENT`, that divide the addresses and all strides but the last."""
+    bits = ALIGNMENT
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * tensor.element_size()
+    return bits & -bits
+
+
+def _pitch(*tensors: torch.Tensor) -> int:
+    """The largest distance between neighbouring tokens, in bytes."""
+    return max(tensor.stride(-3) * tensor.element_size() for tensor in tensors)
 
 
 def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[str, Any]) -> Call:
@@ -278,31 +336,53 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         _check_last_stride(name, tensor)
     if out is not None:
         _check_out(out, q)
+    if options["debug_counts"] is not None:
+        _check_debug_counts(options["debug_counts"], q)
 
     _flag("causal", causal)
     _flag("return_lse", options["return_lse"])
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
-    _whole("num_kv_splits", options["num_kv_splits"], 1)
-    seq_len, seq_len_kv = (options["max_seqlen_q"], options["max_seqlen_kv"]) if packed else (q.shape[1], k.shape[1])
-    features = {"packed": packed, "split_kv": options["num_kv_splits"] > 1}
-    tuning = _check_tuning(options)
+    _whole("num_kv_splits", options["num_kv_splits"], 0, MAX_SPLITS)
+    if packed:
+        batch, seq_len, seq_len_kv = (
+            len(options["cu_seqlens_q"]) - 1,
+            options["max_seqlen_q"],
+            options["max_seqlen_kv"],
+        )
+        lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": (seq_len, seq_len_kv)}
+    else:
+        batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
+        lengths = {"tokens": (seq_len, seq_len_kv)}
+    features = {
+        "packed": packed,
+        "split_kv": options["num_kv_splits"] > 1,
+        "debug_counts": options["debug_counts"] is not None,
+    }
+    results = () if out is None else (out,)
     return Call(
         request=Request(
             head_dim=head_dim,
             dtype=DTYPES[q.dtype],
             causal=causal,
-            cross_seqlen=_check_cross(options["cross_seqlen"], seq_len, seq_len_kv),
+            cross_seqlen=_check_cross(
+                options["cross_seqlen"], options["cu_seqlens_q"] is not options["cu_seqlens_kv"], lengths
+            ),
             return_lse=options["return_lse"],
+            batch=batch,
             seq_len=seq_len,
             seq_len_kv=seq_len_kv,
             num_heads=heads,
             num_kv_heads=k.shape[-2],
+            softmax_scale=_check_scale(options["softmax_scale"], head_dim),
+            num_kv_splits=options["num_kv_splits"],
+            alignment=_alignment(q, k, v, *results),
+            kv_alignment=_alignment(k, v),
+            q_pitch=_pitch(q, *results),
+            kv_pitch=_pitch(k, v),
             features=tuple(name for name, wanted in features.items() if wanted),
-            tuning=tuple(tuning),
+            tuning=_check_tuning(options),
         ),
-        softmax_scale=_check_scale(options["softmax_scale"], head_dim),
-        empty=q.numel() == 0 or k.numel() == 0,
+        empty=q.numel() == 0 or k.numel() == 0 or batch == 0 or seq_len == 0,
         device=q.device,
-        tuning=tuning,
     )

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fly import config
 from fly.errors import UnsupportedError
-from fly.runtime.device import device_for
+from fly.runtime.device import Device, device_for
+
+if TYPE_CHECKING:
+    import torch
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
+DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
 
 # What not every kernel does: how to call it in a message, and what a caller can do instead.
 FEATURES: Mapping[str, tuple[str, str]] = {
@@ -25,15 +28,39 @@ FEATURES: Mapping[str, tuple[str, str]] = {
         "call it once per sequence with (1, S, H, D) tensors",
     ),
     "split_kv": ("split keys (num_kv_splits > 1)", "num_kv_splits=1 gives the same result"),
+    "debug_counts": ("counting of rescales (debug_counts)", "leave debug_counts out"),
 }
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order in which kernels take them; None where the call has none.
+
+    Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
+    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. `debug_counts`: (2,) float32.
+    `workspace` is memory for split keys, of any dtype.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    debug_counts: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for, in the terms that decide the kernel.
+    """What a caller asks for, in the terms that decide the kernel; also what the chosen kernel is prepared for.
 
-    `dtype` is fly's name ("bf16", "f16"); lengths are in tokens (the longest sequence's when packed);
-    `features` are keys of `FEATURES`; `tuning` names the tuning options given.
+    `dtype` is fly's name ("bf16", "f16"). Lengths are in tokens, the longest sequence's when packed, and `batch`
+    counts sequences; `cross_seqlen`: queries and keys of a sequence may differ in number. `num_kv_splits` 0 leaves
+    the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
+    out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
+    two; `q_pitch`: of q and out.
+    `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name.
     """
 
     head_dim: int
@@ -41,22 +68,83 @@ class Request:
     causal: bool
     cross_seqlen: bool
     return_lse: bool
+    batch: int
     seq_len: int
     seq_len_kv: int
     num_heads: int
     num_kv_heads: int
+    softmax_scale: float
+    num_kv_splits: int = 1
+    alignment: int = 16
+    kv_alignment: int = 16
+    q_pitch: int = 0
+    kv_pitch: int = 0
     features: tuple[str, ...] = ()
-    tuning: tuple[str, ...] = ()
+    tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel that is compiled and bound for one kind of call.
+
+    `run(tensors, stream)` queues it on other tensors of the same shapes, strides, dtypes, alignment and device;
+    `stream` is a driver's handle, None for torch's current stream. When `workspace_bytes` is not 0, the tensors
+    have a workspace of so many bytes, 16-byte aligned, whose content does not matter.
+    """
+
+    run: Callable[[Tensors, int | None], None]
+    workspace_bytes: int = 0
+
+
+Prepare = Callable[[Tensors, Request], Launch]
+"""What a kernel's module has as `prepare`: it compiles and binds; a workspace may be missing at that time."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition of a kernel on the call: in words, and as a function that says why a request fails it, or None."""
+
+    what: str
+    refuses: Callable[[Request], str | None]
+
+
+def aligned(bytes_: int) -> Need:
+    """Addresses and strides of q, k, v and out are multiples of `bytes_`."""
+
+    def refuses(request: Request) -> str | None:
+        if request.alignment >= bytes_:
+            return None
+        return (
+            f"takes tensors whose addresses and strides are multiples of {bytes_} bytes, not of {request.alignment}: "
+            "make them contiguous, from an allocation of their own"
+        )
+
+    return Need(f"{bytes_}-byte aligned tensors", refuses)
+
+
+def keys_within(bytes_: int, ahead: int = 0) -> Need:
+    """One sequence's K and V, and `ahead` rows past their end, span less than `bytes_` in memory."""
+
+    def refuses(request: Request) -> str | None:
+        most = bytes_ // request.kv_pitch - ahead if request.kv_pitch else request.seq_len_kv
+        if request.seq_len_kv <= most:
+            return None
+        return (
+            f"reaches {most} keys whose rows are {request.kv_pitch} bytes apart, not {request.seq_len_kv}: make "
+            "k and v contiguous"
+        )
+
+    return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One row: what a kernel can do, and where it lives.
 
-    `module` holds `prepare(q, k, v, out, lse, *, softmax_scale, causal, cross_seqlen, tuning)` and is None
-    while the kernel is not built. `tuning` maps each tuning option it takes to the architectures it means
-    something on. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few
-    words why it stands where it stands.
+    `module` holds `prepare` (see `Prepare`) and is None while the kernel is not built. `tuning` maps each tuning
+    option it takes to the architectures it means something on. `needs` are conditions on the call. `switched_off`
+    is a variable that keeps the kernel from being chosen. `reason` says in a few words why it stands where it
+    stands.
     """
 
     name: str
@@ -67,6 +155,7 @@ class Kernel:
     features: tuple[str, ...]
     tuning: Mapping[str, tuple[str, ...]]
     reason: str
+    needs: tuple[Need, ...] = ()
     switched_off: config.Variable | None = None
 
 
@@ -78,8 +167,9 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
         features=(),
-        tuning={"waves_per_eu": ("gfx950",), "daz": ("gfx950",)},
+        tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
+        needs=(aligned(4), keys_within(2**32, ahead=192)),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
@@ -91,6 +181,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=(),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
+        needs=(aligned(16),),
     ),
     Kernel(
         name="generic",
@@ -98,7 +189,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=AMD + NVIDIA,
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(),
+        features=("packed", "split_kv"),
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
     ),
@@ -135,7 +226,7 @@ def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     meaningless = [name for name in request.tuning if arch not in kernel.tuning.get(name, ())]
     if meaningless:
         return f"has no tuning option {_listed(meaningless)} on {arch}: leave it out"
-    return None
+    return next(filter(None, (need.refuses(request) for need in kernel.needs)), None)
 
 
 def choose(arch: str, request: Request) -> Kernel:
@@ -166,15 +257,20 @@ def choose(arch: str, request: Request) -> Kernel:
     raise UnsupportedError(f"no flash-attention kernel serves this call on target {arch}: {reasons}")
 
 
-def target_of(device: torch.device) -> str:
-    """The architecture that runs kernels for `device`'s tensors, e.g. "sm_90a"; the emulated one for the CPU.
+def device_of(device: torch.device) -> Device:
+    """What runs kernels on `device`'s tensors; the emulated GPU for the CPU.
 
     Raises:
         DeviceError: the device has no driver, or the CPU has no emulator.
     """
-    return device_for((device.type, device.index or 0)).target
+    return device_for((device.type, device.index or 0))
 
 
-def prepare_function(kernel: Kernel) -> Callable[..., Callable[..., None]]:
+def target_of(device: torch.device) -> str:
+    """The architecture that runs kernels for `device`'s tensors, e.g. "sm_90a"; see `device_of`."""
+    return device_of(device).target
+
+
+def prepare_function(kernel: Kernel) -> Prepare:
     """The kernel's `prepare`, imported on first use."""
     return importlib.import_module(kernel.module).prepare

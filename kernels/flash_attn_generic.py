@@ -14,27 +14,24 @@ in tiles of `block_n`:
 | V's operand | transposing load where the target has one that fits, else stored transposed |
 | S, P, O, max, sum | registers, f32 |
 
-Grid: (query blocks, query heads, batch). Causal blocks run longest first. Tiles that every row sees whole take
-the unmasked loop; the masked loop does the rest.
+Tiles that every row sees whole take the unmasked loop; the masked loop does the rest. `kernels.tile_scheduler` says
+which block computes what, for dense and packed tensors and for split keys.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fly
 from fly.backends.target import Target, target
-from fly.errors import ShapeError, UnsupportedError
-from fly.runtime.arguments import describe_all
-from fly.runtime.compile import compile_kernel
-from fly.runtime.device import device_for
-from fly.runtime.prepared import bind
-from kernels.attention_tiles import group_size, load_queries, product, store_lse, store_output
-from kernels.mask import KeyRange
+from fly.errors import ShapeError
+from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_tiles import load_queries, product, store_lse, store_output
+from kernels.dispatch import Launch, Request, Tensors, target_of
 from kernels.online_softmax import OnlineSoftmax
+from kernels.tile_scheduler import Work, block_work
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,32 @@ def flash_attn_generic(
     out: fly.Tensor,
     lse: fly.Tensor | None,
     scale_log2: fly.f32,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
     *,
     options: GenericOptions,
 ):
-    """out = softmax(softmax_scale * q k^T) v, per batch and head.
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    q, out: (B, Sq, H, D); k, v: (B, Skv, Hkv, D) with H a multiple of Hkv; lse: (B, H, Sq) f32 or None;
-    scale_log2: softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
+    Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; scale_log2:
+    softmax_scale * log2(e). Wave w owns rows w * block_m / waves and on.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
         fly.flush_denormals()
-    link = fly.chain(fly.target().mma(q.dtype.name))
+    work = block_work(
+        (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
+        head_dim=options.head_dim,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+    )
+    with work.if_any_row():
+        _attend(work, scale_log2, options)
+
+
+def _attend(work: Work, scale_log2: fly.Value, options: GenericOptions) -> None:
+    link = fly.chain(fly.target().mma(work.q.dtype.name))
     layout, depth = link.layout, link.atom.k
     wave_rows = options.block_m // options.waves
     row_tiles, key_tiles = wave_rows // layout.rows, options.block_n // layout.columns
@@ -93,23 +104,14 @@ def flash_attn_generic(
         options.head_dim // depth,
         options.block_n // depth,
     )
-
-    head, batch = fly.block_id.y, fly.block_id.z
-    kv_head = head // group_size(q, k)
-    block = fly.grid_dim.x - 1 - fly.block_id.x if options.causal else fly.block_id.x
-    first_row = block * options.block_m
     wave_offset = fly.wave_id() * wave_rows
-    wave_row = first_row + wave_offset
-    keys = KeyRange(q.shape[1], k.shape[1], options.causal)
+    wave_row = work.first_row + wave_offset
+    keys = work.keys
 
-    q_rows = q[batch, :, head, :].rows(options.head_dim)
-    k_rows = k[batch, :, kv_head, :].rows(options.head_dim)
-    v_rows = v[batch, :, kv_head, :].rows(options.head_dim)
-    queries = load_queries(link, q_rows.window(first_row, options.block_m), wave_offset, row_tiles, dim_steps)
-    ring, k_loader, v_loader, v_place = _operands(link, k_rows, v_rows, options)
-
+    q_window = work.q.window(work.first_row, options.block_m)
+    queries = load_queries(link, q_window, wave_offset, row_tiles, dim_steps)
+    ring, k_loader, v_loader, v_place = _operands(link, work.k, work.v, options)
     rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
-    full_tiles, all_tiles = keys.tiles(first_row, options.block_m, options.block_n)
 
     def step(j: Any, state: tuple, masked: bool) -> tuple:
         output, softmax, flight = state
@@ -123,7 +125,7 @@ def flash_attn_generic(
             scores = keys.apply(scores, rows, j * options.block_n)
         softmax, probabilities, factor = softmax.update(scores, scale_log2, masked=masked)
         output = output.scale_rows(factor)
-        weights = probabilities.map(lambda tile, r, c: tile.to(q.dtype, rounding="nearest_any"))
+        weights = probabilities.map(lambda tile, r, c: tile.to(work.q.dtype, rounding="nearest_any"))
         operands = [link.operands(tiles) for tiles in weights.tiles]
         for t in range(key_steps):
             output = product(link, operands, t, v_loader, v_tile, lambda n, t=t: v_place(n, t), output)
@@ -132,18 +134,18 @@ def flash_attn_generic(
     start = (
         fly.Fragment.zeros(layout, row_tiles, dim_tiles),
         OnlineSoftmax.start(layout, row_tiles),
-        ring.start(fly.i32(0)),
+        ring.start(work.first_tile),
     )
-    for j, state in (loop := fly.range(full_tiles, carry=start)):
+    for j, state in (loop := fly.range(work.first_tile, work.full_tiles, carry=start)):
         loop.next(step(j, state, masked=False))
-    for j, state in (loop := fly.range(full_tiles, all_tiles, carry=loop.results)):
+    for j, state in (loop := fly.range(work.full_tiles, work.last_tile, carry=loop.results)):
         loop.next(step(j, state, masked=True))
     output, softmax, _ = loop.results
 
     inverse, row_lse = softmax.finish(scale_log2)
-    store_output(out[batch, :, head, :].rows(options.head_dim), output.scale_rows(inverse), wave_row, wave_rows)
-    if lse is not None:
-        store_lse(lse[batch, head, :], row_lse, rows, keys.queries)
+    store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
+    if work.lse is not None:
+        store_lse(work.lse, row_lse, rows, keys.queries)
 
 
 def _operands(link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, options: GenericOptions):
@@ -228,49 +230,23 @@ def options_for(
     )
 
 
-def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    cross_seqlen: bool,
-    tuning: Mapping[str, Any],
-) -> Callable[..., None]:
-    """Compile and bind a launch for these tensors; returns `launch(q, k, v, out, lse, stream)`.
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
 
-    The launch takes other tensors of the same shapes, strides, dtypes, device and alignment. One build serves
-    equal and different lengths (`cross_seqlen`): masks follow the lengths at run time.
+    One build serves equal and different lengths: masks follow the lengths at run time.
 
     Raises:
-        UnsupportedError: rows of K or V are 2**31 bytes or more apart within one tile.
+        UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
-    del cross_seqlen
-    batch, seq_len, heads, head_dim = q.shape
-    arguments = describe_all(flash_attn_generic.signature, (q, k, v, out, lse, 0.0))
-    (_, k_spec, v_spec, *_), place = [a.spec for a in arguments[0]], arguments[1]
-    description = target(device_for(place).target)
-    options = options_for(description, head_dim, causal, min(k_spec.alignment, v_spec.alignment), tuning)
-    widest = max(t.stride(1) * t.element_size() for t in (q, k, v, out))
-    if widest * max(options.block_m, options.block_n) >= 2**31:
-        raise UnsupportedError(
-            f"rows of q, k, v or out are {widest} bytes apart; the generic kernel on {description.arch} takes less "
-            f"than {2**31 // max(options.block_m, options.block_n)}: make the tensors contiguous"
-        )
-    grid = (-(-seq_len // options.block_m), heads, batch)
-    block = options.waves * description.wave_size
-    scale_log2 = softmax_scale * math.log2(math.e)
-    prepared = bind(
-        flash_attn_generic, grid, block, (q, k, v, out, lse, scale_log2), {"options": options}, compile_kernel
+    description = target(target_of(tensors.q.device))
+    options = options_for(description, request.head_dim, request.causal, request.kv_alignment, request.tuning)
+    return bind_forward(
+        flash_attn_generic,
+        tensors,
+        request,
+        block_m=options.block_m,
+        block_n=options.block_n,
+        threads=options.waves * description.wave_size,
+        statics={"options": options},
+        splits=split_count(request, tensors.q.device, options.block_m, options.block_n),
     )
-
-    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> None:
-        if lse is None:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream=stream)
-        else:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), stream=stream)
-
-    return launch

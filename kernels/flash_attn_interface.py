@@ -7,12 +7,11 @@ addresses are patched. No call synchronises the device.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,23 +19,30 @@ import torch
 from fly import config
 from fly.errors import ArgumentTypeError
 from kernels import dispatch
-from kernels.attention_checks import Call, check_call, check_gradients, check_no_overlap, extent_bytes, fail
+from kernels.attention_checks import (
+    ALIGNMENT,
+    Call,
+    check_call,
+    check_gradients,
+    check_no_overlap,
+    check_workspace,
+    extent_bytes,
+    fail,
+)
+from kernels.dispatch import Launch, Tensors
 
 MAX_PLANS = 1024
-ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
 
 # The variables that a plan depends on. `os.environ.get` takes 1 µs for one that is not set, which every call
 # would pay; the dictionary underneath, where there is one, holds the same values as bytes.
 _environment = getattr(os.environ, "_data", os.environ).get
-_VARIABLES = tuple(
+_KERNEL, _DISABLED, _ARCH = (
     os.fsencode(variable.name) if hasattr(os.environ, "_data") else variable.name
     for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH)
 )
 
-Launch = Callable[..., None]  # (q, k, v, out, lse, stream handle or None)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A prepared kind of call, without any of the caller's tensors.
 
@@ -46,6 +52,8 @@ class Plan:
     launch: Launch
     extents: tuple[int, int, int, int]
 
+
+_named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
 
 _plans: dict[tuple, Plan] = {}
 _plans_lock = threading.Lock()
@@ -63,36 +71,55 @@ def flydsl_flash_attn_func(
     out: torch.Tensor | None = None,
     cross_seqlen: bool | None = None,
     num_kv_splits: int = 1,
+    workspace: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     waves_per_eu: int | None = None,
     daz: bool | None = None,
+    dualwave_swp_lazy_rescale: bool | None = None,
+    dualwave_swp_setprio: bool | None = None,
+    dualwave_swp_enable_stagger: bool | None = None,
+    debug_counts: torch.Tensor | None = None,
     stream: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
 
     Args:
         q: (B, Sq, H, D), bfloat16 or float16, D 64 or 128. The last dimension is contiguous, other strides
-            are free; on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator.
+            are free; on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed
+            sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
+            Packed sequences: (total_kv, Hkv, D).
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
         softmax_scale: positive factor of the scores; D**-0.5 by default.
         num_kv_heads: Hkv, if the caller wants it checked.
         return_lse: also return the natural log of the sum of exponentials of the scaled scores, float32
-            (B, H, Sq), −inf where a query sees no key.
+            (B, H, Sq), packed (H, total_q), −inf where a query sees no key.
         out: written and returned instead of a new tensor; q's shape, dtype and device, sharing no memory with
             q, k or v.
-        cross_seqlen: whether Sq and Skv differ; detected by default.
-        num_kv_splits, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: for split keys and packed
-            sequences, which no kernel does yet.
+        cross_seqlen: whether queries and keys of a sequence may differ in number. Detected by default: from the
+            shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
+        num_kv_splits: parts that the keys are split into, each computed by blocks of its own and combined by a
+            second kernel: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
+        workspace: memory for split keys instead of an allocation in the call, contiguous, 16-byte aligned, of at
+            least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused without split keys.
+        cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device; sequence b has the tokens from
+            cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not read on the host, so that
+            it may change between replays of a captured graph. Queries outside of all sequences are not written.
+        max_seqlen_q, max_seqlen_kv: packed sequences: at least the longest sequence's length. Queries of a
+            sequence past max_seqlen_q may not be written.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
+        dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
+            all on by default; another kernel refuses them.
+        debug_counts: (2,) float32 on q's device, to which the gfx950 kernel adds how often it kept and took a
+            rescale; another kernel refuses it.
         stream: what the work is queued on, a `torch.cuda.Stream` or a raw handle; torch's current stream of
             q's device by default.
 
     Returns:
-        out (B, Sq, H, D), or (out, lse) with `return_lse`.
+        out, of q's shape, or (out, lse) with `return_lse`.
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
@@ -106,8 +133,11 @@ def flydsl_flash_attn_func(
             type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
             None if out is None else _geometry(out),
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
-            cu_seqlens_q is None, cu_seqlens_kv is None, max_seqlen_q is None, max_seqlen_kv is None,
-            *map(_environment, _VARIABLES),
+            dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
+            None if cu_seqlens_q is None else (_geometry(cu_seqlens_q), cu_seqlens_q is cu_seqlens_kv),
+            None if cu_seqlens_kv is None else _geometry(cu_seqlens_kv),
+            None if debug_counts is None else _geometry(debug_counts),
+            _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
         # fmt: on
         plan = _plans.get(key)
@@ -128,9 +158,13 @@ def flydsl_flash_attn_func(
             "max_seqlen_kv": max_seqlen_kv,
             "waves_per_eu": waves_per_eu,
             "daz": daz,
+            "dualwave_swp_lazy_rescale": dualwave_swp_lazy_rescale,
+            "dualwave_swp_setprio": dualwave_swp_setprio,
+            "dualwave_swp_enable_stagger": dualwave_swp_enable_stagger,
+            "debug_counts": debug_counts,
         }
         call = check_call(q, k, v, causal, out, options)
-        prepare = _preparation(call)
+        kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
         extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
     else:
         extents = plan.extents
@@ -145,18 +179,47 @@ def flydsl_flash_attn_func(
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = None
-        if return_lse:
-            batch, seq_len, heads, _ = q.shape
-            lse = torch.empty((batch, heads, seq_len), dtype=torch.float32, device=q.device)
-    if plan is None:
-        plan = Plan(prepare(q, k, v, out, lse), extents)
-        _remember(key, plan)
-    plan.launch(q, k, v, out, lse, handle)
+        lse = _empty_lse(q) if return_lse else None
+        if plan is None:
+            if workspace is not None:
+                check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
+            tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
+            plan = Plan(_prepare(kernel, call, tensors), extents)
+            _remember(key, plan)
+        launch = plan.launch
+        if workspace is not None:
+            check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
+        elif launch.workspace_bytes:
+            workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=q.device)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
+        launch.run(_named(Tensors, tensors), handle)
     return (out, lse) if return_lse else out
 
 
+def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:
+    """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments; 0 when keys are not split.
+
+    The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
+    """
+    given = inspect.signature(flydsl_flash_attn_func).bind(q, k, v, *args, **options)
+    given.apply_defaults()
+    options = dict(given.arguments)
+    q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
+    call = check_call(q, k, v, causal, out, options)
+    kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    lse = _empty_lse(q) if call.request.return_lse else None
+    offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
+    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"])
+    return _prepare(kernel, call, tensors).workspace_bytes
+
+
 _NO_SCOPE: AbstractContextManager[None] = nullcontext()
+
+
+def _empty_lse(q: torch.Tensor) -> torch.Tensor:
+    *batch, seq_len, heads, _ = q.shape
+    return torch.empty((*batch, heads, seq_len), dtype=torch.float32, device=q.device)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:
@@ -194,28 +257,20 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
     return stream.cuda_stream, torch.cuda.stream(stream)
 
 
-def _preparation(call: Call) -> Callable[..., Launch]:
-    """What makes a launch of `call` from its tensors (q, k, v, out, lse); it may compile a kernel."""
-    request = call.request
-    kernel = dispatch.choose(dispatch.target_of(call.device), request)
+def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
+    """A launch of `call` on `kernel`; it may compile."""
     if call.empty:
-        return lambda q, k, v, out, lse: _fill
-    return partial(
-        dispatch.prepare_function(kernel),
-        softmax_scale=call.softmax_scale,
-        causal=request.causal,
-        cross_seqlen=request.cross_seqlen,
-        tuning=call.tuning,
-    )
+        return Launch(_fill)
+    return dispatch.prepare_function(kernel)(tensors, call.request)
 
 
-def _fill(q: Any, k: Any, v: Any, out: torch.Tensor, lse: torch.Tensor | None, handle: int | None) -> None:
+def _fill(tensors: Tensors, handle: int | None) -> None:
     """The result of a call in which no query sees a key; nothing is queued for an empty one."""
-    scope = _NO_SCOPE if handle is None else _resolve_stream(handle, out.device)[1]
+    scope = _NO_SCOPE if handle is None else _resolve_stream(handle, tensors.out.device)[1]
     with scope:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
+        tensors.out.zero_()
+        if tensors.lse is not None:
+            tensors.lse.fill_(-torch.inf)
 
 
 def _remember(key: tuple | None, plan: Plan) -> None:

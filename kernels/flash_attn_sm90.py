@@ -25,6 +25,8 @@ import fly
 from fly.backends.nvvm import tma, wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
+    atomic_add,
+    atomic_wrap,
     barrier_arrive,
     barrier_sync,
     elect_one,
@@ -49,7 +51,8 @@ class Sm90Options:
     """The static parameters of one build.
 
     `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
-    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products.
+    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
+    maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product.
     """
 
     head_dim: int
@@ -61,6 +64,7 @@ class Sm90Options:
     q_stages: int
     ping_pong: bool = True
     lazy_rescale: bool = True
+    hold: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -115,23 +119,8 @@ class Problem:
         """Tiles of the launch."""
         return self.row_blocks * self.heads * self.batch
 
-    @property
-    def rounds(self) -> Any:
-        """How many tiles this block computes."""
-        whole = self.total // fly.grid_dim.x
-        return whole + (self._place(whole) < self.total - whole * fly.grid_dim.x).to(fly.i32)
-
-    def _place(self, round_: Any) -> Any:
-        # forth in even rounds, back in odd ones: who gets the longest of one round gets the shortest of the next
-        return fly.select(round_ % 2 == 0, fly.block_id.x, fly.grid_dim.x - 1 - fly.block_id.x)
-
-    def number(self, round_: Any) -> Any:
-        """This block's tile of a round, as a number in the launch's order."""
-        return round_ * fly.grid_dim.x + self._place(round_)
-
-    def work(self, round_: Any) -> Work:
-        """This block's tile of a round: `section` heads at a time, row block after row block, long ones first."""
-        number = self.number(round_)
+    def work(self, number: Any) -> Work:
+        """Tile `number`: `section` heads at a time, row block after row block, the longest first."""
         slices, blocks = self.heads * self.batch, self.row_blocks
         first_slice = number // (self.section * blocks) * self.section
         beside = fly.minimum(self.section, slices - first_slice)
@@ -158,6 +147,8 @@ class Buffers:
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
+    numbers: fly.SharedMemory
+    number_ring: Ring
 
     @staticmethod
     def allocate(options: Sm90Options) -> Buffers:
@@ -175,6 +166,8 @@ class Buffers:
             q_ring=Ring.allocate("q", options.q_stages, warps),
             k_ring=Ring.allocate("k", options.stages, warps),
             v_ring=Ring.allocate("v", options.stages, warps),
+            numbers=fly.SharedMemory("numbers", "i32", 2),
+            number_ring=Ring.allocate("numbers", 2, warps),
         )
 
 
@@ -185,6 +178,7 @@ def flash_attn_sm90(
     v: fly.TensorMap,
     out: fly.Tensor,
     lse: fly.Tensor | None,
+    counters: fly.Tensor,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -194,20 +188,20 @@ def flash_attn_sm90(
 ):
     """out = softmax(softmax_scale * q k^T) v, per batch and head.
 
-    q, k, v: maps of (B, S, H, D) tensors, see `prepare`; out: (B, Sq, H, Dv); lse: (B, H, Sq) f32 or None; `group`
-    query heads share a key head; `section` heads are worked on at a time; scale_log2: softmax_scale * log2(e).
+    q, k, v: maps of (B, S, H, D) tensors, see `prepare`; out: (B, Sq, H, Dv); lse: (B, H, Sq) f32 or None; `counters`:
+    two i32, zero before and after; `group` query heads share a key head; `section` heads are worked on at a time; scale_log2: softmax_scale * log2(e).
     Any one-dimensional grid; a block for each multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
     problem = Problem(out.shape[1], seq_len_kv, out.shape[2], out.shape[0], section, options)
     buffers = Buffers.allocate(options)
-    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring])
+    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.number_ring])
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            _produce(problem, buffers, q, k, v, group)
+            _produce(problem, buffers, q, k, v, group, counters)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         _consume(problem, buffers, warpgroup - 1, out, lse, scale_log2)
@@ -223,7 +217,13 @@ def _load_tile(
 
 
 def _produce(
-    problem: Problem, buffers: Buffers, q: fly.TensorMap, k: fly.TensorMap, v: fly.TensorMap, group: Any
+    problem: Problem,
+    buffers: Buffers,
+    q: fly.TensorMap,
+    k: fly.TensorMap,
+    v: fly.TensorMap,
+    group: Any,
+    counters: fly.Tensor,
 ) -> None:
     """Fill the rings for all of the block's tiles."""
     block_n = problem.options.block_n
@@ -246,25 +246,33 @@ def _produce(
         _load_tile(v, buffers.v_tile, slot, (work.batch, j * block_n, work.head // group), barrier)
         return buffers.v_ring.next(at)
 
-    def first(round_: Any, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        work = problem.work(round_)
+    def first(number: Any, q_at: Position, k_at: Position) -> tuple[Position, Position]:
+        work = problem.work(number)
         return load_q(q_at, work), load_k(k_at, work, work.all_tiles - 1)
 
     # in the order in which consumers need them: a tile's first K comes before the last V of the tile before
-    start = first(fly.i32(0), Position.start(), Position.start())
-    rounds = problem.rounds
-    for round_, (q_at, k_at, v_at) in (tiles := fly.range(rounds, carry=(*start, Position.start()))):
-        work = problem.work(round_)
+    start = first(fly.block_id.x, Position.start(), Position.start())
+    carry = (fly.block_id.x, *start, Position.start(), Position.start())
+    for number, q_at, k_at, v_at, number_at in (tiles := fly.while_(carry, lambda c: c[0] < problem.total)):
+        taken = atomic_add(counters.at(0), 1)  # early: its answer takes as long as a key tile
+        work = problem.work(number)
         for i, (k_at_, v_at_) in (loop := fly.range(1, work.all_tiles, carry=(k_at, v_at))):
             j = work.all_tiles - 1 - i
             loop.next(load_k(k_at_, work, j), load_v(v_at_, work, j + 1))
         k_at, v_at = loop.results
+        following = taken + fly.grid_dim.x
+        buffers.number_ring.empty.wait(number_at.index, number_at.phase ^ 1)
+        buffers.numbers.store(following, number_at.index)
+        buffers.number_ring.full.arrive(number_at.index)
         q_at, k_at = fly.cond(
-            round_ + 1 < rounds,
-            lambda following=round_ + 1, q_at=q_at, k_at=k_at: first(following, q_at, k_at),
+            following < problem.total,
+            lambda number=following, q_at=q_at, k_at=k_at: first(number, q_at, k_at),
             lambda q_at=q_at, k_at=k_at: (q_at, k_at),
         )
-        tiles.next(q_at, k_at, load_v(v_at, work, fly.i32(0)))
+        tiles.next(following, q_at, k_at, load_v(v_at, work, fly.i32(0)), buffers.number_ring.next(number_at))
+    # the last block to finish leaves the counters as it found them
+    with fly.when(atomic_wrap(counters.at(1), fly.grid_dim.x - 1) == fly.grid_dim.x - 1):
+        counters.store(fly.i32(0), 0)
 
 
 @dataclass(frozen=True)
@@ -292,21 +300,24 @@ def _consume(
         with fly.when(consumer == problem.options.consumers - 1):
             compute.pass_turn()
     start = (Position.start(), Position.start(), Position.start())
-    rounds = problem.rounds
-    started = compute.first(problem.work(fly.i32(0)), *start)
-    for round_, state in (tiles := fly.range(rounds, carry=started)):
-        work = problem.work(round_)
+    started = compute.first(problem.work(fly.block_id.x), *start)
+    carry = (fly.block_id.x, started, Position.start())
+    for number, state, number_at in (tiles := fly.while_(carry, lambda c: c[0] < problem.total)):
+        work = problem.work(number)
         output, state = compute.middle(work, state)
+        buffers.number_ring.wait(number_at)
+        following = fly.first_lane(buffers.numbers.load(number_at.index))
+        buffers.number_ring.release(number_at)
         output, next_state = fly.cond(
-            round_ + 1 < rounds,
-            lambda following=round_ + 1, o=output, s=state: compute.turn_over(problem.work(following), o, s),
+            following < problem.total,
+            lambda number=following, o=output, s=state: compute.turn_over(problem.work(number), o, s),
             lambda o=output, s=state: compute.last(o, s),
         )
         inverse, row_lse = state.softmax.finish(scale_log2)
         compute.store(out, work, compute.fragment(output).scale_rows(_on(compute.output_layout, inverse)))
         if lse is not None:
             store_lse(lse[work.batch, work.head, :], row_lse, compute.rows(work), problem.seq_len)
-        tiles.next(next_state)
+        tiles.next(following, next_state, buffers.number_ring.next(number_at))
 
 
 class Consumer:
@@ -370,7 +381,7 @@ class Consumer:
                 work.full_tiles < work.all_tiles, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _ = start.update(fragment, self.scale, masked=True)
+        softmax, probabilities, _, _ = start.advance(fragment, self.scale, masked=True, lazy=False)
         return softmax, probabilities
 
     def _scored(self, j: Any, q_at: Position, k_at: Position) -> None:
@@ -421,7 +432,7 @@ class Consumer:
         softmax, probabilities, factor, needed = state.softmax.advance(
             fragment, self.scale, masked=masked, lazy=self.options.lazy_rescale
         )
-        (output,) = wgmma.wait(0, output, after=softmax.total.values[0])
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
         output = self._rescaled(output, factor, needed)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
@@ -449,7 +460,7 @@ class Consumer:
         (scores,) = wgmma.wait(1, scores)
         self._scored(work.all_tiles - 1, q_at, state.k_at)
         softmax, probabilities = self._start(work, scores)
-        (output,) = wgmma.wait(0, output, after=softmax.total.values[0])
+        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
@@ -521,6 +532,7 @@ def prepare(
         mapped(v, v_tile),
         out,
         lse,
+        counters,
         seq_len_kv,
         heads // kv_heads,
         heads * batch,

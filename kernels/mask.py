@@ -10,17 +10,22 @@ import fly
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Causal (bottom-right aligned) or full attention of `queries` rows over `keys` keys, both i32 values."""
+    """Causal (bottom-right aligned) or full attention of `queries` rows over `keys` keys, both i32 values.
+
+    `stop`: keys from there on are another block's, which takes them for the same rows; None for all keys.
+    """
 
     queries: Any
     keys: Any
     causal: bool
+    stop: Any = None
 
     def limit(self, row: Any) -> Any:
         """One past the last key that query `row` sees; may be zero or negative when it sees none."""
+        stop = self.keys if self.stop is None else self.stop
         if not self.causal:
-            return self.keys
-        return fly.minimum(row + (self.keys - self.queries + 1), self.keys)
+            return stop
+        return fly.minimum(row + (self.keys - self.queries + 1), stop)
 
     def tiles(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
         """(full, all): number of leading key tiles that every row of a block sees whole, and that any row sees."""

@@ -1,4 +1,4 @@
-"""Run-time control flow: `range`, `when`, `cond`. Python's own `if` and `for` are compile time."""
+"""Run-time control flow: `range`, `while_`, `when`, `cond`. Python's own `if` and `for` are compile time."""
 
 from __future__ import annotations
 
@@ -32,66 +32,33 @@ def _region(block: ir.Block, what: str, at: str) -> Iterator[None]:
     trace.open_regions.pop()
 
 
-class range:
-    """A run-time loop: `for j, (acc, m) in (loop := fly.range(n, carry=(acc, m))):`.
+class _Loop:
+    """What loops with a carry have in common: `next` inside of the body, `results` after it."""
 
-    Takes `stop`, `start, stop` or `start, stop, step`, integers or traced integers (i32 or i64), step > 0.
-    Without `carry` the loop yields `j`. With it, it yields `(j, carry)`, the body must end by calling
-    `loop.next(...)` with the carry's next value, and `loop.results` holds the last one after the loop.
+    kind = ""
 
-    Raises:
-        ControlFlowError: no `next`, two `next`s, `break`, or `results` read inside the loop.
-        CarryError: the carry changes its structure or types.
-        DTypeError: a bound is no integer.
-    """
-
-    def __init__(self, *bounds: Any, carry: Any = _NOTHING):
-        if not 1 <= len(bounds) <= 3:
-            raise ControlFlowError(f"fly.range takes 1 to 3 bounds, not {len(bounds)}")
-        start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
-        if isinstance(step, int) and step <= 0:
-            raise ControlFlowError(f"fly.range needs a positive step, not {step}")
-        for bound in (start, stop, step):
-            if not isinstance(bound, int) and not (
-                isinstance(bound, Value) and bound.dtype.is_int and bound.length is None
-            ):
-                raise DTypeError(f"fly.range bound {bound!r} is no scalar integer")
-        self._bounds = (start, stop, step)
+    def __init__(self, carry: Any):
         self._carry = carry
         self._next: Any = _NOTHING
         self._results: Any = _NOTHING
         self._depth = 0
         self._at = author_location()
 
-    def __iter__(self) -> Iterator[Any]:
-        start, stop, step = (as_value(b) for b in self._bounds)
-        start, stop = unify(start, stop)
-        start, step = unify(start, step)
-        stop, step = unify(stop, step)
+    def _leaves(self) -> list[Any]:
         initial = pytree.leaves(() if self._carry is _NOTHING else self._carry)
         if self._carry is not _NOTHING and not initial:
             raise CarryError(f"carry {self._carry!r} holds no traced value; start from one, for example fly.f32(0.0)")
-        operands = [start.ir, stop.ir, step.ir, *(leaf.ir for leaf in initial)]
-        op = emit("scf.for", operands, [leaf.ir.type for leaf in initial], regions=1)
-        types = [start.ir.type, *(leaf.ir.type for leaf in initial)]
-        block = op.regions[0].blocks.append(*types, arg_locs=[caller_location()] * len(types))
-        index = Value(block.arguments[0], start.dtype)
-        with _region(block, "the fly.range loop", self._at):
-            self._depth = len(current().open_regions)
-            if self._carry is _NOTHING:
-                yield index
-                final = []
-            else:
-                yield index, pytree.unflatten(self._carry, list(block.arguments)[1:])
-                if self._next is _NOTHING:
-                    raise ControlFlowError(
-                        "this fly.range loop has a carry but its body did not call loop.next(...)",
-                        at=self._at,
-                    )
-                final = pytree.leaves(self._next)
-            emit("scf.yield", [leaf.ir for leaf in final], [])
-        if self._carry is not _NOTHING:
-            self._results = pytree.unflatten(self._carry, list(op.results))
+        return initial
+
+    def _final(self) -> list[ir.Value]:
+        """The next values of the carry, at the end of the body."""
+        if self._carry is _NOTHING:
+            return []
+        if self._next is _NOTHING:
+            raise ControlFlowError(
+                f"this {self.kind} loop has a carry but its body did not call loop.next(...)", at=self._at
+            )
+        return [leaf.ir for leaf in pytree.leaves(self._next)]
 
     def next(self, *carry: Any) -> None:
         """Give the carry's value for the next iteration: the same structure, as one argument or unpacked."""
@@ -119,6 +86,94 @@ class range:
         if self._results is _NOTHING:
             raise ControlFlowError("loop.results is only known after the loop", at=None)
         return self._results
+
+
+class range(_Loop):
+    """A run-time loop: `for j, (acc, m) in (loop := fly.range(n, carry=(acc, m))):`.
+
+    Takes `stop`, `start, stop` or `start, stop, step`, integers or traced integers (i32 or i64), step > 0.
+    Without `carry` the loop yields `j`. With it, it yields `(j, carry)`, the body must end by calling
+    `loop.next(...)` with the carry's next value, and `loop.results` holds the last one after the loop.
+
+    Raises:
+        ControlFlowError: no `next`, two `next`s, `break`, or `results` read inside the loop.
+        CarryError: the carry changes its structure or types.
+        DTypeError: a bound is no integer.
+    """
+
+    kind = "fly.range"
+
+    def __init__(self, *bounds: Any, carry: Any = _NOTHING):
+        if not 1 <= len(bounds) <= 3:
+            raise ControlFlowError(f"fly.range takes 1 to 3 bounds, not {len(bounds)}")
+        start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+        if isinstance(step, int) and step <= 0:
+            raise ControlFlowError(f"fly.range needs a positive step, not {step}")
+        for bound in (start, stop, step):
+            if not isinstance(bound, int) and not (
+                isinstance(bound, Value) and bound.dtype.is_int and bound.length is None
+            ):
+                raise DTypeError(f"fly.range bound {bound!r} is no scalar integer")
+        super().__init__(carry)
+        self._bounds = (start, stop, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, stop, step = (as_value(b) for b in self._bounds)
+        start, stop = unify(start, stop)
+        start, step = unify(start, step)
+        stop, step = unify(stop, step)
+        initial = self._leaves()
+        operands = [start.ir, stop.ir, step.ir, *(leaf.ir for leaf in initial)]
+        op = emit("scf.for", operands, [leaf.ir.type for leaf in initial], regions=1)
+        types = [start.ir.type, *(leaf.ir.type for leaf in initial)]
+        block = op.regions[0].blocks.append(*types, arg_locs=[caller_location()] * len(types))
+        index = Value(block.arguments[0], start.dtype)
+        with _region(block, "the fly.range loop", self._at):
+            self._depth = len(current().open_regions)
+            if self._carry is _NOTHING:
+                yield index
+            else:
+                yield index, pytree.unflatten(self._carry, list(block.arguments)[1:])
+            emit("scf.yield", self._final(), [])
+        if self._carry is not _NOTHING:
+            self._results = pytree.unflatten(self._carry, list(op.results))
+
+
+class while_(_Loop):
+    """A run-time loop of unknown length: `for state in (loop := fly.while_(state, lambda s: s.left > 0)):`.
+
+    `condition` makes an i1 of the carry before each iteration; the loop ends when it is false. The body must end by
+    calling `loop.next(...)` with the carry's next value; `loop.results` holds the last one after the loop.
+    Asynchronous copies with tokens do not go inside: how many are outstanding could not be known.
+
+    Raises:
+        ControlFlowError: no `next`, two `next`s, `break`, or `results` read inside the loop.
+        CarryError: the carry changes its structure or types, or holds no traced value.
+        DTypeError: the condition is no scalar i1.
+    """
+
+    kind = "fly.while_"
+
+    def __init__(self, carry: Any, condition: Callable[[Any], Value]):
+        super().__init__(carry)
+        self._condition = condition
+
+    def __iter__(self) -> Iterator[Any]:
+        initial = self._leaves()
+        types = [leaf.ir.type for leaf in initial]
+        op = emit("scf.while", [leaf.ir for leaf in initial], types, regions=2)
+        before, after = (
+            region.blocks.append(*types, arg_locs=[caller_location()] * len(types)) for region in op.regions
+        )
+        with _region(before, "the condition of fly.while_", self._at):
+            arguments = list(before.arguments)
+            going = _condition(self._condition(pytree.unflatten(self._carry, arguments)), "fly.while_")
+            emit("scf.condition", [going.ir, *arguments], [])
+        with _region(after, "the fly.while_ loop", self._at):
+            self._depth = len(current().open_regions)
+            yield pytree.unflatten(self._carry, list(after.arguments))
+            emit("scf.yield", self._final(), [])
+        self._results = pytree.unflatten(self._carry, list(op.results))
 
 
 def _condition(value: Any, where: str) -> Value:

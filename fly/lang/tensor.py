@@ -79,6 +79,20 @@ class Tensor:
             self.alignment,
         )
 
+    def section(self, first: Any, count: Any) -> Tensor:
+        """Entries [first, first + count) of the first dimension; the caller answers for their being there."""
+        if self.rank == 0:
+            raise ShapeError(f"{self!r} has no dimension to take a section of")
+        stride = self.stride[0]
+        unit = isinstance(stride, int) and stride == 1
+        return Tensor(
+            self.at(first, *[0] * (self.rank - 1)),
+            self.dtype,
+            (count, *self.shape[1:]),
+            self.stride,
+            min(self.alignment, self.dtype.bytes) if unit else self.alignment,
+        )
+
     def load(self, *coordinates: Any, length: int | None = None) -> Value:
         """The element at a coordinate, or `length` contiguous ones from it on (last stride 1)."""
         if length is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mlir import ir
 
+from fly.errors import CompileError
 from fly.ir.dialect import token_type
 from fly.passes.walk import build, kernel_function, operations
 
@@ -35,6 +36,14 @@ class InsertWaits:
         names = {op.name for op in operations(body)}
         if not names & {*COPIES, "fly.wait", "fly.join"}:
             return
+        for op in operations(body):
+            if op.name == "scf.while" and {
+                inner.name for r in op.regions for b in r.blocks for inner in operations(b)
+            } & {
+                *COPIES,
+                "fly.wait",
+            }:
+                raise CompileError("asynchronous copies and waits inside fly.while_ cannot be counted; use fly.range")
         if self.groups:
             _insert_commits(body)
         analysis = _Analysis(self.groups)

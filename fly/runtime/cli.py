@@ -1,4 +1,4 @@
-"""The command line: `python -m fly env`, `python -m fly inspect` and `python -m fly emulate`."""
+"""The command line: `python -m fly env`, `inspect`, `emulate`, and what the kernel library adds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run=_inspect)
     emulate_cli.add_command(commands)
+    _library().add_commands(commands)
     return parser
+
+
+def _library() -> Any:
+    """What the kernels that come with fly add to the command line."""
+    return importlib.import_module("kernels.commands")
 
 
 def _env(_: argparse.Namespace) -> None:
@@ -107,20 +113,6 @@ def _literal(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _flash_attention(arch: str, statics: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any], int]:
-    """The generic flash-attention kernel as its wrapper builds it: head_dim, causal and dtype may be set."""
-    from fly.backends.target import target
-
-    kernels = importlib.import_module("kernels.flash_attn_generic")
-    dtype = statics.pop("dtype", "bf16")
-    description = target(arch)
-    options = kernels.options_for(description, statics.pop("head_dim", 128), statics.pop("causal", False), 16)
-    if statics:
-        raise ArgumentError(f"flash_attn has no setting {next(iter(statics))!r}; expected head_dim, causal, dtype")
-    specs = [parse_spec(f"{dtype}[4]")] * 4 + [parse_spec("f32[3]"), parse_spec("f32")]
-    return kernels.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
-
-
 def _inspect(options: argparse.Namespace) -> None:
     from fly.backends.compile import passes
     from fly.backends.target import target
@@ -142,8 +134,8 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
     statics = dict(_literal(text) for text in options.set)
-    if options.kernel == "flash_attn":
-        kernel, specs, statics, block = _flash_attention(options.arch, statics)
+    if options.kernel == _library().FLASH_ATTN:
+        kernel, specs, statics, block = _library().flash_attn(options.arch, statics)
     else:
         kernel = _kernel(options.kernel)
         specs = [parse_spec(text) for text in options.args.split()]

@@ -92,6 +92,7 @@ class CudaDevice:
         self.context_address = int(self._context)
         capability = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
         self.target = arch_for_capability(*capability)
+        self.compute_units = self._attribute("MULTIPROCESSOR_COUNT")
         self.limits = Limits(
             device=f"cuda:{ordinal} ({self.target})",
             grid=tuple(self._attribute(f"MAX_GRID_DIM_{axis}") for axis in "XYZ"),

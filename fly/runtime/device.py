@@ -54,6 +54,9 @@ class Device(Protocol):
     target: str
     """The architecture to compile for, such as "gfx950" or "sm_90a"."""
 
+    compute_units: int
+    """Compute units (AMD) or multiprocessors (NVIDIA): how many blocks run side by side, at least."""
+
     needs_allocations: bool
     """Whether launches must be told which memory each tensor spans."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fly import config
 from fly.backends.artefact import Artefact
+from fly.backends.target import target
 from fly.emulator import Program, Region, RunResult
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
@@ -31,6 +32,7 @@ class EmulatedDevice:
         if arch not in EMULATED:
             raise DeviceError(f"FLY_ARCH={arch!r} is not emulated; CPU tensors run on one of {', '.join(EMULATED)}")
         self.target = arch
+        self.compute_units = target(arch).compute_units
         self.last: RunResult | None = None
 
     def load(self, artefact: Artefact) -> EmulatedKernel:

@@ -18,6 +18,7 @@ from ctypes import POINTER, c_char_p, c_int, c_uint, c_void_p
 from pathlib import Path
 
 from fly.backends.artefact import Artefact, Resources
+from fly.backends.target import targets
 from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
@@ -118,7 +119,7 @@ class HipDevice:
         self.call("hipGetDeviceCount", count)
         if not 0 <= ordinal < count.value:
             raise DeviceError(f"cuda:{ordinal}: there are {count.value} HIP devices")
-        self.target = self._arch(topology)
+        self.target, self.compute_units = self._properties(topology)
         self.limits = Limits(
             device=f"cuda:{ordinal} ({self.target})",
             grid=(2**31 - 1, 65536, 65536),
@@ -128,13 +129,16 @@ class HipDevice:
             axis_threads=2**32,
         )
 
-    def _arch(self, topology: Path) -> str:
+    def _properties(self, topology: Path) -> tuple[str, int]:
+        """(architecture, compute units); without torch, the units of a whole chip of that architecture."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.version.hip:
-            return torch.cuda.get_device_properties(self.ordinal).gcnArchName.partition(":")[0]
+            found = torch.cuda.get_device_properties(self.ordinal)
+            return found.gcnArchName.partition(":")[0], found.multi_processor_count
         bus_id = ctypes.create_string_buffer(64)
         self.call("hipDeviceGetPCIBusId", bus_id, len(bus_id), self.ordinal)
-        return arch_from_topology(bus_id.value.decode(), topology)
+        arch = arch_from_topology(bus_id.value.decode(), topology)
+        return arch, next((t.compute_units for t in targets() if t.arch == arch), 1)
 
     def call(self, function: str, *arguments: object) -> None:
         """Call a HIP function that returns a status.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from kernels import dispatch, flash_attn_interface
+from kernels.dispatch import Launch, Request, Tensors
+from tests.kernels.packed import packed_attention
 from tests.kernels.reference import attention
 
 
@@ -18,39 +19,41 @@ class StubKernel:
     """Takes the generic kernel's place: records what is prepared and launched, and computes in torch."""
 
     def __init__(self) -> None:
-        self.prepared: list[dict[str, Any]] = []
+        self.prepared: list[Request] = []
         self.launches: list[int | None] = []
+        self.workspace_bytes = 0
+        self.workspaces: list[torch.Tensor | None] = []
 
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        cross_seqlen: bool,
-        tuning: Mapping[str, object],
-    ) -> Callable[..., None]:
-        self.prepared.append(
-            {"scale": softmax_scale, "causal": causal, "cross": cross_seqlen, "tuning": dict(tuning)}
-        )
+    def prepare(self, tensors: Tensors, request: Request) -> Launch:
+        self.prepared.append(request)
 
-        def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, stream: int | None) -> None:
+        def run(tensors: Tensors, stream: int | None) -> None:
             self.launches.append(stream)
-            result, result_lse = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
-            out.copy_(result)
-            if lse is not None:
-                lse.copy_(result_lse)
+            self.workspaces.append(tensors.workspace)
+            options = {"causal": request.causal, "softmax_scale": request.softmax_scale}
+            offsets = [tensors.cu_seqlens_q, tensors.cu_seqlens_kv]
+            if offsets[0] is None:
+                result, result_lse = attention(*tensors[:3], **options)
+            else:
+                result, result_lse = packed_attention(*tensors[:3], *offsets, **options)
+            tensors.out.copy_(result)
+            if tensors.lse is not None:
+                tensors.lse.copy_(result_lse)
 
-        return launch
+        return Launch(run, self.workspace_bytes)
+
+
+def rows() -> tuple[dispatch.Kernel, ...]:
+    """A dispatch table that stays as it is while kernels come and grow: one that works, behind two unbuilt ones."""
+    known = {kernel.name: kernel for kernel in dispatch.KERNELS}
+    generic = replace(known["generic"], head_dims=(64, 128), features=("packed", "split_kv"), needs=())
+    return replace(known["gfx950"], module=None), replace(known["sm90"], module=None), generic
 
 
 def install(monkeypatch: pytest.MonkeyPatch, target: str = "gfx950") -> StubKernel:
-    """Put a stub in the generic kernel's place on `target`, with no plan kept from before."""
+    """Put a stub in the generic kernel's place on `target`, with no plan kept from before; the table is `rows()`."""
     stub = StubKernel()
+    monkeypatch.setattr(dispatch, "KERNELS", rows())
     monkeypatch.setitem(sys.modules, "kernels.flash_attn_generic", SimpleNamespace(prepare=stub.prepare))
     monkeypatch.setattr(dispatch, "target_of", lambda device: target)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})

@@ -17,6 +17,7 @@ from fly.backends.target import target
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from fly.runtime.inspect import loops
+from kernels.commands import flash_attn
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic, options_for
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.isa import count, kinds, opcodes
@@ -27,7 +28,7 @@ def compiled(arch: str, head_dim: int, dtype: str, causal: bool) -> tuple[Artefa
     """The build that the library makes for aligned tensors, with log-sum-exp; test processes share the cache."""
     description = target(arch)
     options = options_for(description, head_dim, causal, 16)
-    specs = ((TensorSpec(dtype, 4, 16, True),) * 4) + (TensorSpec("f32", 3, 4, True), ScalarSpec("f32"))
+    specs = ((TensorSpec(dtype, 4, 16, True),) * 4) + (TensorSpec("f32", 3, 4, True), ScalarSpec("f32"), None, None)
     threads = options.waves * description.wave_size
     return compile_kernel(flash_attn_generic, specs, {"options": options}, arch, (threads, 1, 1)), options
 
@@ -78,6 +79,33 @@ def test_registers_without_spills(arch, head_dim, dtype, causal):
     assert resources.occupancy >= options.waves_per_eu
     assert resources.shared_bytes == options.stages * tile_bytes(options)
     assert not kinds(opcodes(artefact.isa), "(flat|scratch)_.*")
+
+
+def test_budget_of_a_tile():
+    """The unmasked loop of the build that matters most on gfx942: D=128, bf16, full attention."""
+    artefact, options = compiled("gfx942", 128, "bf16", False)
+    loop = both_loops(artefact)[0]
+    assert (options.block_n, count(loop, "v_mfma.*")) == (64, 64)
+    assert len(loop) <= 430
+    assert artefact.resources.registers + artefact.resources.accum_registers <= 256
+    assert artefact.resources.spills == 0
+
+
+@pytest.mark.parametrize("form", [{"packed": True}, {"split": True}, {"packed": True, "split": True}], ids=str)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_forms_cost_nothing_in_the_loop(arch, form):
+    """Packed sequences and split keys: the same instructions for a tile, but for what addresses it."""
+    dense, options = compiled(arch, 128, "bf16", True)
+    kernel, specs, statics, block = flash_attn(arch, {"causal": True, **form})
+    assert statics == {"options": options}
+    artefact = compile_kernel(kernel, specs, statics, arch, (block, 1, 1))
+    assert (artefact.resources.spills, artefact.resources.scratch_bytes) == (0, 0)
+    assert artefact.resources.occupancy >= options.waves_per_eu
+    for loop, plain in zip(both_loops(artefact), both_loops(dense)):
+        for kind in ("v_mfma.*", "v_exp_f32.*", "ds_(read|write).*", "buffer_load.*", "s_barrier"):
+            assert count(loop, kind) == count(plain, kind)
+        assert not kinds(loop, "global_.*|flat_.*|s_load.*")
+        assert len(loop) <= len(plain) + 16
 
 
 @amd

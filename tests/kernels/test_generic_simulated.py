@@ -28,7 +28,7 @@ BUILDS = [("gfx942", 1, 8), ("gfx950", 1, 8), ("sm_80", 1, 8), ("sm_80", 2, 8), 
 def program(arch: str, dtype: str, options: GenericOptions) -> Program:
     tensor = matrix(dtype, 4)
     block = options.waves * target(arch).wave_size
-    specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32")
+    specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32", None, None)
     return Program(trace(flash_attn_generic, *specs, arch=arch, block=block, options=options), target(arch))
 
 

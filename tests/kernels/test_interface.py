@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fly.backends.target import targets
 from fly.errors import ArgumentError, UnsupportedError
 from kernels import dispatch, flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
+from tests.kernels.packed import offsets, packed_attention
 from tests.kernels.reference import attention
 
 
@@ -28,11 +27,17 @@ def inputs(batch=2, seq_len=5, seq_len_kv=5, heads=4, kv_heads=2, head_dim=64, d
     return [torch.empty(batch, s, h, head_dim, dtype=dtype).uniform_(-1, 1) for s, h in shapes]
 
 
+def settings(stub):
+    """What a kernel was prepared with, once: scale, causal, cross, tuning."""
+    (request,) = stub.prepared
+    return request.softmax_scale, request.causal, request.cross_seqlen, request.tuning
+
+
 def test_default_is_causal_with_the_usual_scale(stub):
     q, k, v = inputs()
     out = flydsl_flash_attn_func(q, k, v)
     assert out.shape == q.shape and out.dtype == q.dtype
-    assert stub.prepared == [{"scale": 0.125, "causal": True, "cross": False, "tuning": {}}]
+    assert settings(stub) == (0.125, True, False, {})
     torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
 
 
@@ -41,8 +46,7 @@ def test_options_reach_the_kernel(stub):
     out, lse = flydsl_flash_attn_func(
         q, k, v, False, softmax_scale=0.5, num_kv_heads=2, return_lse=True, waves_per_eu=2, daz=True
     )
-    tuning = {"waves_per_eu": 2, "daz": True}
-    assert stub.prepared == [{"scale": 0.5, "causal": False, "cross": True, "tuning": tuning}]
+    assert settings(stub) == (0.5, False, True, {"waves_per_eu": 2, "daz": True})
     expected, expected_lse = attention(q, k, v, causal=False, softmax_scale=0.5)
     torch.testing.assert_close(out, expected.to(q.dtype))
     torch.testing.assert_close(lse, expected_lse)
@@ -51,7 +55,7 @@ def test_options_reach_the_kernel(stub):
 
 def test_cross_length_can_be_asked_for(stub):
     flydsl_flash_attn_func(*inputs(), cross_seqlen=True)
-    assert stub.prepared[0]["cross"] is True
+    assert stub.prepared[0].cross_seqlen is True
 
 
 def test_the_same_kind_of_call_is_prepared_once(stub):
@@ -74,8 +78,9 @@ def test_the_same_kind_of_call_is_prepared_once(stub):
         lambda q, k, v: ((q, k, v), {"return_lse": True}),
         lambda q, k, v: ((q, k, v), {"out": torch.empty(2, 5, 8, 64, dtype=q.dtype)[:, :, ::2]}),
         lambda q, k, v: ((q, k, v), {"daz": True}),
+        lambda q, k, v: ((q, k, v), {"num_kv_splits": 2}),
     ],
-    ids=["shape", "strides", "heads", "dtype", "alignment", "causal", "scale", "lse", "out", "tuning"],
+    ids=["shape", "strides", "heads", "dtype", "alignment", "causal", "scale", "lse", "out", "tuning", "splits"],
 )
 def test_another_kind_of_call_is_prepared_again(stub, change):
     tensors = inputs()
@@ -176,6 +181,88 @@ def test_gradients_are_refused_also_when_warm_but_only_in_grad_mode(stub):
     assert len(stub.prepared) == 1
 
 
+def packed_inputs(queries=(3, 0, 4), keys=(2, 5, 0), **shape):
+    """A call on packed sequences of these lengths."""
+    q, k, v = (x[0] for x in inputs(1, sum(queries), sum(keys), **shape))
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": offsets(queries),
+        "cu_seqlens_kv": offsets(keys),
+        "max_seqlen_q": max(queries, default=0),
+        "max_seqlen_kv": max(keys, default=0),
+    }
+
+
+def test_packed_sequences(stub):
+    call = packed_inputs()
+    out, lse = flydsl_flash_attn_func(**call, return_lse=True)
+    at = call["cu_seqlens_q"], call["cu_seqlens_kv"]
+    expected, expected_lse = packed_attention(call["q"], call["k"], call["v"], *at, causal=True)
+    torch.testing.assert_close(out, expected.to(out.dtype))
+    torch.testing.assert_close(lse, expected_lse)
+    assert out.shape == (7, 4, 64) and lse.shape == (4, 7)
+    (request,) = stub.prepared
+    assert (request.features, request.cross_seqlen) == (("packed",), True)
+    assert (request.batch, request.seq_len, request.seq_len_kv) == (3, 4, 5)
+
+
+def test_lengths_of_packed_sequences_are_not_part_of_the_plan(stub):
+    for queries, keys in (((3, 0, 4), (2, 5, 0)), ((4, 2, 1), (0, 2, 5)), ((0, 3, 4), (5, 1, 1))):
+        call = packed_inputs(queries, keys)
+        at = call["cu_seqlens_q"], call["cu_seqlens_kv"]
+        expected, _ = packed_attention(call["q"], call["k"], call["v"], *at, causal=True)
+        torch.testing.assert_close(flydsl_flash_attn_func(**call), expected.to(torch.bfloat16))
+    assert len(stub.prepared) == 1 and len(stub.launches) == 3
+
+
+@pytest.mark.parametrize("change", [{"max_seqlen_q": 5}, {"max_seqlen_kv": 9}, {"cu_seqlens_kv": None}])
+def test_what_shapes_a_packed_launch_is_part_of_the_plan(stub, change):
+    call = packed_inputs((3, 4), (3, 4))
+    flydsl_flash_attn_func(**call)
+    if None in change.values():  # the same offsets for both: lengths do not differ
+        change = {"cu_seqlens_kv": call["cu_seqlens_q"]}
+    flydsl_flash_attn_func(**(call | change))
+    assert len(stub.prepared) == 2
+
+
+def test_one_tensor_of_offsets_means_equal_lengths(stub):
+    call = packed_inputs((3, 4), (3, 4))
+    flydsl_flash_attn_func(**(call | {"cu_seqlens_kv": call["cu_seqlens_q"]}))
+    flydsl_flash_attn_func(**call)
+    flydsl_flash_attn_func(**call, cross_seqlen=False)
+    assert [request.cross_seqlen for request in stub.prepared] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        packed_inputs((), ()),
+        packed_inputs((0, 0), (3, 4)),
+        packed_inputs((3, 4), (0, 0)),
+    ],
+    ids=["no sequence", "no query", "no key"],
+)
+def test_empty_packed_calls_launch_nothing(stub, call):
+    for _ in range(2):
+        out, lse = flydsl_flash_attn_func(**call, return_lse=True)
+        assert (out == 0).all() and (lse == -math.inf).all()
+        assert out.shape == call["q"].shape and lse.shape == (4, len(call["q"]))
+    assert not stub.prepared and not stub.launches
+
+
+def test_requests_carry_what_kernels_need(stub):
+    q, k, v = inputs(seq_len_kv=9)
+    wide = torch.empty(2, 9, 2, 72, dtype=torch.bfloat16).uniform_(-1, 1)[..., 4:68]
+    flydsl_flash_attn_func(q, k, v, num_kv_splits=0)
+    flydsl_flash_attn_func(q, wide, v, num_kv_splits=3)
+    flydsl_flash_attn_func(q, k, v, out=torch.empty(2, 5, 4, 65, dtype=q.dtype)[..., :64])
+    facts = [(r.alignment, r.kv_alignment, r.q_pitch, r.kv_pitch, r.num_kv_splits) for r in stub.prepared]
+    assert facts == [(16, 16, 512, 256, 0), (8, 8, 512, 288, 3), (2, 16, 520, 256, 1)]
+    assert [r.features for r in stub.prepared] == [(), ("split_kv",), ()]
+
+
 def test_parameters_are_tensors(stub):
     q, k, v = inputs()
     with torch.no_grad():
@@ -195,49 +282,3 @@ def test_a_failed_preparation_is_not_kept(stub, monkeypatch):
     monkeypatch.setattr(dispatch, "prepare_function", lambda kernel: working)
     flydsl_flash_attn_func(*tensors)
     assert len(stub.launches) == 1
-
-
-REQUEST = dispatch.Request(
-    head_dim=128,
-    dtype="bf16",
-    causal=True,
-    cross_seqlen=False,
-    return_lse=False,
-    seq_len=1024,
-    seq_len_kv=1024,
-    num_heads=8,
-    num_kv_heads=8,
-)
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_89", "sm_90a"])
-def test_generic_serves_every_target(arch, monkeypatch):
-    for forced in ("", "generic"):
-        monkeypatch.setenv("FLY_KERNEL", forced)
-        assert dispatch.choose(arch, REQUEST).name == "generic"
-
-
-def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(monkeypatch):
-    monkeypatch.delenv("FLY_KERNEL", raising=False)
-    rows = {k.name: k for k in dispatch.KERNELS}
-    built = replace(rows["gfx950"], module="kernels.flash_attn_gfx950")
-    monkeypatch.setattr(dispatch, "KERNELS", (built, rows["generic"]))
-    assert dispatch.choose("gfx950", REQUEST).name == "gfx950"
-    assert dispatch.choose("gfx942", REQUEST).name == "generic"
-    monkeypatch.setenv("FLYDSL_DISABLE_DUALWAVE_SWP", "1")
-    assert dispatch.choose("gfx950", REQUEST).name == "generic"
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
-    with pytest.raises(UnsupportedError, match="switched off by FLYDSL_DISABLE_DUALWAVE_SWP=1"):
-        dispatch.choose("gfx950", REQUEST)
-
-
-def test_the_generic_kernel_knows_the_same_targets_as_the_compiler():
-    generic = next(k for k in dispatch.KERNELS if k.name == "generic")
-    assert set(generic.archs) == {t.arch for t in targets()}
-
-
-def test_every_row_names_known_features_and_a_reason():
-    for kernel in dispatch.KERNELS:
-        assert set(kernel.features) <= set(dispatch.FEATURES) and kernel.reason
-        for archs in kernel.tuning.values():
-            assert set(archs) <= set(kernel.archs)

@@ -245,17 +245,44 @@ MISTAKES = {
         TYPE,
         "cross_seqlen must be True or False, got 'auto'",
     ),
-    "num_kv_splits is zero": ({"num_kv_splits": 0}, VALUE, "num_kv_splits must be at least 1, got 0"),
+    "num_kv_splits is negative": ({"num_kv_splits": -1}, VALUE, "num_kv_splits must be from 0 to 64, got -1"),
+    "num_kv_splits is 65": ({"num_kv_splits": 65}, VALUE, "num_kv_splits must be from 0 to 64, got 65"),
     "num_kv_splits is None": ({"num_kv_splits": None}, TYPE, "num_kv_splits must be an int, got None"),
     "num_kv_splits is a list": ({"num_kv_splits": [2]}, TYPE, "num_kv_splits must be an int, got [2] (list)"),
-    "num_kv_splits 2": (
-        {"num_kv_splits": 2},
-        UNSUPPORTED,
-        "target gfx950: the gfx950 kernel is not built yet on gfx950; the generic kernel does not do split "
-        "keys (num_kv_splits > 1) yet: num_kv_splits=1 gives the same result",
-    ),
     "waves_per_eu is a bool": ({"waves_per_eu": True}, TYPE, "waves_per_eu must be an int, got True (bool)"),
     "waves_per_eu is 9": ({"waves_per_eu": 9}, VALUE, "waves_per_eu must be from 1 to 8, got 9"),
+    "waves_per_eu is 0": ({"waves_per_eu": 0}, VALUE, "waves_per_eu must be from 1 to 8, got 0"),
+    "stagger is a number": (
+        {"dualwave_swp_enable_stagger": 1},
+        TYPE,
+        "dualwave_swp_enable_stagger must be True or False, got 1 (int)",
+    ),
+    "lazy rescale is a string": (
+        {"dualwave_swp_lazy_rescale": "on"},
+        TYPE,
+        "dualwave_swp_lazy_rescale must be True or False, got 'on' (str)",
+    ),
+    "setprio for a kernel without": (
+        {"dualwave_swp_setprio": True},
+        UNSUPPORTED,
+        "the generic kernel has no tuning option dualwave_swp_setprio on gfx950: leave it out",
+    ),
+    "debug_counts for a kernel without": (
+        {"debug_counts": torch.zeros(2)},
+        UNSUPPORTED,
+        "the generic kernel does not do counting of rescales (debug_counts) yet: leave debug_counts out",
+    ),
+    "debug_counts is a list": ({"debug_counts": [0, 0]}, TYPE, "debug_counts must be a torch.Tensor, got list"),
+    "debug_counts of 3": (
+        {"debug_counts": torch.zeros(3)},
+        VALUE,
+        "debug_counts must hold 2 float32 counters on cpu, got shape (3,), dtype torch.float32 on cpu",
+    ),
+    "debug_counts of ints": (
+        {"debug_counts": torch.zeros(2, dtype=torch.int32)},
+        VALUE,
+        "debug_counts must hold 2 float32 counters on cpu, got shape (2,), dtype torch.int32 on cpu",
+    ),
     "daz is a number": ({"daz": 3}, TYPE, "daz must be True or False, got 3 (int)"),
     "stream for the CPU": (
         {"stream": 0},
@@ -270,16 +297,60 @@ MISTAKES = {
         VALUE,
         "cu_seqlens_q and cu_seqlens_kv go together, got only cu_seqlens_q",
     ),
-    "packed": (
-        packed(),
-        UNSUPPORTED,
-        "the generic kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_kv) yet: call it once per "
-        "sequence with (1, S, H, D) tensors",
-    ),
     "packed, but dense q": (
         packed(q=tensor(B, SQ, H, D)),
         VALUE,
         "q must have 3 dimensions (total, H, D), got shape (2, 5, 6, 64)",
+    ),
+    "packed, but dense k": (
+        packed(k=tensor(B, SQ, HKV, D)),
+        VALUE,
+        "k must have 3 dimensions (total, Hkv, D), got shape (2, 5, 3, 64)",
+    ),
+    "packed, k and v differ": (
+        packed(v=tensor(SQ + 1, HKV, D)),
+        VALUE,
+        "k and v must have the same shape, got k (5, 3, 64) and v (6, 3, 64)",
+    ),
+    "packed without max_seqlen_kv": (
+        packed(max_seqlen_kv=None),
+        VALUE,
+        "packed sequences need max_seqlen_kv, the longest sequence's length",
+    ),
+    "max_seqlen_q is a tensor": (
+        packed(max_seqlen_q=torch.tensor(3)),
+        TYPE,
+        "max_seqlen_q must be an int, got tensor(3) (Tensor)",
+    ),
+    "max_seqlen_q is negative": (
+        packed(max_seqlen_q=-1),
+        VALUE,
+        "max_seqlen_q must be from 0 to 2147483647, got -1",
+    ),
+    "packed, cross denied": (
+        packed(k=tensor(SQ + 1, HKV, D), v=tensor(SQ + 1, HKV, D), cross_seqlen=False),
+        VALUE,
+        "cross_seqlen=False, but q has 5 tokens and k 6; leave cross_seqlen out, and it is detected",
+    ),
+    "packed, cross denied by the longest": (
+        packed(max_seqlen_kv=4, cross_seqlen=False),
+        VALUE,
+        "cross_seqlen=False, but q has 3 tokens at most in a sequence and k 4; leave",
+    ),
+    "offsets of rank 2": (
+        packed(cu_seqlens_q=OFFSETS[None]),
+        VALUE,
+        "cu_seqlens_q must hold batch + 1 contiguous int32 offsets on cpu, got shape (1, 3)",
+    ),
+    "strided offsets": (
+        packed(cu_seqlens_q=torch.zeros(6, dtype=torch.int32)[::2]),
+        VALUE,
+        "contiguous int32 offsets on cpu, got shape (3,), strides (2,)",
+    ),
+    "no offsets": (
+        packed(cu_seqlens_q=OFFSETS[:0]),
+        VALUE,
+        "batch + 1 contiguous int32 offsets on cpu, got shape (0,)",
     ),
     "packed without max_seqlen_q": (
         packed(max_seqlen_q=None),
@@ -290,7 +361,8 @@ MISTAKES = {
     "offsets of 64 bits": (
         packed(cu_seqlens_kv=OFFSETS.long()),
         VALUE,
-        "cu_seqlens_kv must hold batch + 1 int32 offsets on cpu, got shape (3,), dtype torch.int64 on cpu",
+        "cu_seqlens_kv must hold batch + 1 contiguous int32 offsets on cpu, got shape (3,), strides (1,), dtype "
+        "torch.int64 on cpu",
     ),
     "offsets of two batches": (
         packed(cu_seqlens_kv=OFFSETS[:2]),
@@ -318,7 +390,9 @@ def test_the_good_calls_are_good(monkeypatch):
     stub = stubs.install(monkeypatch)
     flydsl_flash_attn_func(**good())
     flydsl_flash_attn_func(**good(), softmax_scale=np.float32(0.1), num_kv_heads=3, waves_per_eu=8, daz=False)
-    assert len(stub.launches) == 2
+    flydsl_flash_attn_func(**packed())
+    flydsl_flash_attn_func(**packed(cross_seqlen=False, num_kv_splits=64))
+    assert len(stub.launches) == 4
 
 
 def test_errors_are_the_standard_ones_too():
@@ -395,6 +469,7 @@ def test_bad_stream(stream, message):
         ),
         ("sm_90a", "sm90", "FLY_KERNEL=sm90: the sm90 kernel is not built yet on sm_90a; unset FLY_KERNEL"),
         ("sm_90a", "gfx950", "FLY_KERNEL=gfx950: the gfx950 kernel runs on gfx950, not on sm_90a"),
+        ("gfx942", "gfx950", "FLY_KERNEL=gfx950: the gfx950 kernel runs on gfx950, not on gfx942"),
         ("gfx942", "sm90", "FLY_KERNEL=sm90: the sm90 kernel runs on sm_90a, not on gfx942"),
         ("gfx906", "generic", "FLY_KERNEL=generic: the generic kernel runs on gfx942, gfx950, sm_80"),
         ("sm_75", "", "flash attention has no kernel for target sm_75; targets: gfx942, gfx950, sm_80"),

@@ -40,7 +40,15 @@ def accesses(arch: str, head_dim: int) -> list[SharedAccess]:
     tensor = matrix("f16", 4)
     block = options.waves * target(arch).wave_size
     module = trace(
-        flash_attn_generic, *[tensor] * 4, matrix("f32", 3), "f32", arch=arch, block=block, options=options
+        flash_attn_generic,
+        *[tensor] * 4,
+        matrix("f32", 3),
+        "f32",
+        None,
+        None,
+        arch=arch,
+        block=block,
+        options=options,
     )
     q, k, v, out = (np.zeros((1, 64, 1, head_dim), np.float16) for _ in range(4))
     machine = Machine(Program(module, target(arch)), observe_shared=True)

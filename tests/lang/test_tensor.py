@@ -166,3 +166,31 @@ def test_mistakes(use, error, message):
             use(x, m, i)
 
     trace(kernel, matrix(), matrix("f32", 2, unit_stride=False), "i32")
+
+
+def sections(x: fly.Tensor, v: fly.Tensor, out: fly.Tensor, first: fly.i32):
+    """out[:, i] = row i of the two rows of x from `first` on, and the two entries of v from there."""
+    rows, entries = x.section(first, 2), v.section(first, 2)
+    assert (rows.shape[0], entries.shape[0], rows.alignment, entries.alignment) == (2, 2, x.alignment, 4)
+    i = fly.block_id.x
+    out.store(rows.load(i, 1), i, 0)
+    out.store(entries.load(i), i, 1)
+
+
+def test_sections_start_further_on():
+    module = trace(sections, matrix("f32", 2), matrix("f32"), matrix("f32", 2), "i32")
+    x, v, out = (
+        np.arange(40, dtype=np.float32).reshape(10, 4),
+        np.arange(10, dtype=np.float32),
+        np.zeros((2, 2), "f4"),
+    )
+    Machine(Program(module, target("gfx950")))(flat(x, v, out, 3), (2, 1, 1))
+    assert out.tolist() == [[13, 3], [17, 4]]
+
+
+def test_a_section_of_a_number():
+    def kernel(x: fly.Tensor):
+        x.section(0, 1)
+
+    with pytest.raises(ShapeError, match="rank 0, f32> has no dimension to take a section of"):
+        trace(kernel, matrix("f32", 0, unit_stride=False))

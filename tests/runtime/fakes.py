@@ -55,6 +55,7 @@ class Device:
     """A device that records what it is given; `launches` holds the launches of all its kernels."""
 
     target: str = "gfx950"
+    compute_units: int = 256
     needs_allocations: bool = False
     loaded: list[Artefact] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)

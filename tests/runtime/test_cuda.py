@@ -68,6 +68,10 @@ def test_the_target_follows_the_compute_capability(driver, capability, target):
     assert CudaDevice(0, driver).target == target
 
 
+def test_compute_units_are_the_drivers(driver):
+    assert CudaDevice(0, driver).compute_units == 132
+
+
 def test_old_devices_are_refused(driver):
     driver.device[75] = 7
     with pytest.raises(TargetError, match=r"compute capability 7\.0"):

@@ -152,15 +152,22 @@ def test_each_architecture_has_its_shared_memory(make):
 
 
 @needs_compiler
+def test_compute_units_are_a_whole_chips_without_torch(make, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert [make(i).compute_units for i in (0, 1)] == [256, 304]
+
+
+@needs_compiler
 def test_torch_tells_the_architecture_when_it_is_a_rocm_build(library, log, tmp_path, monkeypatch):
-    properties = types.SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    properties = types.SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=80)
     torch = types.SimpleNamespace(
         version=types.SimpleNamespace(hip="7.0"),
         cuda=types.SimpleNamespace(get_device_properties=lambda ordinal: properties),
         __file__="/python/torch/__init__.py",
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert HipDevice(0, library, tmp_path).target == "gfx942"
+    device = HipDevice(0, library, tmp_path)
+    assert (device.target, device.compute_units) == ("gfx942", 80)  # a partition of a chip
     assert library_names()[0] == "/python/torch/lib/libamdhip64.so"
 
 

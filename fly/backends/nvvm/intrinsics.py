@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from fly.backends.nvvm.inline import as_i32, ptx
-from fly.errors import ShapeError
+from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
+from fly.ir.memory import Pointer
 from fly.ir.value import Value
 from fly.lang.ids import first_lane, linear_thread
 
@@ -67,6 +68,24 @@ def warpgroup_id() -> Value:
     if current().block[0] % WARPGROUP:
         raise ShapeError(f"a block of {current().block[0]} threads does not divide into warpgroups of {WARPGROUP}")
     return first_lane(linear_thread() // WARPGROUP)
+
+
+def _atomic(order: str, operation: str, pointer: Pointer, operand: Any) -> Value:
+    if not isinstance(pointer, Pointer) or pointer.space != "global":
+        raise DTypeError(f"atomic of {pointer!r}; expected a pointer to global memory")
+    text = f"atom.{order}.gpu.global.{operation}.u32 $0, [$1], $2;"
+    (before,) = ptx(text, "=r,l,r", [pointer, as_i32(operand, "operand of an atomic")], [i32.mlir])
+    return Value(before, i32)
+
+
+def atomic_add(pointer: Pointer, value: Any) -> Value:
+    """Add to an i32 in global memory, for all of the device; what it was before."""
+    return _atomic("relaxed", "add", pointer, value)
+
+
+def atomic_wrap(pointer: Pointer, last: Any) -> Value:
+    """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
+    return _atomic("acq_rel", "inc", pointer, last)
 
 
 def fence_async_shared() -> None:

@@ -1,0 +1,97 @@
+"""Binding a forward kernel, and with split keys the combination after it, so that calls only patch addresses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fly.errors import UnsupportedError
+from fly.runtime.compile import compile_kernel
+from fly.runtime.prepared import Prepared, bind
+from kernels import split_combine
+from kernels.dispatch import Launch, Request, Tensors, device_of
+from kernels.tile_scheduler import automatic_splits, grid
+
+LOG2_E = math.log2(math.e)
+
+
+def split_count(request: Request, device: torch.device, block_m: int, block_n: int) -> int:
+    """The number of key splits to run `request` with: what the caller asks for, or the best one for the device."""
+    if request.num_kv_splits:
+        return request.num_kv_splits
+    blocks = -(-request.seq_len // block_m) * request.num_heads * request.batch
+    return automatic_splits(blocks, -(-request.seq_len_kv // block_n), device_of(device).compute_units)
+
+
+def bind_forward(
+    kernel: Any,
+    tensors: Tensors,
+    request: Request,
+    *,
+    block_m: int,
+    block_n: int,
+    threads: int,
+    statics: Mapping[str, Any],
+    splits: int = 1,
+) -> Launch:
+    """A launch of a forward kernel on the grid of `kernels.tile_scheduler`.
+
+    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv and, when the call has them,
+    debug_counts. `block_m` query rows and `threads` a block, keys in tiles of `block_n`.
+
+    Raises:
+        UnsupportedError: rows of a tensor are so far apart that 32-bit offsets do not reach over a block's.
+    """
+    _check_pitch(request, max(block_m, block_n), kernel.name)
+    blocks = grid(request.batch, request.num_heads, request.seq_len, block_m, splits)
+    scale = request.softmax_scale * LOG2_E
+    counts = () if tensors.debug_counts is None else (tensors.debug_counts,)
+
+    def bound(out: torch.Tensor, lse: torch.Tensor | None) -> Prepared:
+        arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts)
+        return bind(kernel, blocks, threads, arguments, statics, compile_kernel)
+
+    if splits == 1:
+        forward = bound(tensors.out, tensors.lse)
+
+        optional = [i for i, tensor in enumerate(tensors[:-1]) if i >= 4 and tensor is not None]
+
+        def run(tensors: Tensors, stream: int | None) -> None:
+            q, k, v, out = tensors[:4]
+            others = [tensors[i].data_ptr() for i in optional] if optional else ()
+            forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *others, stream=stream)
+
+        return Launch(run)
+
+    partials = split_combine.Partials.of(tensors, splits)
+    memory = tensors.workspace
+    if memory is None or memory.numel() * memory.element_size() < partials.bytes:
+        # only its sizes and strides matter here
+        memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors.q.device)
+    out, lse = partials.views(memory)
+    forward = bound(out, lse)
+    combine = split_combine.prepare(out, lse, tensors, request)
+    lse_offset = partials.lse_offset
+
+    def run_split(tensors: Tensors, stream: int | None) -> None:
+        q, k, v, out, lse, cu_seqlens_q, *rest, workspace = tensors
+        partial = workspace.data_ptr()
+        partials = (partial, partial + lse_offset)
+        others = [t.data_ptr() for t in (cu_seqlens_q, *rest) if t is not None]
+        forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, stream=stream)
+        combine(*partials, *[t.data_ptr() for t in (out, lse, cu_seqlens_q) if t is not None], stream=stream)
+
+    return Launch(run_split, partials.bytes)
+
+
+def _check_pitch(request: Request, rows: int, kernel: str) -> None:
+    """Offsets within a block's rows are signed 32-bit bytes; rows past a tensor's end have offsets too."""
+    pitch = max(request.q_pitch, request.kv_pitch)
+    if pitch * rows >= 2**31:
+        raise UnsupportedError(
+            f"rows of q, k, v or out are {pitch} bytes apart; {kernel} takes less than {2**31 // rows}: make the "
+            "tensors contiguous"
+        )

@@ -1,0 +1,212 @@
+"""What `python -m fly` knows of these kernels: `paths`, and the short name that `inspect` takes.
+
+Imports nothing heavy: every command of fly's command line loads this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fly import config
+from fly.errors import ArgumentError, UnsupportedError
+from kernels import dispatch
+from kernels.dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, refusal
+
+WIDTH = 118  # of a line
+TARGETS = AMD + NVIDIA
+FLASH_ATTN = "flash_attn"
+SETTINGS = ("head_dim", "causal", "dtype", "packed", "split")
+
+
+def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any], int]:
+    """The generic flash-attention kernel as its wrapper builds it, for aligned tensors and with log-sum-exp.
+
+    `settings` are Python values by the names of `SETTINGS`. Returns (kernel, argument specs, static parameters,
+    threads of a block).
+
+    Raises:
+        ArgumentError: a setting that it does not have.
+    """
+    from fly.backends.target import target
+    from fly.lang.signature import ScalarSpec, TensorSpec
+
+    unknown = [name for name in settings if name not in SETTINGS]
+    if unknown:
+        raise ArgumentError(f"{FLASH_ATTN} has no setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
+    generic = importlib.import_module("kernels.flash_attn_generic")
+    dtype, packed, split = settings.get("dtype", "bf16"), settings.get("packed", False), settings.get("split", False)
+    description = target(arch)
+    options = generic.options_for(description, settings.get("head_dim", 128), settings.get("causal", False), 16)
+
+    def tensor(element: str, rank: int) -> TensorSpec:
+        return TensorSpec(element, rank, 16, True)
+
+    rank = 3 if packed else 4
+    results = tensor("f32" if split else dtype, rank + split), tensor("f32", rank - 1 + split)
+    offsets = (tensor("i32", 1) if packed else None,) * 2
+    specs = (*[tensor(dtype, rank)] * 3, *results, ScalarSpec("f32"), *offsets)
+    return generic.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, width in characters, and what it shows of a kernel."""
+
+    title: str
+    width: int
+    show: Callable[[Kernel], str]
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values)) or "-"
+
+
+def _tuning(kernel: Kernel) -> str:
+    return _listed(
+        name if set(archs) == set(kernel.archs) else f"{name} ({_listed(archs)})"
+        for name, archs in kernel.tuning.items()
+    )
+
+
+COLUMNS = (
+    Column("kernel", 9, lambda k: k.name if k.module else f"{k.name} (not built)"),
+    Column("targets", 8, lambda k: _listed(k.archs)),
+    Column("head_dim", 8, lambda k: _listed(k.head_dims)),
+    Column("dtypes", 6, lambda k: _listed(k.dtypes)),
+    Column("features", 14, lambda k: _listed(k.features)),
+    Column("tuning", 27, _tuning),
+    Column("needs", 16, lambda k: _listed(need.what for need in k.needs)),
+    Column("why it is there", 16, lambda k: k.reason),
+)
+
+
+def table(kernels: Iterable[Kernel]) -> str:
+    """The dispatch table for people, its cells wrapped so that lines stay below `WIDTH` characters."""
+    lines = _row([[column.title] for column in COLUMNS])
+    lines.append("-" * WIDTH)
+    for kernel in kernels:
+        lines += _row([textwrap.wrap(column.show(kernel), column.width) for column in COLUMNS])
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[Sequence[str]]) -> list[str]:
+    height = max(map(len, cells))
+    padded = [
+        [line.ljust(column.width) for line in (*cell, *[""] * (height - len(cell)))]
+        for cell, column in zip(cells, COLUMNS)
+    ]
+    return ["  ".join(line).rstrip() for line in zip(*padded)]
+
+
+def verdicts(arch: str, request: Request) -> str:
+    """For one target: which kernel serves a request, and why those before it do not."""
+    try:
+        chosen, error = choose(arch, request).name, None
+    except UnsupportedError as refused:
+        chosen, error = "", refused
+    lines = []
+    for kernel in dispatch.KERNELS:
+        if arch not in kernel.archs:
+            continue
+        why = refusal(kernel, arch, request)
+        text = "chosen" if kernel.name == chosen else "could serve it too" if why is None else f"no: it {why}"
+        first, *rest = textwrap.wrap(text, WIDTH - 20)
+        lines += [f"{arch:<8}  {kernel.name:<8}  {first}", *(f"{'':20}{line}" for line in rest)]
+    if error is not None and config.KERNEL.get():
+        lines += textwrap.wrap(str(error), WIDTH)
+    elif error is not None:
+        lines.append(f"{arch:<8}  {'(none)':<8}  such a call raises an {type(error).__name__}")
+    return "\n".join(lines)
+
+
+_BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
+# flags that describe a call: (name, default, help)
+_SIZES = (
+    ("head_dim", 128, "elements of a head"),
+    ("batch", 1, "sequences"),
+    ("seq_len", 1024, "queries of the longest sequence"),
+    ("seq_len_kv", None, "keys of the longest sequence (seq_len)"),
+    ("num_heads", 16, "query heads"),
+    ("num_kv_heads", None, "key heads (num_heads)"),
+    ("num_kv_splits", 1, "parts of the keys, 0 for automatic"),
+    ("alignment", 16, "bytes that divide addresses and strides"),
+)
+
+
+def add_commands(commands: Any) -> None:
+    """Add this library's commands to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "paths",
+        help="show which flash-attention kernel serves which call, and why",
+        description="Without a flag that describes a call: the dispatch table, in order of preference. With one: "
+        "which kernel serves that call, and why the others do not; the rest of the call has the defaults below.",
+    )
+    parser.add_argument("--arch", choices=TARGETS, help="for one target only")
+    for name, default, meaning in _SIZES:
+        shown = meaning if default is None else f"{meaning} ({default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=shown)
+    parser.add_argument("--dtype", choices=tuple(_BYTES), help="(bf16)")
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=None, help="(causal)")
+    parser.add_argument("--packed", action="store_true", default=None, help="packed sequences (cu_seqlens)")
+    parser.add_argument("--debug-counts", action="store_true", default=None, help="count rescales")
+    parser.add_argument("--tuning", action="append", metavar="NAME", help="a tuning option, such as waves_per_eu")
+    parser.set_defaults(run=paths)
+
+
+def request_of(options: argparse.Namespace) -> Request | None:
+    """The call that the flags describe; None when they describe none."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    described = {*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "tuning"}
+    if not described & set(given):
+        return None
+    size = {name: default for name, default, _ in _SIZES} | {n: v for n, v in given.items() if n in described}
+    heads = size["num_heads"]
+    kv_heads = heads if size["num_kv_heads"] is None else size["num_kv_heads"]
+    keys = size["seq_len"] if size["seq_len_kv"] is None else size["seq_len_kv"]
+    dtype = given.get("dtype", "bf16")
+    wanted = {
+        "packed": "packed" in given,
+        "split_kv": size["num_kv_splits"] > 1,
+        "debug_counts": "debug_counts" in given,
+    }
+    row = size["head_dim"] * _BYTES[dtype]
+    return Request(
+        head_dim=size["head_dim"],
+        dtype=dtype,
+        causal=given.get("causal", True),
+        cross_seqlen=wanted["packed"] or keys != size["seq_len"],
+        return_lse=False,
+        batch=size["batch"],
+        seq_len=size["seq_len"],
+        seq_len_kv=keys,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        softmax_scale=1.0,
+        num_kv_splits=size["num_kv_splits"],
+        alignment=size["alignment"],
+        kv_alignment=size["alignment"],
+        q_pitch=heads * row,
+        kv_pitch=kv_heads * row,
+        features=tuple(name for name in FEATURES if wanted[name]),
+        tuning=dict.fromkeys(given.get("tuning", ()), True),
+    )
+
+
+def paths(options: argparse.Namespace) -> None:
+    """`python -m fly paths`."""
+    request = request_of(options)
+    archs = TARGETS if options.arch is None else (options.arch,)
+    if request is None:
+        print(table(k for k in dispatch.KERNELS if set(archs) & set(k.archs)))
+        print("A call takes the first row that serves it.")
+    else:
+        print("\n".join(verdicts(arch, request) for arch in archs))
+    for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP):
+        if variable.get():
+            print(f"{variable.name}={variable.get()} is set")

@@ -1,0 +1,169 @@
+"""Which part of an attention problem a block computes: its sequence, head, query rows and key tiles.
+
+The grid of every forward kernel is (query blocks, query heads, sequences * key splits). Causal blocks run longest
+first. Two things vary, and both follow from the arguments, so a kernel has no flag for either:
+
+| form | told by | q, out | k, v | lse (f32) |
+|---|---|---|---|---|
+| dense | no offsets | (B, Sq, H, D) | (B, Skv, Hkv, D) | (B, H, Sq) |
+| packed | `cu_seqlens_q`, `cu_seqlens_kv`: (B + 1,) i32 | (total_q, H, D) | (total_kv, Hkv, D) | (H, total_q) |
+| split keys | out of rank one more than q's | out and lse (S, ...), f32 | as above | (S, ...) |
+
+Lengths of packed sequences are only known on the device: blocks past the end of a sequence have no row.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import fly
+from kernels.attention_tiles import group_size
+from kernels.mask import KeyRange
+
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one block computes: rows `first_row` and on of one head of one sequence, against some of its keys.
+
+    The views hold this sequence and these heads alone, their row 0 is the sequence's first token; `lse` is its
+    vector, or None. `keys` has the sequence's lengths. Key tiles [first_tile, full_tiles) are seen whole by every
+    row of the block, [full_tiles, last_tile) need `keys.apply`. `split` is None without split keys.
+    """
+
+    q: fly.RowView
+    k: fly.RowView
+    v: fly.RowView
+    out: fly.RowView
+    lse: fly.Tensor | None
+    head: fly.Value
+    split: fly.Value | None
+    first_row: fly.Value
+    keys: KeyRange
+    first_tile: fly.Value
+    full_tiles: fly.Value
+    last_tile: fly.Value
+    packed: bool
+
+    def if_any_row(self) -> AbstractContextManager[None]:
+        """Where the block's code belongs: blocks past the end of a packed sequence have nothing to do."""
+        return fly.when(self.first_row < self.keys.queries) if self.packed else nullcontext()
+
+
+def block_work(
+    tensors: tuple[fly.Tensor | None, ...], *, head_dim: int, causal: bool, block_m: int, block_n: int
+) -> Work:
+    """This block's work, from its place in the grid.
+
+    `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
+    none. The block takes `block_m` query rows, and keys in tiles of `block_n`.
+    """
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
+    head, batch, split = fly.block_id.y, fly.block_id.z, None
+    kv_head = head // group_size(q, k)
+    if out.rank > q.rank:
+        splits = out.shape[0]
+        batch = fly.block_id.z // splits
+        split = fly.block_id.z - batch * splits
+        out, lse = part(out, split), part(lse, split)
+    block = fly.grid_dim.x - 1 - fly.block_id.x if causal else fly.block_id.x
+    first_row = block * block_m
+
+    queries, keys = Sequence.of(q, cu_seqlens_q, batch), Sequence.of(k, cu_seqlens_kv, batch)
+    key_range = KeyRange(queries.length, keys.length, causal)
+    full, last = key_range.tiles(first_row, block_m, block_n)
+    first = fly.i32(0)
+    if split is not None:
+        # even parts of the tiles that this block sees, so that causal blocks split as evenly as others
+        size = last // splits
+        longer = last - size * splits  # parts that have one tile more
+        first, last = (fly.first_lane(size * s + fly.minimum(s, longer)) for s in (split, split + 1))
+        full = fly.first_lane(fly.minimum(fly.maximum(full, first), last))
+        key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
+    return Work(
+        q=queries.matrix(q, head).rows(head_dim),
+        k=keys.matrix(k, kv_head).rows(head_dim),
+        v=keys.matrix(v, kv_head).rows(head_dim),
+        out=queries.matrix(out, head).rows(head_dim),
+        lse=None if lse is None else queries.vector(lse, head),
+        head=head,
+        split=split,
+        first_row=first_row,
+        keys=key_range,
+        first_tile=first,
+        full_tiles=full,
+        last_tile=last,
+        packed=queries.first is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence's tokens in tensors that hold several: entry `index` of the batch, or packed from `first` on."""
+
+    index: fly.Value
+    first: fly.Value | None
+    length: fly.Value
+
+    @staticmethod
+    def of(tensor: fly.Tensor, offsets: fly.Tensor | None, index: Any) -> Sequence:
+        """Sequence `index` of a (B, S, H, D) tensor, or of a packed (total, H, D) one with (B + 1,) `offsets`.
+
+        Offsets that decrease or leave [0, total] are cut to what exists.
+        """
+        if offsets is None:
+            return Sequence(index, None, tensor.shape[1])
+        total = tensor.shape[0]
+        first = fly.minimum(fly.maximum(offsets.load(index), 0), total)
+        end = fly.minimum(fly.maximum(offsets.load(index + 1), first), total)
+        # a load's result is not known to be the same in every lane, and addresses and bounds must be
+        first = fly.first_lane(first)
+        return Sequence(index, first, fly.first_lane(end) - first)
+
+    def matrix(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
+        """(S, D) of one head of (B, S, H, D) or (total, H, D)."""
+        if self.first is None:
+            return tensor[self.index, :, head, :]
+        return tensor[:, head, :].section(self.first, self.length)
+
+    def vector(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
+        """(S,) of one head of (B, H, S) or (H, total)."""
+        if self.first is None:
+            return tensor[self.index, head, :]
+        return tensor[head, :].section(self.first, self.length)
+
+
+def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:
+    """Entry `index` of the first dimension."""
+    return tensor[(index, *[slice(None)] * (tensor.rank - 1))]
+
+
+def grid(batch: int, heads: int, seq_len: int, block_m: int, splits: int = 1) -> tuple[int, int, int]:
+    """The grid of a forward kernel; `seq_len` is the longest sequence's number of queries."""
+    return -(-seq_len // block_m), heads, batch * splits
+
+
+# In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing
+# and reading the parts costs for every round of blocks. Estimates, not measured.
+_START, _COMBINE, _COMBINE_ROUND = 3, 8, 4
+
+
+def automatic_splits(blocks: int, key_tiles: int, compute_units: int) -> int:
+    """How many parts the keys are best split into: the fewest that are predicted to be fastest.
+
+    `blocks` of `key_tiles` each run `compute_units` at a time; a split adds blocks and shortens them. The model
+    counts rounds of blocks times tiles of a block, each block with a fixed start, and the combination. 1 when the
+    blocks alone fill the device, or when there is little to split.
+    """
+
+    def cost(splits: int) -> int:
+        rounds = -(-blocks * splits // compute_units)
+        combination = _COMBINE + _COMBINE_ROUND * rounds if splits > 1 else 0
+        return rounds * (-(-key_tiles // splits) + _START) + combination
+
+    if blocks >= compute_units:
+        return 1
+    return min(range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1), key=cost)

@@ -1,0 +1,178 @@
+"""Which kernel serves which call, and what `python -m fly paths` says about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fly.backends.target import targets
+from fly.errors import UnsupportedError
+from fly.runtime.cli import main
+from kernels import commands, dispatch
+from tests.kernels.stub import rows
+
+REQUEST = dispatch.Request(
+    head_dim=128,
+    dtype="bf16",
+    causal=True,
+    cross_seqlen=False,
+    return_lse=False,
+    batch=1,
+    seq_len=1024,
+    seq_len_kv=1024,
+    num_heads=8,
+    num_kv_heads=8,
+    softmax_scale=0.1,
+)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Sets the table to `rows()` with changes to the named ones, which are built then; no variable is set."""
+    for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def install(**built) -> None:
+        found = [replace(k, module="kernels.built", **built[k.name]) if k.name in built else k for k in rows()]
+        monkeypatch.setattr(dispatch, "KERNELS", tuple(found))
+
+    install()
+    return install
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_89", "sm_90a"])
+def test_generic_serves_every_target(table, arch, monkeypatch):
+    assert dispatch.choose(arch, REQUEST).name == "generic"
+    table(gfx950={}, sm90={})
+    monkeypatch.setenv("FLY_KERNEL", "generic")
+    assert dispatch.choose(arch, REQUEST).name == "generic"
+
+
+def test_the_first_kernel_that_can_is_chosen_and_can_be_switched_off(table, monkeypatch):
+    table(gfx950={})
+    assert dispatch.choose("gfx950", REQUEST).name == "gfx950"
+    assert dispatch.choose("gfx942", REQUEST).name == "generic"
+    monkeypatch.setenv("FLYDSL_DISABLE_DUALWAVE_SWP", "1")
+    assert dispatch.choose("gfx950", REQUEST).name == "generic"
+    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    with pytest.raises(UnsupportedError, match="switched off by FLYDSL_DISABLE_DUALWAVE_SWP=1"):
+        dispatch.choose("gfx950", REQUEST)
+
+
+def test_the_generic_kernel_knows_the_same_targets_as_the_compiler():
+    generic = next(k for k in dispatch.KERNELS if k.name == "generic")
+    assert set(generic.archs) == {t.arch for t in targets()}
+
+
+def test_every_row_names_known_features_and_a_reason():
+    for kernel in dispatch.KERNELS:
+        assert set(kernel.features) <= set(dispatch.FEATURES) and kernel.reason
+        for archs in kernel.tuning.values():
+            assert set(archs) <= set(kernel.archs)
+
+
+@pytest.mark.parametrize("feature", dispatch.FEATURES)
+def test_missing_features_are_refused_with_an_alternative(feature):
+    generic = next(k for k in dispatch.KERNELS if k.name == "generic")
+    bare = replace(generic, features=())
+    what, instead = dispatch.FEATURES[feature]
+    assert dispatch.refusal(bare, "gfx942", replace(REQUEST, features=(feature,))) == (
+        f"does not do {what} yet: {instead}"
+    )
+
+
+def test_the_generic_kernel_does_every_form():
+    generic = next(k for k in dispatch.KERNELS if k.name == "generic")
+    assert set(generic.features) >= {"packed", "split_kv"}
+
+
+def test_alignment_is_a_need():
+    need = dispatch.aligned(16)
+    assert need.refuses(REQUEST) is None
+    assert need.refuses(replace(REQUEST, alignment=8)) == (
+        "takes tensors whose addresses and strides are multiples of 16 bytes, not of 8: make them contiguous, from "
+        "an allocation of their own"
+    )
+
+
+def test_the_reach_of_offsets_is_a_need():
+    need = dispatch.keys_within(2**32, ahead=192)
+    near, far = (replace(REQUEST, kv_pitch=2**22, seq_len_kv=n) for n in (832, 833))
+    assert need.refuses(near) is None
+    assert need.refuses(far) == (
+        "reaches 832 keys whose rows are 4194304 bytes apart, not 833: make k and v contiguous"
+    )
+    assert need.refuses(replace(far, kv_pitch=0)) is None  # one row for all
+
+
+def test_a_kernel_whose_needs_are_not_met_is_passed_over(table, monkeypatch):
+    table(sm90={"needs": (dispatch.aligned(16),)})
+    assert dispatch.choose("sm_90a", REQUEST).name == "sm90"
+    assert dispatch.choose("sm_90a", replace(REQUEST, alignment=8)).name == "generic"
+    monkeypatch.setenv("FLY_KERNEL", "sm90")
+    with pytest.raises(UnsupportedError, match=r"FLY_KERNEL=sm90: the sm90 kernel takes tensors whose addresses"):
+        dispatch.choose("sm_90a", replace(REQUEST, alignment=8))
+
+
+def shown(capsys, *arguments: str) -> list[str]:
+    """The lines that `python -m fly paths` prints."""
+    assert main(["paths", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    return lines
+
+
+def test_paths_shows_every_kernel_and_all_that_it_needs(capsys):
+    text = " ".join(" ".join(shown(capsys)).split())
+    for kernel in dispatch.KERNELS:
+        assert kernel.name in text
+    for column in commands.COLUMNS:
+        assert column.title in text
+    assert "split_kv" in text and "waves_per_eu" in text
+
+
+@pytest.mark.parametrize("arch", dispatch.AMD + dispatch.NVIDIA)
+def test_paths_of_one_target(capsys, arch):
+    lines = shown(capsys, "--arch", arch)
+    for kernel in dispatch.KERNELS:
+        assert any(line.startswith(kernel.name) for line in lines) == (arch in kernel.archs)
+
+
+def test_paths_says_what_is_chosen_and_why_the_others_are_not(table, capsys):
+    table(gfx950={"features": (), "needs": (dispatch.aligned(4),)})
+    plain = shown(capsys, "--arch", "gfx950", "--head-dim", "128")
+    assert [line.split() for line in plain] == [
+        ["gfx950", "gfx950", "chosen"],
+        ["gfx950", "generic", "could", "serve", "it", "too"],
+    ]
+    packed = shown(capsys, "--arch", "gfx950", "--head-dim", "128", "--packed")
+    assert packed[0].startswith("gfx950    gfx950    no: it does not do packed sequences")
+    assert packed[-1].split() == ["gfx950", "generic", "chosen"]
+    unaligned = shown(capsys, "--arch", "gfx950", "--alignment", "2")
+    assert "not of 2: make them contiguous" in " ".join(" ".join(unaligned).split())
+
+
+def test_paths_when_none_serves(table, capsys):
+    lines = shown(capsys, "--arch", "sm_80", "--num-kv-splits", "4", "--tuning", "waves_per_eu", "--no-causal")
+    assert "has no tuning option waves_per_eu on sm_80" in lines[0]
+    assert lines[-1] == "sm_80     (none)    such a call raises an UnsupportedError"
+
+
+def test_paths_tells_what_is_forced(table, capsys, monkeypatch):
+    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    lines = shown(capsys, "--arch", "gfx942", "--dtype", "f16")
+    assert "FLY_KERNEL=gfx950: the gfx950 kernel runs on gfx950, not on gfx942" in " ".join(lines)
+    assert lines[-1] == "FLY_KERNEL=gfx950 is set"
+
+
+def test_the_flags_become_a_request():
+    parser = commands.argparse.ArgumentParser()
+    commands.add_commands(parser.add_subparsers())
+    flags = (
+        "--head-dim 64 --seq-len 10 --seq-len-kv 20 --num-heads 8 --num-kv-heads 2 --num-kv-splits 3 --debug-counts"
+    )
+    request = commands.request_of(parser.parse_args(["paths", *flags.split()]))
+    assert request.features == ("split_kv", "debug_counts") and request.cross_seqlen and request.causal
+    assert (request.head_dim, request.seq_len, request.seq_len_kv, request.kv_pitch) == (64, 10, 20, 256)
+    assert commands.request_of(parser.parse_args(["paths", "--arch", "sm_80"])) is None
