@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,22 @@ def bind_forward(
         arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts)
         return bind(kernel, blocks, threads, arguments, statics, compile_kernel)
 
+    return launch_of(bound, tensors, request, splits)
+
+
+def launch_of(
+    bound: Callable[[torch.Tensor, torch.Tensor | None], Prepared],
+    tensors: Tensors,
+    request: Request,
+    splits: int,
+    last: Callable[[int | None], int] | None = None,
+) -> Launch:
+    """A launch of a forward kernel, and with split keys of the combination after it.
+
+    `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
+    offsets, `debug_counts`, and at the end what `last(stream)` gives.
+    """
+    more = (lambda stream: ()) if last is None else (lambda stream: (last(stream),))
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
 
@@ -62,7 +78,7 @@ def bind_forward(
         def run(tensors: Tensors, stream: int | None) -> None:
             q, k, v, out = tensors[:4]
             others = [tensors[i].data_ptr() for i in optional] if optional else ()
-            forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *others, stream=stream)
+            forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *others, *more(stream), stream=stream)
 
         return Launch(run)
 
@@ -81,7 +97,7 @@ def bind_forward(
         partial = workspace.data_ptr()
         partials = (partial, partial + lse_offset)
         others = [t.data_ptr() for t in (cu_seqlens_q, *rest) if t is not None]
-        forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, stream=stream)
+        forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream), stream=stream)
         combine(*partials, *[t.data_ptr() for t in (out, lse, cu_seqlens_q) if t is not None], stream=stream)
 
     return Launch(run_split, partials.bytes)

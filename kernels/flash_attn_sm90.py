@@ -17,7 +17,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,10 @@ import fly
 from fly.backends.nvvm import tma, wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
-    atomic_add,
-    atomic_wrap,
     barrier_arrive,
     barrier_sync,
     elect_one,
+    fence_async_shared,
     setmaxnreg_dec,
     setmaxnreg_inc,
     warpgroup_id,
@@ -37,13 +36,18 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position, Ring, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
+from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import bind
+from fly.runtime.prepared import Prepared, bind
+from kernels.attention_launch import LOG2_E, launch_of, split_count
 from kernels.attention_tiles import store_lse
-from kernels.mask import KeyRange
+from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.online_softmax import OnlineSoftmax
+from kernels.sm90_schedule import Board, Schedule, Work
+from kernels.tile_counters import counters_of
 
-TURN = 1  # first named barrier: whose turn it is to start products
+# first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
+TURN, CLEARED = 1, 5
 
 
 @dataclass(frozen=True)
@@ -79,64 +83,23 @@ class Sm90Options:
         return WARPGROUP * (1 + self.consumers)
 
     @property
+    def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
+        """Of Q, K and V in shared memory."""
+        return (
+            PanelTile.widest(self.block_m, self.head_dim),
+            PanelTile.widest(self.block_n, self.head_dim),
+            PanelTile.widest(self.block_n, self.head_dim_v),
+        )
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
 @dataclass(frozen=True)
-class Work:
-    """One tile of the launch: which query rows of which head, and how many key tiles they see."""
-
-    batch: Any
-    head: Any
-    first_row: Any
-    full_tiles: Any
-    all_tiles: Any
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The launch's sizes (i32 values), and the walk over its tiles."""
-
-    seq_len: Any
-    seq_len_kv: Any
-    heads: Any
-    batch: Any
-    section: Any
-    options: Sm90Options
-
-    @property
-    def row_blocks(self) -> Any:
-        return fly.ceil_div(self.seq_len, self.options.block_m)
-
-    @property
-    def keys(self) -> KeyRange:
-        return KeyRange(self.seq_len, self.seq_len_kv, self.options.causal)
-
-    @property
-    def total(self) -> Any:
-        """Tiles of the launch."""
-        return self.row_blocks * self.heads * self.batch
-
-    def work(self, number: Any) -> Work:
-        """Tile `number`: `section` heads at a time, row block after row block, the longest first."""
-        slices, blocks = self.heads * self.batch, self.row_blocks
-        first_slice = number // (self.section * blocks) * self.section
-        beside = fly.minimum(self.section, slices - first_slice)
-        inside = number - first_slice * blocks
-        block, slice_ = inside // beside, first_slice + inside % beside
-        if self.options.causal:
-            block = blocks - 1 - block
-        first_row = block * self.options.block_m
-        full, every = self.keys.tiles(first_row, self.options.block_m, self.options.block_n)
-        # a tile without any key is computed like the others, all masked
-        return Work(slice_ // self.heads, slice_ % self.heads, first_row, full, fly.maximum(every, 1))
-
-
-@dataclass(frozen=True)
 class Buffers:
-    """Shared memory: tiles, and the rings over them."""
+    """Shared memory: tiles, the rings over them, and the board that says what the block works on."""
 
     q: fly.Pointer
     k: fly.Pointer
@@ -147,14 +110,12 @@ class Buffers:
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
-    numbers: fly.SharedMemory
-    number_ring: Ring
+    board: Board
 
     @staticmethod
     def allocate(options: Sm90Options) -> Buffers:
-        q_tile = PanelTile.widest(options.block_m, options.head_dim)
-        k_tile = PanelTile.widest(options.block_n, options.head_dim)
-        v_tile = PanelTile.widest(options.block_n, options.head_dim_v)
+        """Of one block."""
+        q_tile, k_tile, v_tile = options.tiles
         warps = options.consumers * WARPGROUP // 32
         return Buffers(
             q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
@@ -166,8 +127,7 @@ class Buffers:
             q_ring=Ring.allocate("q", options.q_stages, warps),
             k_ring=Ring.allocate("k", options.stages, warps),
             v_ring=Ring.allocate("v", options.stages, warps),
-            numbers=fly.SharedMemory("numbers", "i32", 2),
-            number_ring=Ring.allocate("numbers", 2, warps),
+            board=Board.allocate(warps),
         )
 
 
@@ -178,6 +138,8 @@ def flash_attn_sm90(
     v: fly.TensorMap,
     out: fly.Tensor,
     lse: fly.Tensor | None,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
     seq_len_kv: fly.i32,
     group: fly.i32,
@@ -186,93 +148,113 @@ def flash_attn_sm90(
     *,
     options: Sm90Options,
 ):
-    """out = softmax(softmax_scale * q k^T) v, per batch and head.
+    """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    q, k, v: maps of (B, S, H, D) tensors, see `prepare`; out: (B, Sq, H, Dv); lse: (B, H, Sq) f32 or None; `counters`:
-    two i32, zero before and after; `group` query heads share a key head; `section` heads are worked on at a time; scale_log2: softmax_scale * log2(e).
-    Any one-dimensional grid; a block for each multiprocessor is best.
+    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, see `prepare`; out, lse and the offsets in the
+    dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
+    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time;
+    scale_log2: softmax_scale * log2(e). Any one-dimensional grid: a block for each multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
-    problem = Problem(out.shape[1], seq_len_kv, out.shape[2], out.shape[0], section, options)
+    split = out.dtype is fly.f32
+    *leading, seq_len, heads, _ = out.shape
+    schedule = Schedule(
+        seq_len=seq_len,
+        seq_len_kv=seq_len_kv,
+        heads=heads,
+        batch=leading[-1] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        splits=out.shape[0] if split else 1,
+        section=section,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        counters=counters,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+    )
     buffers = Buffers.allocate(options)
-    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.number_ring])
+    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            _produce(problem, buffers, q, k, v, group, counters)
+            Producer(schedule, buffers, q, k, v, group).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
-        _consume(problem, buffers, warpgroup - 1, out, lse, scale_log2)
+        Consumer(schedule, buffers, options, warpgroup - 1, scale_log2, dtype_of(q.spec.dtype)).run(out, lse, split)
 
 
-def _load_tile(
-    tensor_map: fly.TensorMap, tile: PanelTile, destination: fly.Pointer, at: tuple, barrier: fly.Value
-) -> None:
-    batch, row, head = at
-    for panel in range(tile.panels):
-        place = (batch, row, head, panel * tile.panel_columns)
-        tma.load(tensor_map, destination.offset(panel * tile.panel_bytes), place, barrier)
+@dataclass(frozen=True)
+class Producer:
+    """The one thread that fills the rings, in the order in which consumers need them."""
 
+    schedule: Schedule
+    buffers: Buffers
+    q: fly.TensorMap
+    k: fly.TensorMap
+    v: fly.TensorMap
+    group: Any
 
-def _produce(
-    problem: Problem,
-    buffers: Buffers,
-    q: fly.TensorMap,
-    k: fly.TensorMap,
-    v: fly.TensorMap,
-    group: Any,
-    counters: fly.Tensor,
-) -> None:
-    """Fill the rings for all of the block's tiles."""
-    block_n = problem.options.block_n
+    def run(self) -> None:
+        """All of the block's tiles."""
+        schedule, board, packed = self.schedule, self.buffers.board, self.schedule.packed
+        number, work = schedule.find(fly.block_id.x)
+        board_at = board.publish(Position.start(), work, packed)
+        q_at, k_at = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at)
+        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            number = schedule.take()  # early: it is needed only after the loads
+            rest = work.last_tile - work.first_tile
+            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
+                j = work.last_tile - 1 - i
+                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
+            k_at, v_at = loop.results
+            _, following = schedule.find(number)
+            board_at = board.publish(board_at, following, packed)
+            # a tile's first K comes before the last V of the tile before
+            q_at, k_at = self._open(following, q_at, k_at)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
+        schedule.finish()
 
-    def load_q(at: Position, work: Work) -> Position:
-        barrier = buffers.q_ring.acquire(at, buffers.q_tile.bytes)
-        slot = buffers.q.offset(at.index * buffers.q_tile.bytes)
-        _load_tile(q, buffers.q_tile, slot, (work.batch, work.first_row, work.head), barrier)
-        return buffers.q_ring.next(at)
-
-    def load_k(at: Position, work: Work, j: Any) -> Position:
-        barrier = buffers.k_ring.acquire(at, buffers.k_tile.bytes)
-        slot = buffers.k.offset(at.index * buffers.k_tile.bytes)
-        _load_tile(k, buffers.k_tile, slot, (work.batch, j * block_n, work.head // group), barrier)
-        return buffers.k_ring.next(at)
-
-    def load_v(at: Position, work: Work, j: Any) -> Position:
-        barrier = buffers.v_ring.acquire(at, buffers.v_tile.bytes)
-        slot = buffers.v.offset(at.index * buffers.v_tile.bytes)
-        _load_tile(v, buffers.v_tile, slot, (work.batch, j * block_n, work.head // group), barrier)
-        return buffers.v_ring.next(at)
-
-    def first(number: Any, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        work = problem.work(number)
-        return load_q(q_at, work), load_k(k_at, work, work.all_tiles - 1)
-
-    # in the order in which consumers need them: a tile's first K comes before the last V of the tile before
-    start = first(fly.block_id.x, Position.start(), Position.start())
-    carry = (fly.block_id.x, *start, Position.start(), Position.start())
-    for number, q_at, k_at, v_at, number_at in (tiles := fly.while_(carry, lambda c: c[0] < problem.total)):
-        taken = atomic_add(counters.at(0), 1)  # early: its answer takes as long as a key tile
-        work = problem.work(number)
-        for i, (k_at_, v_at_) in (loop := fly.range(1, work.all_tiles, carry=(k_at, v_at))):
-            j = work.all_tiles - 1 - i
-            loop.next(load_k(k_at_, work, j), load_v(v_at_, work, j + 1))
-        k_at, v_at = loop.results
-        following = taken + fly.grid_dim.x
-        buffers.number_ring.empty.wait(number_at.index, number_at.phase ^ 1)
-        buffers.numbers.store(following, number_at.index)
-        buffers.number_ring.full.arrive(number_at.index)
-        q_at, k_at = fly.cond(
-            following < problem.total,
-            lambda number=following, q_at=q_at, k_at=k_at: first(number, q_at, k_at),
-            lambda q_at=q_at, k_at=k_at: (q_at, k_at),
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
+        return fly.cond(
+            work.exists,
+            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
+            lambda: (q_at, k_at),
         )
-        tiles.next(following, q_at, k_at, load_v(v_at, work, fly.i32(0)), buffers.number_ring.next(number_at))
-    # the last block to finish leaves the counters as it found them
-    with fly.when(atomic_wrap(counters.at(1), fly.grid_dim.x - 1) == fly.grid_dim.x - 1):
-        counters.store(fly.i32(0), 0)
+
+    def _load_q(self, at: Position, work: Work) -> Position:
+        row = work.q_first + work.first_row
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, work, row, work.head)
+
+    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
+        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
+        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, work, row, head)
+
+    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
+        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, work, row, head)
+
+    def _load(
+        self,
+        tensor_map: fly.TensorMap,
+        ring: Ring,
+        memory: fly.Pointer,
+        tile: PanelTile,
+        at: Position,
+        work: Work,
+        row: Any,
+        head: Any,
+    ) -> Position:
+        barrier = ring.acquire(at, tile.bytes)
+        slot = memory.offset(at.index * tile.bytes)
+        batch = 0 if self.schedule.packed else work.batch
+        for panel in range(tile.panels):
+            place = (batch, row, head, panel * tile.panel_columns)
+            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), place, barrier)
+        return ring.next(at)
 
 
 @dataclass(frozen=True)
@@ -286,52 +268,62 @@ class State:
     v_at: Position
 
 
-def _consume(
-    problem: Problem,
-    buffers: Buffers,
-    consumer: fly.Value,
-    out: fly.Tensor,
-    lse: fly.Tensor | None,
-    scale_log2: fly.Value,
-) -> None:
-    """Compute this warpgroup's rows of all of the block's tiles."""
-    compute = Consumer(problem, buffers, consumer, scale_log2, out.dtype)
-    if problem.options.ping_pong:
-        with fly.when(consumer == problem.options.consumers - 1):
-            compute.pass_turn()
-    start = (Position.start(), Position.start(), Position.start())
-    started = compute.first(problem.work(fly.block_id.x), *start)
-    carry = (fly.block_id.x, started, Position.start())
-    for number, state, number_at in (tiles := fly.while_(carry, lambda c: c[0] < problem.total)):
-        work = problem.work(number)
-        output, state = compute.middle(work, state)
-        buffers.number_ring.wait(number_at)
-        following = fly.first_lane(buffers.numbers.load(number_at.index))
-        buffers.number_ring.release(number_at)
-        output, next_state = fly.cond(
-            following < problem.total,
-            lambda number=following, o=output, s=state: compute.turn_over(problem.work(number), o, s),
-            lambda o=output, s=state: compute.last(o, s),
-        )
-        inverse, row_lse = state.softmax.finish(scale_log2)
-        compute.store(out, work, compute.fragment(output).scale_rows(_on(compute.output_layout, inverse)))
-        if lse is not None:
-            store_lse(lse[work.batch, work.head, :], row_lse, compute.rows(work), problem.seq_len)
-        tiles.next(following, next_state, buffers.number_ring.next(number_at))
-
-
 class Consumer:
-    """The steps of one consumer warpgroup."""
+    """One consumer warpgroup: its rows of all of the block's tiles."""
 
-    def __init__(self, problem: Problem, buffers: Buffers, index: fly.Value, scale: fly.Value, dtype: fly.DType):
-        options = problem.options
-        self.problem, self.buffers, self.index, self.scale = problem, buffers, index, scale
-        self.options = options
-        self.dtype = dtype
+    def __init__(
+        self,
+        schedule: Schedule,
+        buffers: Buffers,
+        options: Sm90Options,
+        index: fly.Value,
+        scale: fly.Value,
+        dtype: fly.DType,
+    ):
+        self.schedule, self.buffers, self.options = schedule, buffers, options
+        self.index, self.scale, self.dtype = index, scale, dtype
         self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
+
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None, split: bool) -> None:
+        """All of the block's tiles."""
+        board = self.buffers.board
+        if self.options.ping_pong:
+            with fly.when(self.index == self.options.consumers - 1):
+                self.pass_turn()
+        work, board_at = board.read(Position.start(), self.schedule)
+        start = (Position.start(), Position.start(), Position.start())
+        state = self._first_if_any(work, start) if self.schedule.packed else self.first(work, *start)
+        carry = (work, state, board_at)
+        for work, state, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            output, state = self.middle(work, state)
+            following, board_at = board.read(board_at, self.schedule)
+            output, next_state = fly.cond(
+                following.exists,
+                lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
+                lambda w=work, o=output, s=state: self.last(w, o, s),
+            )
+            inverse, row_lse = state.softmax.finish(self.scale)
+            output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
+            sequence = self.schedule.queries_of(work)
+            view = sequence.matrix(self.schedule.part(out, work, split), work.head)
+            (self.store_parts if split else self.store)(view, work, output)
+            if lse is not None:
+                vector = sequence.vector(self.schedule.part(lse, work, split), work.head)
+                store_lse(vector, row_lse, self.rows(work), work.keys.queries)
+            tiles.next(following, next_state, board_at)
+
+    def _first_if_any(self, work: Work, start: tuple) -> State:
+        """`first`, or where all sequences are empty, a state that nothing reads."""
+
+        def none() -> State:
+            zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
+            softmax = OnlineSoftmax.start(self.score_layout, 1)
+            return State(softmax, (zero,) * (self.options.block_n // wgmma.K), *start)
+
+        return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
     def fragment(self, output: fly.Value) -> fly.Fragment:
         """The output's accumulators as a fragment of 64 rows."""
@@ -358,13 +350,33 @@ class Consumer:
         steps = self.options.head_dim // wgmma.K
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
-    def _accumulate(self, output: fly.Value, weights: tuple, v_at: Position) -> fly.Value:
+    def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
+        """Start O += P V of key tile j."""
         tile = self.buffers.v_tile
-        values = Operand(self.buffers.v.offset(v_at.index * tile.bytes), tile, along_rows=True)
-        return wgmma.issue(self.output_atom, weights, values, self.options.block_n // wgmma.K, output)
+        memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
+        self.buffers.v_ring.wait(state.v_at)
+        if self.schedule.packed:
+            self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
+        values = Operand(memory, tile, along_rows=True)
+        return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
+
+    def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
+        """Set the rows of a V tile from `rows` on to zero: those of another sequence, whose NaN times 0 is NaN.
+
+        Every consumer does so for itself; they store the same.
+        """
+        tile = self.buffers.v_tile
+        with fly.when(rows < tile.rows):
+            begin = fly.maximum(rows, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
+            zero = fly.broadcast(fly.i32(0), 4)
+            for panel in range(tile.panels):
+                for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
+                    fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
+            fence_async_shared()
+            barrier_sync(self.index + CLEARED, WARPGROUP)
 
     def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
-        return self.problem.keys.apply(scores, self.rows(work), j * self.options.block_n)
+        return work.keys.apply(scores, self.rows(work), j * self.options.block_n)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -373,21 +385,21 @@ class Consumer:
 
     def _start(self, work: Work, scores: fly.Value) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile."""
-        j, fragment = work.all_tiles - 1, fly.Fragment(self.score_layout, ((scores,),))
+        j, fragment = work.last_tile - 1, fly.Fragment(self.score_layout, ((scores,),))
         if self.options.causal:
             fragment = self._mask(work, j, fragment)
         else:
             fragment = fly.cond(
-                work.full_tiles < work.all_tiles, lambda: self._mask(work, j, fragment), lambda: fragment
+                work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
         softmax, probabilities, _, _ = start.advance(fragment, self.scale, masked=True, lazy=False)
         return softmax, probabilities
 
-    def _scored(self, j: Any, q_at: Position, k_at: Position) -> None:
+    def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
         self.buffers.k_ring.release(k_at)
-        with fly.when(j == 0):
+        with fly.when(j == work.first_tile):
             self.buffers.q_ring.release(q_at)
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
@@ -395,22 +407,21 @@ class Consumer:
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
-        self._scored(work.all_tiles - 1, q_at, k_at)
+        self._scored(work, work.last_tile - 1, q_at, k_at)
         softmax, probabilities = self._start(work, scores)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
-        rest = work.all_tiles - 1
+        end = work.last_tile - 1
         if self.options.causal:
-            masked = work.all_tiles - work.full_tiles
-            for i, carried in (loop := fly.range(1, masked, carry=carry)):
-                loop.next(self.step(work, work.all_tiles - 1 - i, *carried, masked=True))
+            for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, masked=True))
             carry = loop.results
-            rest = fly.minimum(work.full_tiles, rest)
-        for i, carried in (loop := fly.range(rest, carry=carry)):
-            loop.next(self.step(work, rest - 1 - i, *carried, masked=False))
+            end = fly.minimum(work.full_tiles, end)
+        for i, carried in (loop := fly.range(end - work.first_tile, carry=carry)):
+            loop.next(self.step(work, end - 1 - i, *carried, masked=False))
         return loop.results
 
     def step(self, work: Work, j: Any, output: fly.Value, state: State, masked: bool) -> tuple[fly.Value, State]:
@@ -420,12 +431,11 @@ class Consumer:
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(state.q_at, state.k_at)
-        buffers.v_ring.wait(state.v_at)
-        output = self._accumulate(output, state.weights, state.v_at)
+        output = self._accumulate(work, j + 1, output, state)
         if self.options.ping_pong:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
-        self._scored(j, state.q_at, state.k_at)
+        self._scored(work, j, state.q_at, state.k_at)
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if masked:
             fragment = self._mask(work, j, fragment)
@@ -444,8 +454,8 @@ class Consumer:
 
         return scaled() if needed is None else fly.cond(needed, scaled, lambda: output)
 
-    def turn_over(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
-        """A tile's last product, and the first scores of the next tile, `work`."""
+    def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+        """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
@@ -453,34 +463,37 @@ class Consumer:
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(q_at, state.k_at)
-        buffers.v_ring.wait(state.v_at)
-        output = self._accumulate(output, state.weights, state.v_at)
+        output = self._accumulate(work, work.first_tile, output, state)
         if self.options.ping_pong:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
-        self._scored(work.all_tiles - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(work, scores)
+        self._scored(following, following.last_tile - 1, q_at, state.k_at)
+        softmax, probabilities = self._start(following, scores)
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
 
-    def last(self, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+    def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """The last product of the block's last tile."""
-        self.buffers.v_ring.wait(state.v_at)
-        (output,) = wgmma.wait(0, self._accumulate(output, state.weights, state.v_at))
+        (output,) = wgmma.wait(0, self._accumulate(work, work.first_tile, output, state))
         return output, state
 
-    def store(self, out: fly.Tensor, work: Work, output: fly.Fragment) -> None:
-        """Round to the output's dtype and store; rows past the end are dropped."""
-        values = output.tiles[0][0].to(self.dtype)
-        rows, column, pieces = wgmma.runs(values)
+    def store(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+        """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""
+        rows, column, pieces = wgmma.runs(output.tiles[0][0].to(self.dtype))
         first = work.first_row + self.index * 64
-        view = out[work.batch, :, work.head, :]
         for row, row_pieces in zip(rows, pieces, strict=True):
-            with fly.when(first + row < self.problem.seq_len):
+            with fly.when(first + row < work.keys.queries):
                 for i, piece in enumerate(row_pieces):
                     fly.store(piece, view.at(first + row, column + 32 * i), align=16)
+
+    def store_parts(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+        """Store a split's part, f32; rows past the end are dropped."""
+        first = work.first_row + self.index * 64
+        for row, column, values in output.runs():
+            with fly.when(first + row < work.keys.queries):
+                fly.store(values, view.at(first + row, column), align=8)
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
@@ -488,68 +501,74 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
     return fly.RowVector(layout, rows.values)
 
 
-# by (head_dim, head_dim_v, causal): consumers, block_n, stages, q_stages, ping_pong
-_TILES = {
-    (64, 64, False): (3, 128, 2, 2, True),
-    (64, 64, True): (3, 128, 2, 2, True),
-    (128, 128, False): (2, 128, 2, 2, True),
-    (128, 128, True): (2, 128, 2, 2, True),
-    (256, 256, False): (2, 80, 2, 1, True),
-    (256, 256, True): (2, 80, 2, 1, True),
+def _builds(*rows: tuple[float, int, int, int, int], **more: Any) -> tuple[tuple[float, Mapping[str, Any]], ...]:
+    names = ("consumers", "block_n", "stages", "q_stages")
+    return tuple((longest, dict(zip(names, build, strict=True), **more)) for longest, *build in rows)
+
+
+# By (head_dim, head_dim_v, causal): the longest sequence of keys, and the build for it; measured on an H200.
+BUILDS: Mapping[tuple[int, int, bool], tuple[tuple[float, Mapping[str, Any]], ...]] = {
+    (64, 64, False): _builds((math.inf, 3, 128, 2, 2)),
+    (64, 64, True): _builds((1024, 2, 128, 2, 2), hold=True) + _builds((math.inf, 3, 128, 2, 2)),
+    (96, 96, False): _builds((math.inf, 2, 160, 2, 2)),
+    (96, 96, True): _builds((math.inf, 2, 128, 2, 2)),
+    (128, 128, False): _builds(
+        (1024, 2, 128, 2, 2), (4096, 2, 160, 2, 2), (math.inf, 2, 176, 2, 1), lazy_rescale=False
+    ),
+    (128, 128, True): _builds((2048, 2, 128, 2, 2), (math.inf, 2, 160, 2, 2), lazy_rescale=False),
+    (192, 128, False): _builds((math.inf, 2, 128, 2, 1)),
+    (192, 128, True): _builds((math.inf, 2, 128, 2, 1)),
+    (192, 192, False): _builds((math.inf, 2, 96, 2, 1)),
+    (192, 192, True): _builds((math.inf, 2, 96, 2, 1)),
+    (256, 256, False): _builds((math.inf, 2, 64, 2, 1)),
+    (256, 256, True): _builds((math.inf, 2, 64, 2, 1)),
 }
 
 
-def options_for(head_dim: int, head_dim_v: int, causal: bool) -> Sm90Options:
+def options_for(head_dim: int, head_dim_v: int, causal: bool, seq_len_kv: int) -> Sm90Options:
     """The build for a shape."""
-    return Sm90Options(head_dim, head_dim_v, causal, *_TILES[head_dim, head_dim_v, causal])
+    builds = BUILDS[head_dim, head_dim_v, causal]
+    build = next(build for longest, build in builds if seq_len_kv <= longest)
+    return Sm90Options(head_dim, head_dim_v, causal, **build)
 
 
-def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    options: Sm90Options | None = None,
-    **_: Any,
-) -> Callable[..., None]:
-    """Compile and bind a launch for these tensors; returns `launch(q, k, v, out, lse, stream)`."""
-    batch, seq_len, heads, head_dim = q.shape
-    seq_len_kv, kv_heads = k.shape[1:3]
-    options = options or options_for(head_dim, v.shape[-1], causal)
-    q_tile, k_tile = PanelTile.widest(options.block_m, head_dim), PanelTile.widest(options.block_n, head_dim)
-    v_tile = PanelTile.widest(options.block_n, options.head_dim_v)
+_SECTION_BYTES, _LEAST_SECTION = 16 << 20, 16
 
-    def mapped(tensor: Any, tile: PanelTile) -> Any:
-        return fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
 
-    arguments = (
-        mapped(q, q_tile),
-        mapped(k, k_tile),
-        mapped(v, v_tile),
-        out,
-        lse,
-        counters,
-        seq_len_kv,
-        heads // kv_heads,
-        heads * batch,
-        softmax_scale * math.log2(math.e),
+def section_for(request: Request, head_dim_v: int) -> int:
+    """How many heads to work on at a time: those whose K and V stay in the second-level cache, if it holds enough.
+
+    With fewer than 16, blocks of the longest tiles would be too few at the end of each section: then all.
+    """
+    heads = request.batch * request.num_heads
+    head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
+    section = _SECTION_BYTES // max(1, head_bytes)
+    return min(section, heads) if section >= _LEAST_SECTION else heads
+
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
+    device, head_dim_v = q.device, v.shape[-1]
+    options = options_for(request.head_dim, head_dim_v, request.causal, request.seq_len_kv)
+    splits = split_count(request, device, options.block_m, options.block_n)
+    counters = counters_of(device)
+    packed = tensors.cu_seqlens_q is not None
+    blocks = q.shape[1] // options.block_m + request.batch if packed else -(-q.shape[1] // options.block_m) * len(q)
+    grid = min(device_of(device).compute_units, blocks * request.num_heads * splits)
+    maps = tuple(
+        fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
+        for tensor, tile in zip((q, k, v), options.tiles, strict=True)
     )
-    import torch
-
-    units = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tiles = -(-seq_len // options.block_m) * heads * batch
-    prepared = bind(
-        flash_attn_sm90, min(units, tiles), options.threads, arguments, {"options": options}, compile_kernel
+    scalars = (
+        k.shape[1],
+        request.num_heads // request.num_kv_heads,
+        section_for(request, head_dim_v) * splits,
+        request.softmax_scale * LOG2_E,
     )
 
-    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> None:
-        if lse is None:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream=stream)
-        else:
-            prepared(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), stream=stream)
+    def bound(out: Any, lse: Any) -> Prepared:
+        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars)
+        return bind(flash_attn_sm90, grid, options.threads, arguments, {"options": options}, compile_kernel)
 
-    return launch
+    return launch_of(bound, tensors, request, splits, counters.address)

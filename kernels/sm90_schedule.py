@@ -1,0 +1,221 @@
+"""How the Hopper kernel's persistent blocks come to their work: tiles of the launch, handed out on demand.
+
+Tiles are numbered in the order in which they should start. A block begins with the tile of its own number; when its
+producer has loaded a tile's first keys it takes the next number from a counter in global memory, finds out what that
+tile is, and publishes it to the block's consumers through shared memory. So blocks that got short tiles take more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
+from fly.backends.nvvm.mbarrier import Position, Ring
+from kernels.mask import KeyRange
+from kernels.tile_scheduler import Sequence, part
+
+NUMBERS = 8  # i32 that describe a tile
+STOP = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """One tile: `block_m` query rows of one head of one sequence, against key tiles [first_tile, last_tile).
+
+    `first_row` counts from the sequence's first query; `q_first` and `k_first` are where the sequence starts in
+    packed tensors (0 in others). Key tiles up to `full_tiles` are seen whole by every row. A tile without any key is
+    computed like the others, all masked.
+    """
+
+    batch: fly.Value
+    head: fly.Value
+    first_row: fly.Value
+    split: fly.Value
+    q_first: Any
+    k_first: Any
+    keys: KeyRange
+    first_tile: fly.Value
+    full_tiles: fly.Value
+    last_tile: fly.Value
+
+    @property
+    def exists(self) -> fly.Value:
+        """Whether it is a tile, and not the end of the launch."""
+        return self.batch >= 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The launch's sizes (i32 values and tensors), and how its tiles are numbered.
+
+    `section` heads at a time, row block after row block, the longest first; packed sequences one after the other,
+    all heads of a row block side by side.
+    """
+
+    seq_len: Any
+    seq_len_kv: Any
+    heads: Any
+    batch: Any
+    splits: Any
+    section: Any
+    cu_seqlens_q: fly.Tensor | None
+    cu_seqlens_kv: fly.Tensor | None
+    counters: fly.Tensor
+    causal: bool
+    block_m: int
+    block_n: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def total(self) -> fly.Value:
+        """Tiles of the launch. For packed sequences `seq_len` is all of their queries: some tiles are empty."""
+        if self.packed:
+            return (self.seq_len // self.block_m + self.batch) * self.heads * self.splits
+        return fly.ceil_div(self.seq_len, self.block_m) * self.heads * self.batch * self.splits
+
+    def take(self) -> fly.Value:
+        """A number that no other block has had, by one thread; its answer takes as long as a key tile."""
+        return atomic_add(self.counters.at(0), 1) + fly.grid_dim.x
+
+    def finish(self) -> None:
+        """By one thread of each block at its end: the last one leaves the counters as it found them."""
+        with fly.when(atomic_wrap(self.counters.at(1), fly.grid_dim.x - 1) == fly.grid_dim.x - 1):
+            self.counters.store(fly.i32(0), 0)
+
+    def find(self, number: fly.Value) -> tuple[fly.Value, Work]:
+        """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none."""
+        if not self.packed:
+            return number, self._stopped(number, self._dense(number))
+        start = (number, *self._packed(number))
+        for number_, _, _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
+            following = self.take()
+            del number_
+            search.next(following, *self._packed(following))
+        number, _, work = search.results
+        return number, self._stopped(number, work)
+
+    def _stopped(self, number: fly.Value, described: tuple[Any, ...]) -> Work:
+        batch, *rest = described
+        return self.work(fly.select(number < self.total, batch, STOP), *rest)
+
+    def _dense(self, number: fly.Value) -> tuple[Any, ...]:
+        slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
+        first_slice = number // (self.section * blocks) * self.section
+        beside = fly.minimum(self.section, slices - first_slice)
+        inside = number - first_slice * blocks
+        block, slice_ = inside // beside, first_slice + inside % beside
+        head_of_batch = slice_ // self.splits
+        return (
+            head_of_batch // self.heads,
+            head_of_batch % self.heads,
+            (blocks - 1 - block if self.causal else block) * self.block_m,
+            slice_ % self.splits,
+            0,
+            self.seq_len,
+            0,
+            self.seq_len_kv,
+        )
+
+    def _packed(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
+        """Whether the tile is empty, and what it is.
+
+        Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has.
+        """
+        side = self.heads * self.splits
+        slot, inside = number // side, number % side
+
+        def first_slot(b: Any) -> fly.Value:
+            return self.cu_seqlens_q.load(b) // self.block_m + b
+
+        # the last sequence whose blocks start at the slot or before
+        for low, high in (search := fly.while_((fly.i32(0), self.batch), lambda c: c[1] - c[0] > 1)):
+            middle = (low + high) // 2
+            after = first_slot(middle) <= slot
+            search.next(fly.select(after, middle, low), fly.select(after, high, middle))
+        batch, _ = search.results
+        q_first, queries = self._sequence(self.cu_seqlens_q, batch, self.seq_len)
+        k_first, keys = self._sequence(self.cu_seqlens_kv, batch, self.seq_len_kv)
+        block, blocks = slot - first_slot(batch), fly.ceil_div(queries, self.block_m)
+        empty = (block < 0) | (block >= blocks)
+        first_row = (blocks - 1 - block if self.causal else block) * self.block_m
+        described = (batch, inside // self.splits, first_row, inside % self.splits, q_first, queries, k_first, keys)
+        return empty, described
+
+    @staticmethod
+    def _sequence(offsets: fly.Tensor, batch: Any, total: Any) -> tuple[fly.Value, fly.Value]:
+        """(first, length); offsets that decrease or leave [0, total] are cut to what exists."""
+        first = fly.minimum(fly.maximum(offsets.load(batch), 0), total)
+        end = fly.minimum(fly.maximum(offsets.load(batch + 1), first), total)
+        return first, end - first
+
+    def work(
+        self,
+        batch: fly.Value,
+        head: fly.Value,
+        first_row: fly.Value,
+        split: fly.Value,
+        q_first: Any,
+        queries: Any,
+        k_first: Any,
+        keys: Any,
+    ) -> Work:
+        """The tile that these numbers describe."""
+        range_ = KeyRange(queries, keys, self.causal)
+        full, last = range_.tiles(first_row, self.block_m, self.block_n)
+        # even parts of the tiles that these rows see, so that causal blocks split as evenly as others
+        size = last // self.splits
+        longer = last - size * self.splits  # parts that have one tile more
+        first, end = (size * s + fly.minimum(s, longer) for s in (split, split + 1))
+        full = fly.minimum(fly.maximum(full, first), end)
+        range_ = KeyRange(queries, keys, self.causal, fly.minimum(end * self.block_n, keys))
+        return Work(batch, head, first_row, split, q_first, k_first, range_, first, full, fly.maximum(end, first + 1))
+
+    def queries_of(self, work: Work) -> Sequence:
+        """A tile's sequence in the tensors of queries, to be indexed by row and head."""
+        return Sequence(work.batch, work.q_first if self.packed else None, work.keys.queries)
+
+    def part(self, tensor: fly.Tensor, work: Work, split: bool) -> fly.Tensor:
+        """A result tensor, or a split's part of one."""
+        return part(tensor, work.split) if split else tensor
+
+
+@dataclass(frozen=True)
+class Board:
+    """Where a block's producer publishes tiles to its consumers: a ring of two descriptions."""
+
+    numbers: fly.SharedMemory
+    ring: Ring
+
+    @staticmethod
+    def allocate(consumer_warps: int) -> Board:
+        return Board(fly.SharedMemory("work", "i32", 2 * NUMBERS), Ring.allocate("work", 2, consumer_warps))
+
+    def publish(self, at: Position, work: Work, packed: bool) -> Position:
+        """By one thread: let the consumers know the next tile, or that there is none."""
+        self.ring.empty.wait(at.index, at.phase ^ 1)
+        described = [work.batch, work.head, work.first_row, work.split]
+        if packed:
+            described += [work.q_first, work.keys.queries, work.k_first, work.keys.keys]
+        for i in range(0, len(described), 4):
+            self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * NUMBERS + i, align=16)
+        self.ring.full.arrive(at.index)
+        return self.ring.next(at)
+
+    def read(self, at: Position, schedule: Schedule) -> tuple[Work, Position]:
+        """By all threads of a consumer: the next tile."""
+        self.ring.wait(at)
+        count = NUMBERS if schedule.packed else 4
+        loaded = [
+            fly.first_lane(x)
+            for i in range(0, count, 4)
+            for x in self.numbers.load(at.index * NUMBERS + i, 4, align=16)
+        ]
+        self.ring.release(at)
+        if not schedule.packed:
+            loaded += [0, schedule.seq_len, 0, schedule.seq_len_kv]
+        return schedule.work(*loaded), self.ring.next(at)
