@@ -13,7 +13,7 @@ import torch
 from fly.errors import DeviceError
 
 _PAIRS = 1 << 16
-_PAIR_BYTES = 8
+_PAIR_BYTES = 16  # as tensors are aligned
 
 
 class TileCounters:
@@ -25,7 +25,7 @@ class TileCounters:
     def __init__(self, device: torch.device):
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._memory = torch.zeros(2 * _PAIRS, dtype=torch.int32, device=device)
+        self._memory = torch.zeros(_PAIRS * _PAIR_BYTES // 4, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         self._streams: dict[tuple[int, int], int] = {}
         self._used = 0
