@@ -34,17 +34,8 @@ class OnlineSoftmax:
 
         `masked` tiles may hold -inf, even in whole rows: such a row's probabilities are 0, not NaN.
         """
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
-        maximum = self.maximum.map(fly.maximum, tile_max)
-        # -inf - -inf is NaN: a row without any key yet is measured from 0 instead
-        pivot = maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m)) if masked else maximum
-        scaled = pivot.map(lambda m: m * scale_log2)
-        # exp2(score * scale - max * scale): the scale is applied once, in f32, inside one FMA per score
-        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
-        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
-        factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
-        total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
-        return OnlineSoftmax(maximum, total), probabilities, factor
+        state, probabilities, factor, _ = self.advance(scores, scale_log2, masked=masked, lazy=False)
+        return state, probabilities, factor
 
     def advance(
         self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
@@ -62,8 +53,10 @@ class OnlineSoftmax:
             grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
             needed = fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
             maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
+        # -inf - -inf is NaN: a row without any key yet is measured from 0 instead
         pivot = maximum.map(lambda m: fly.select(m == -math.inf, 0.0, m)) if masked else maximum
         scaled = pivot.map(lambda m: m * scale_log2)
+        # exp2(score * scale - max * scale): the scale is applied once, in f32, inside one FMA per score
         exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
         probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
         factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
