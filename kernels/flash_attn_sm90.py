@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import fly
@@ -501,35 +501,70 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
     return fly.RowVector(layout, rows.values)
 
 
-def _builds(*rows: tuple[float, int, int, int, int], **more: Any) -> tuple[tuple[float, Mapping[str, Any]], ...]:
-    names = ("consumers", "block_n", "stages", "q_stages")
-    return tuple((longest, dict(zip(names, build, strict=True), **more)) for longest, *build in rows)
+@dataclass(frozen=True)
+class Build:
+    """A candidate of a shape: its static parameters, for up to how many keys, and what a tile of it costs.
+
+    `cost` is a tile's time against the shape's largest tile: what decides when the launch does not fill the device.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    q_stages: int
+    cost: float = 1.0
+    longest: float = math.inf
+    ping_pong: bool = True
+    lazy_rescale: bool = True
+    hold: bool = False
 
 
-# By (head_dim, head_dim_v, causal): the longest sequence of keys, and the build for it; measured on an H200.
-BUILDS: Mapping[tuple[int, int, bool], tuple[tuple[float, Mapping[str, Any]], ...]] = {
-    (64, 64, False): _builds((math.inf, 3, 128, 2, 2)),
-    (64, 64, True): _builds((1024, 2, 128, 2, 2), hold=True) + _builds((math.inf, 3, 128, 2, 2)),
-    (96, 96, False): _builds((math.inf, 2, 160, 2, 2)),
-    (96, 96, True): _builds((math.inf, 2, 128, 2, 2)),
-    (128, 128, False): _builds(
-        (1024, 2, 128, 2, 2), (4096, 2, 160, 2, 2), (math.inf, 2, 176, 2, 1), lazy_rescale=False
+# By (head_dim, head_dim_v, causal); of builds with as many consumers the first that is long enough counts. Measured on
+# an H200.
+BUILDS: Mapping[tuple[int, int, bool], tuple[Build, ...]] = {
+    (64, 64, False): (Build(3, 128, 2, 2), Build(2, 128, 2, 2, 0.87), Build(1, 128, 2, 2, 0.6)),
+    (64, 64, True): (
+        Build(2, 128, 2, 2, 0.74, longest=1024, hold=True),
+        Build(3, 128, 2, 2),
+        Build(2, 128, 2, 2, 0.87),
+        Build(1, 128, 2, 2, 0.6),
     ),
-    (128, 128, True): _builds((2048, 2, 128, 2, 2), (math.inf, 2, 160, 2, 2), lazy_rescale=False),
-    (192, 128, False): _builds((math.inf, 2, 128, 2, 1)),
-    (192, 128, True): _builds((math.inf, 2, 128, 2, 1)),
-    (192, 192, False): _builds((math.inf, 2, 96, 2, 1)),
-    (192, 192, True): _builds((math.inf, 2, 96, 2, 1)),
-    (256, 256, False): _builds((math.inf, 2, 64, 2, 1)),
-    (256, 256, True): _builds((math.inf, 2, 64, 2, 1)),
+    (96, 96, False): (Build(2, 160, 2, 2), Build(1, 160, 2, 2, 0.75)),
+    (96, 96, True): (Build(2, 128, 2, 2), Build(1, 128, 2, 2, 0.75)),
+    (128, 128, False): (
+        Build(2, 128, 2, 2, longest=1024, lazy_rescale=False),
+        Build(2, 160, 2, 2, longest=4096, lazy_rescale=False),
+        Build(2, 176, 2, 1, lazy_rescale=False),
+        Build(1, 128, 2, 2, 0.75),
+    ),
+    (128, 128, True): (
+        Build(2, 128, 2, 2, longest=2048, lazy_rescale=False),
+        Build(2, 160, 2, 2, lazy_rescale=False),
+        Build(1, 128, 2, 2, 0.75),
+    ),
+    **dict.fromkeys([(192, 128, False), (192, 128, True)], (Build(2, 128, 2, 1), Build(1, 128, 2, 1, 0.75))),
+    **dict.fromkeys([(192, 192, False), (192, 192, True)], (Build(2, 96, 2, 1), Build(1, 96, 2, 1, 0.75))),
+    **dict.fromkeys([(256, 256, False), (256, 256, True)], (Build(2, 64, 2, 1), Build(1, 64, 2, 1, 0.75))),
 }
 
 
-def options_for(head_dim: int, head_dim_v: int, causal: bool, seq_len_kv: int) -> Sm90Options:
-    """The build for a shape."""
-    builds = BUILDS[head_dim, head_dim_v, causal]
-    build = next(build for longest, build in builds if seq_len_kv <= longest)
-    return Sm90Options(head_dim, head_dim_v, causal, **build)
+def options_for(
+    head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
+) -> Sm90Options:
+    """The build for a shape: `slices` (sequences x heads x splits) of `seq_len` rows, on `units` multiprocessors."""
+    builds: dict[int, Build] = {}
+    for build in BUILDS[head_dim, head_dim_v, causal]:
+        if seq_len_kv <= build.longest:
+            builds.setdefault(build.consumers, build)
+
+    def time(build: Build) -> float:
+        rounds = -(-seq_len // (64 * build.consumers)) * slices / units
+        # causal tiles differ in length, and short ones fill the gaps
+        return build.cost * (max(1.0, rounds) if causal else math.ceil(rounds))
+
+    best = asdict(min(builds.values(), key=time))
+    del best["cost"], best["longest"]
+    return Sm90Options(head_dim, head_dim_v, causal, **best)
 
 
 _SECTION_BYTES, _LEAST_SECTION = 16 << 20, 16
@@ -550,12 +585,15 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
     device, head_dim_v = q.device, v.shape[-1]
-    options = options_for(request.head_dim, head_dim_v, request.causal, request.seq_len_kv)
-    splits = split_count(request, device, options.block_m, options.block_n)
+    units = device_of(device).compute_units
+    splits = split_count(request, device, 128, 128)
+    slices = request.batch * request.num_heads * splits
+    shape = (request.head_dim, head_dim_v, request.causal, request.seq_len, request.seq_len_kv)
+    options = options_for(*shape, slices, units)
     counters = counters_of(device)
     packed = tensors.cu_seqlens_q is not None
     blocks = q.shape[1] // options.block_m + request.batch if packed else -(-q.shape[1] // options.block_m) * len(q)
-    grid = min(device_of(device).compute_units, blocks * request.num_heads * splits)
+    grid = min(units, blocks * request.num_heads * splits)
     maps = tuple(
         fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
         for tensor, tile in zip((q, k, v), options.tiles, strict=True)
