@@ -519,8 +519,8 @@ class Build:
     hold: bool = False
 
 
-# By (head_dim, head_dim_v, causal); of builds with as many consumers the first that is long enough counts. Measured on
-# an H200.
+# By (head_dim, head_dim_v, causal); of builds with as many consumers the first that is long enough counts. Measured
+# on an H200.
 BUILDS: Mapping[tuple[int, int, bool], tuple[Build, ...]] = {
     (64, 64, False): (Build(3, 128, 2, 2), Build(2, 128, 2, 2, 0.87), Build(1, 128, 2, 2, 0.6)),
     (64, 64, True): (
