@@ -6,10 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 import fly
 from fly.runtime.cli import main
@@ -54,6 +56,44 @@ def test_make_lists_its_targets():
 def test_every_name_has_its_place_in_the_guide(name):
     guide = (ROOT / "docs" / "writing-kernels.md").read_text()
     assert re.search(rf"[`.(]{name}\b", guide)
+
+
+@pytest.fixture(scope="module")
+def hopper_matmul(tmp_path_factory) -> ModuleType:
+    """The module that the guide shows for Hopper."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "writing-kernels.md").read_text(), re.M | re.S)
+    path = tmp_path_factory.mktemp("guide") / "hopper_matmul.py"
+    path.write_text(code)
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pipeline_of_the_guide_compiles(hopper_matmul):
+    maps = [
+        fly.TensorMapSpec("bf16", (t.rows, t.panel_columns), t.swizzle) for t in (hopper_matmul.A, hopper_matmul.B)
+    ]
+    specs = (*maps, fly.TensorSpec("bf16", 2, 16, True), fly.ScalarSpec("i32"))
+    isa = fly.compile(hopper_matmul.matmul, *specs, block=256, target="sm_90a").isa
+    assert isa.count("wgmma.mma_async") == 4
+    assert isa.count("cp.async.bulk.tensor") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no NVIDIA GPU of 9.0"
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 128, 64), (200, 256, 1000), (1024, 1024, 4096)])
+def test_the_pipeline_of_the_guide_multiplies(hopper_matmul, m, n, k):
+    a, b = (torch.randint(-3, 4, (rows, k), device="cuda").bfloat16() for rows in (m, n))
+    c = torch.zeros(m, n, dtype=torch.bfloat16, device="cuda")
+    maps = [
+        fly.tensor_map(x, (t.rows, t.panel_columns), swizzle=t.swizzle)
+        for x, t in ((a, hopper_matmul.A), (b, hopper_matmul.B))
+    ]
+    hopper_matmul.matmul[(-(-m // 64), n // 128), 256](*maps, c, k)
+    assert torch.equal(c, (a.double() @ b.double().T).bfloat16())
 
 
 @pytest.mark.parametrize("command", re.findall(r"^ +python -m fly ([^#\n]+)", README, re.M))

@@ -17,7 +17,8 @@ class Target:
     global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
     `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
-    that blocks are dealt to in turn.
+    that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
+    matrix products (WGMMA).
     """
 
     arch: str
@@ -32,6 +33,7 @@ class Target:
     direct_copy_bytes: tuple[int, ...] = ()
     max_threads: int = 1024
     xcds: int = 1
+    hopper: bool = False
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
         """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
@@ -62,9 +64,18 @@ def _registry() -> dict[str, Callable[[], Target]]:
     def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
         return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct, xcds=8)
 
-    def nvidia(arch: str, shared_kib: int, units: int) -> Target:
+    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False) -> Target:
         return Target(
-            arch, "nvvm", 32, shared_kib << 10, 255, units, nvvm.MMA, nvvm.LOADS, async_copy_bytes=(4, 8, 16)
+            arch,
+            "nvvm",
+            32,
+            shared_kib << 10,
+            255,
+            units,
+            nvvm.MMA,
+            nvvm.LOADS,
+            async_copy_bytes=(4, 8, 16),
+            hopper=hopper,
         )
 
     targets = (
@@ -74,7 +85,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),
         nvidia("sm_89", 99, 142),
-        nvidia("sm_90a", 227, 132),
+        nvidia("sm_90a", 227, 132, hopper=True),
     )
     return {t.arch: t for t in targets}
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from mlir import ir
 
-from fly.errors import ArgumentError, CompileError, ControlFlowError, KernelDefinitionError, ShapeError
+from fly.errors import ArgumentError, CompileError, ControlFlowError, KernelDefinitionError, ShapeError, TargetError
 from fly.ir import memory
 from fly.ir.context import Trace, current, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value
-from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, TensorMapSpec, TensorSpec
+from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, Spec, TensorMapSpec
 from fly.lang.tensor import Tensor
 from fly.lang.tensor_map import TensorMap, parameter_attributes, pointer_type
 
@@ -30,9 +30,10 @@ launch: Callable[..., None] | None = None
 def kernel(function: Callable) -> Kernel:
     """Make a GPU kernel of a Python function.
 
-    Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.Tensor | None`, or a scalar type
-    (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). Keyword-only parameters are static: any hashable Python value;
-    each combination is compiled once. Launch it with `kernel[grid, block](*arguments, **statics)`.
+    Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.TensorMap`, one of these with
+    `| None`, or a scalar type (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). Keyword-only parameters are static: any
+    hashable Python value; each combination is compiled once. Launch it with
+    `kernel[grid, block](*arguments, **statics)`.
 
     Raises:
         KernelDefinitionError: a parameter without a usable annotation, *args, **kwargs, or a return value.
@@ -89,13 +90,21 @@ class Kernel:
 
     def trace(
         self,
-        specs: tuple[TensorSpec | ScalarSpec | None, ...],
+        specs: tuple[Spec, ...],
         statics: Mapping[str, Any],
         target: Any,
         block: tuple[int, int, int],
     ) -> ir.Module:
-        """The MLIR module of one configuration: a `func.func` whose arguments are the flattened parameters."""
+        """The MLIR module of one configuration: a `func.func` whose arguments are the flattened parameters.
+
+        Raises:
+            ArgumentError: specs or static parameters that do not fit the signature.
+            TargetError: tensor maps for a target that cannot copy through them.
+            AuthorError: a mistake in the kernel.
+        """
         statics = self.bind_statics(statics)
+        if not target.hopper and any(isinstance(spec, TensorMapSpec) for spec in specs):
+            raise TargetError(f"{target.arch} cannot copy through tensor maps; sm_90a can (kernel {self.name})")
         with tracing(Trace(target, block)) as trace:
             fields = self.signature.flatten(specs)
             argument_types = [_field_type(field.kind) for field in fields]

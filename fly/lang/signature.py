@@ -16,6 +16,7 @@ SCALAR_DTYPES = ("i32", "i64", "f32", "f64")
 FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64", "map")
 MAX_ALIGNMENT = 16
 PARAMETER_KINDS = ("tensor", "scalar", "map")
+MAP_DTYPES = tuple(d for d in TENSOR_DTYPES if d != "i1")
 SWIZZLES = (0, 32, 64, 128)
 MAX_BOX = 256
 
@@ -106,7 +107,7 @@ class TensorMapSpec:
     the bytes of the box's last extent unless it is 0. CUDA driver API, cuTensorMapEncodeTiled.
 
     Raises:
-        ArgumentTypeError: a dtype that kernels do not take.
+        ArgumentTypeError: a dtype that tensor maps do not have.
         ArgumentError: a rank other than 1 to 5, or an extent or swizzle that is not accepted.
     """
 
@@ -115,11 +116,12 @@ class TensorMapSpec:
     swizzle: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("tensor map dtype", self.dtype, TENSOR_DTYPES, ArgumentTypeError)
+        _one_of("tensor map dtype", self.dtype, MAP_DTYPES, ArgumentTypeError)
         _one_of("tensor map swizzle", self.swizzle, SWIZZLES, ArgumentError)
         object.__setattr__(self, "box", tuple(self.box))
-        if not 1 <= len(self.box) <= 5 or not all(1 <= extent <= MAX_BOX for extent in self.box):
-            raise ArgumentError(f"tensor map box is {self.box}; accepted: 1 to 5 extents from 1 to {MAX_BOX}")
+        whole = all(isinstance(extent, int) for extent in self.box)
+        if not whole or not 1 <= len(self.box) <= 5 or not all(1 <= extent <= MAX_BOX for extent in self.box):
+            raise ArgumentError(f"tensor map box is {self.box}; accepted: 1 to 5 ints from 1 to {MAX_BOX}")
 
     def fields(self, name: str) -> tuple[Field, ...]:
         """The one flat argument of a tensor map called `name`."""

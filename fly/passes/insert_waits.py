@@ -36,14 +36,7 @@ class InsertWaits:
         names = {op.name for op in operations(body)}
         if not names & {*COPIES, "fly.wait", "fly.join"}:
             return
-        for op in operations(body):
-            if op.name == "scf.while" and {
-                inner.name for r in op.regions for b in r.blocks for inner in operations(b)
-            } & {
-                *COPIES,
-                "fly.wait",
-            }:
-                raise CompileError("asynchronous copies and waits inside fly.while_ cannot be counted; use fly.range")
+        _refuse_unknown_length(body)
         if self.groups:
             _insert_commits(body)
         analysis = _Analysis(self.groups)
@@ -56,6 +49,16 @@ class InsertWaits:
                     build(op, "fly.wait_count", [], [], {"newer": attribute})
                 op.erase()
         _erase_tokens(body)
+
+
+def _refuse_unknown_length(body: ir.Block) -> None:
+    """Loops whose iterations are not counted can neither start copies nor hand tokens on."""
+    for loop in operations(body):
+        if loop.name != "scf.while":
+            continue
+        inside = {op.name for region in loop.regions for block in region.blocks for op in operations(block)}
+        if inside & {*COPIES, "fly.wait"} or token_type() in [operand.type for operand in loop.operands]:
+            raise CompileError("asynchronous copies and waits inside fly.while_ cannot be counted; use fly.range")
 
 
 @dataclass

@@ -37,6 +37,11 @@ _DTYPES = {
     "float8_e5m2": "f8e5m2",
 }
 _ACCEPTED_DTYPES = ", ".join(_DTYPES)
+_ACCEPTED = {
+    "tensor": "a torch tensor, numpy array or object with __cuda_array_interface__",
+    "map": "what fly.tensor_map gives",
+    "scalar": "a number that fits {}",
+}
 _DTYPE_HINTS = {"bool": "; pass .view(int8)", "uint8": "; pass .view(int8)"}
 
 
@@ -56,7 +61,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMap:
-    """A tensor map, made by `fly.tensor_map`: 128 bytes for the GPU, and whose memory they describe."""
+    """A tensor map, made by `fly.tensor_map`: 128 bytes for the GPU, and the memory that they describe.
+
+    Whoever made it keeps the tensor alive.
+    """
 
     spec: TensorMapSpec
     data: bytes
@@ -205,9 +213,7 @@ def describe(parameter: Parameter, value: Any) -> Argument:
         ArgumentError: None for a parameter that needs a value, a size of 2^31 or more, a scalar out of range.
     """
     name = parameter.name
-    accepted = parameter.kind if parameter.dtype is None else f"a number that fits {parameter.dtype}"
-    accepted = accepted.replace("tensor", "a torch tensor, numpy array or object with __cuda_array_interface__")
-    accepted = accepted.replace("map", "what fly.tensor_map gives")
+    accepted = _ACCEPTED[parameter.kind].format(parameter.dtype)
     if value is None:
         if not parameter.optional:
             raise ArgumentError(f"argument {name!r} is None; accepted: {accepted}")

@@ -43,11 +43,12 @@ def call(driver: Any, function: str, *arguments: Any) -> Any:
     except RuntimeError as error:  # how the bindings say that libcuda is missing
         raise DeviceError(f"{function}: the NVIDIA driver cannot be loaded: {error}") from error
     if status != 0:
-        raise DeviceError(f"{function}: {_status_text(driver, status)}")
+        raise DeviceError(f"{function}: {status_text(driver, status)}")
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
-def _status_text(driver: Any, status: Any) -> str:
+def status_text(driver: Any, status: Any) -> str:
+    """What a status of the driver is called, and what it means."""
     texts = [getattr(driver, f)(status)[1] for f in ("cuGetErrorName", "cuGetErrorString")]
     return ": ".join(text.decode() for text in texts if text) or f"error {int(status)}"
 
@@ -151,7 +152,7 @@ class CudaDevice:
         status, module = self.driver.cuModuleLoadDataEx(image, len(options), list(options), list(options.values()))
         if status == 0:
             return module
-        failure = f"{artefact.kernel} ({artefact.target}): {_status_text(self.driver, status)}"
+        failure = f"{artefact.kernel} ({artefact.target}): {status_text(self.driver, status)}"
         text = log.partition(b"\0")[0].decode(errors="replace").strip()
         rejected = text or any(word in failure for word in _REJECTIONS)
         raise (CompileError if rejected else DeviceError)("\n".join(filter(None, (failure, text))))
@@ -210,4 +211,4 @@ class CudaKernel:
             finally:
                 self._device.pop()
         if status != 0:
-            raise DeviceError(f"{self._name}: cuLaunchKernel: {_status_text(self._device.driver, status)}")
+            raise DeviceError(f"{self._name}: cuLaunchKernel: {status_text(self._device.driver, status)}")

@@ -6,24 +6,27 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from fly.backends.target import target
 from fly.errors import ArgumentError, DeviceError
 from fly.lang.signature import Parameter, TensorMapSpec
 from fly.runtime.arguments import EncodedMap, describe
+from fly.runtime.cuda import status_text
 from fly.runtime.device import CPU, device_for
 
 BYTES = 128
 _ALIGNMENT = 16
+# the driver's name and the bytes of an element: copies move bits, so that signs and 8-bit formats do not matter
 _TYPES = {
-    "f16": "FLOAT16",
-    "bf16": "BFLOAT16",
-    "f32": "FLOAT32",
-    "f64": "FLOAT64",
-    "i8": "UINT8",
-    "i16": "UINT16",
-    "i32": "INT32",
-    "i64": "INT64",
-    "f8e4m3": "UINT8",
-    "f8e5m2": "UINT8",
+    "f16": ("FLOAT16", 2),
+    "bf16": ("BFLOAT16", 2),
+    "f32": ("FLOAT32", 4),
+    "f64": ("FLOAT64", 8),
+    "i8": ("UINT8", 1),
+    "i16": ("UINT16", 2),
+    "i32": ("INT32", 4),
+    "i64": ("INT64", 8),
+    "f8e4m3": ("UINT8", 1),
+    "f8e5m2": ("UINT8", 1),
 }
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
@@ -32,12 +35,14 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
     """A tensor map of a GPU tensor, to be passed for a `fly.TensorMap` parameter.
 
     `box` is what one copy moves: one extent per dimension, in the tensor's order. Elements outside of the tensor
-    read as zero and are not written. `swizzle`: 0, 32, 64 or 128 bytes (see `fly.TensorMapSpec`).
+    read as zero and are not written. `swizzle`: 0, 32, 64 or 128 bytes (see `fly.TensorMapSpec`). The map does not
+    keep the tensor alive.
 
     Raises:
+        ArgumentTypeError: no tensor, or one of a dtype that tensor maps do not have.
         ArgumentError: an address or stride that is no multiple of 16 bytes, a last stride other than 1, a
-            dimension of size 0, or a box that does not fit the tensor's rank or the swizzle.
-        DeviceError: a CPU tensor, or the driver refused.
+            dimension of size 0, or a box that does not fit the tensor's rank, 16-byte pieces or the swizzle.
+        DeviceError: a tensor on a device that has no tensor maps, or the driver refused.
     """
     argument = describe(Parameter("tensor", "tensor"), tensor)
     spec = TensorMapSpec(argument.spec.dtype, tuple(box), swizzle)
@@ -47,7 +52,7 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
     if not argument.spec.unit_stride:
         raise ArgumentError("tensor map of a tensor whose last stride is not 1; pass tensor.contiguous()")
     address, shape = argument.values[0], argument.values[1 : 1 + rank]
-    size = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i16": 2, "i32": 4, "i64": 8}.get(spec.dtype, 1)
+    _, size = _TYPES[spec.dtype]
     strides = [stride * size for stride in argument.values[1 + rank :]]
     if 0 in shape:
         raise ArgumentError(f"tensor map of a tensor of shape {shape}; accepted: no dimension of size 0")
@@ -56,14 +61,21 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
     for what, value in [("address", address), *((f"stride {i}", s) for i, s in enumerate(strides))]:
         if value % _ALIGNMENT or value < 0:
             raise ArgumentError(f"tensor map {what} is {value} bytes; accepted: multiples of {_ALIGNMENT}")
-    if swizzle and spec.box[-1] * size > swizzle:
+    line = spec.box[-1] * size
+    if line % _ALIGNMENT:
         raise ArgumentError(
-            f"tensor map box has {spec.box[-1] * size} bytes in its last dimension; accepted: at most the swizzle, "
-            f"{swizzle}"
+            f"tensor map box has {line} bytes in its last dimension; accepted: multiples of {_ALIGNMENT}"
+        )
+    if swizzle and line > swizzle:
+        raise ArgumentError(
+            f"tensor map box has {line} bytes in its last dimension; accepted: at most the swizzle, {swizzle}"
         )
     if argument.device == CPU:
         raise DeviceError("tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them")
-    data = encode(device_for(argument.device), spec, address, shape, strides)
+    device = device_for(argument.device)
+    if not target(device.target).hopper:
+        raise DeviceError(f"tensor map of a tensor on {device.target}, which cannot copy through them; sm_90a can")
+    data = encode(device, spec, address, shape, strides)
     return EncodedMap(spec, data, argument.device, argument.allocation.address, argument.allocation.nbytes)
 
 
@@ -94,7 +106,7 @@ def _encode(device: Any, spec: TensorMapSpec, address: int, shape: Sequence[int]
     rank = len(shape)
     with device.current():
         status, result = driver.cuTensorMapEncodeTiled(
-            enum("DataType", f"DATA_TYPE_{_TYPES[spec.dtype]}"),
+            enum("DataType", f"DATA_TYPE_{_TYPES[spec.dtype][0]}"),
             rank,
             address,
             [driver.cuuint64_t(n) for n in reversed(shape)],
@@ -108,7 +120,7 @@ def _encode(device: Any, spec: TensorMapSpec, address: int, shape: Sequence[int]
         )
     if int(status):
         raise DeviceError(
-            f"cuTensorMapEncodeTiled: error {int(status)} for sizes {tuple(shape)}, strides {tuple(strides)} bytes, "
-            f"box {spec.box}, swizzle {spec.swizzle}"
+            f"cuTensorMapEncodeTiled: {status_text(driver, status)} (sizes {tuple(shape)}, strides {tuple(strides)} "
+            f"bytes, box {spec.box}, swizzle {spec.swizzle})"
         )
     return ctypes.string_at(result.getPtr(), BYTES)

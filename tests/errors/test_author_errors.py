@@ -399,6 +399,56 @@ def branches_differ(x: fly.Tensor, n: fly.i32, f: fly.f32):
     fly.cond(n > 0, lambda: f, lambda: n)  # <-
 
 
+# loops of unknown length
+
+
+@mistake(ControlFlowError, r"this fly\.while_ loop has a carry but its body did not call loop\.next\(\.\.\.\)")
+def while_without_next(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for _ in fly.while_(n, lambda n: n > 0):  # <-
+        x.store(f, 0)
+
+
+@mistake(ControlFlowError, r"loop\.next\(\.\.\.\) was called twice in one loop body")
+def while_with_two_nexts(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for i in (loop := fly.while_(n, lambda n: n > 0)):
+        loop.next(i - 1)
+        loop.next(i - 2)  # <-
+
+
+@mistake(ControlFlowError, r"the fly\.while_ loop was left by break or return; it runs to its end")
+def while_with_break(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for i in (loop := fly.while_(n, lambda n: n > 0)):  # <-
+        loop.next(i - 1)
+        break
+
+
+@mistake(ControlFlowError, r"loop\.results is only known after the loop")
+def while_results_inside(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for i in (loop := fly.while_(n, lambda n: n > 0)):
+        loop.next(i - loop.results)  # <-
+
+
+@mistake(CarryError, r"carry 3 holds no traced value; start from one, for example fly\.f32\(0\.0\)")
+def while_without_values(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for i in (loop := fly.while_(3, lambda n: n > 0)):  # <-
+        loop.next(i)
+
+
+@mistake(CarryError, r"carry was <i32> and becomes <f32>; a carried value keeps its type: convert with .*")
+def while_that_changes_its_carry(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for _ in (loop := fly.while_(n, lambda n: n > 0)):
+        loop.next(f)  # <-
+
+
+@mistake(
+    DTypeError,
+    r"fly\.while_ needs a scalar run-time i1 condition, not <i32>; a static condition is a Python if",
+)
+def while_an_integer(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    for i in (loop := fly.while_(n, lambda n: n)):  # <-
+        loop.next(i - 1)
+
+
 # kernels
 
 

@@ -93,6 +93,52 @@ def test_nested_loops_and_branches(rows, limit):
     assert out[0] == sum(i * j if i + j < limit else -1 for i in range(rows) for j in range(i))
 
 
+def collatz(starts: fly.Tensor, out: fly.Tensor):
+    """out[i] = (steps to 1, largest number on the way): a loop in a loop, of unknown length, with a branch inside."""
+    for i in fly.range(starts.shape[0]):
+        first = State(fly.i32(0), starts.load(i))
+        carry = (first, {"number": starts.load(i)})
+        for state, named in (loop := fly.while_(carry, lambda c: c[1]["number"] > 1)):
+            number = named["number"]
+            following = fly.cond(number % 2 == 0, lambda n=number: n // 2, lambda n=number: 3 * n + 1)
+            loop.next(State(state.total + 1, fly.maximum(state.largest, following)), {"number": following})
+        state, named = loop.results
+        for j, value in enumerate((state.total, state.largest, named["number"])):
+            out.store(value, 3 * i + j)
+
+
+@EXAMPLES
+@given(st.lists(st.integers(-3, 60), max_size=6))
+def test_a_while_loop_computes_what_pythons_does(starts):
+    out = np.zeros(max(1, 3 * len(starts)), np.int32)
+    compiled(collatz, matrix("i32"), matrix("i32"))(np.array(starts, np.int32), out)
+    for i, number in enumerate(starts):
+        path = [number]
+        while path[-1] > 1:
+            path.append(path[-1] // 2 if path[-1] % 2 == 0 else 3 * path[-1] + 1)
+        assert list(out[3 * i : 3 * i + 3]) == [len(path) - 1, max(path), path[-1]]
+
+
+def test_a_while_loop_in_mlir():
+    def kernel(n: fly.i32, x: fly.f32):
+        for _, value in (loop := fly.while_((n, x), lambda c: c[0] > 3)):
+            loop.next(_ - 1, value + 1.0)
+
+    filecheck(
+        trace(kernel, "i32", "f32"),
+        """
+        CHECK: scf.while (%[[A:.*]] = %arg0, %[[B:.*]] = %arg1) : (i32, f32) -> (i32, f32) {
+        CHECK: %[[GOING:.*]] = arith.cmpi sgt, %[[A]], %{{.*}} : i32
+        CHECK: scf.condition(%[[GOING]]) %[[A]], %[[B]] : i32, f32
+        CHECK: } do {
+        CHECK: ^bb0(%[[C:.*]]: i32, %[[D:.*]]: f32):
+        CHECK: %[[X:.*]] = arith.subi %[[C]],
+        CHECK: %[[Y:.*]] = arith.addf %[[D]],
+        CHECK: scf.yield %[[X]], %[[Y]] : i32, f32
+        """,
+    )
+
+
 def effects(values: fly.Tensor, out: fly.Tensor):
     """Loops without a carry, and bodies that only store."""
     for j in fly.range(values.shape[0]):

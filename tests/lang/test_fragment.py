@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fly
+from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target, targets
 from fly.errors import AtomError, ShapeError
 from fly.lang.atoms import MmaAtom
@@ -20,6 +21,9 @@ LAYOUTS = [
     for atom in t.mma_atoms
     if atom.dtype == "bf16"
     for rows_on in ("m", "n")
+] + [
+    pytest.param("sm_90a", AccumulatorLayout(WarpgroupAtom(n, "bf16"), "m"), id=f"sm_90a-warpgroup-{n}")
+    for n in (8, 48)
 ]
 EVERY_LAYOUT = pytest.mark.parametrize(("arch", "layout"), LAYOUTS)
 
@@ -73,7 +77,7 @@ def row_operations(
     layout: AccumulatorLayout,
 ):
     """Load a fragment, reduce its rows, change and mask its elements, and store all of it."""
-    lane = fly.lane_id()
+    lane = fly.lane_of(layout.atom.lanes)
     row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
 
     def places(r: int, c: int) -> list[tuple[fly.Value, fly.Value]]:
@@ -115,7 +119,8 @@ def test_row_operations_compute_what_they_say(arch, layout):
     maxima, sums, index = np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
     changed, masked = np.zeros_like(source), np.zeros_like(source)
     full, vector, ints = matrix("f32", 2), matrix("f32"), matrix("i32")
-    module = trace(row_operations, full, ints, vector, vector, ints, full, full, arch=arch, layout=layout)
+    specs = (full, ints, vector, vector, ints, full, full)
+    module = trace(row_operations, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
     Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked))
     largest = source.max(axis=1)
     np.testing.assert_array_equal(maxima, largest)

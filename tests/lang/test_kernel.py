@@ -8,9 +8,10 @@ from typing import Optional
 import pytest
 
 import fly
+from fly.backends.nvvm.inline import ptx
 from fly.backends.target import target
 from fly.errors import ArgumentError, ArgumentTypeError, KernelDefinitionError, ShapeError, TraceError
-from fly.lang.signature import Parameter
+from fly.lang.signature import Parameter, TensorMapSpec
 from tests.filecheck import filecheck
 from tests.tracing import matrix, trace
 
@@ -67,6 +68,63 @@ def test_flattened_arguments():
     assert mask.dtype is fly.i8 and isinstance(mask.stride[-1], fly.Value)
     assert seen["lse"] is None and seen["scale"].dtype is fly.f32 and seen["n"].dtype is fly.i64
     assert seen["causal"] is True and seen["tile"] == 64
+
+
+@fly.kernel
+def mapped(scale: fly.f32, k: fly.TensorMap, out: fly.Tensor, v: fly.TensorMap | None):
+    seen.update(k=k, v=v)
+    with fly.when(scale > 0.0):
+        ptx("prefetch.tensormap [$0];", "l", [k.pointer])
+
+
+BOX = TensorMapSpec("bf16", (1, 16, 64), 128)
+
+
+def test_tensor_maps_are_arguments_that_are_read_in_place():
+    assert [(p.kind, p.optional) for p in mapped.signature.parameters[1::2]] == [("map", False), ("map", True)]
+    module = trace(mapped, "f32", BOX, matrix(), BOX, arch="sm_90a")
+    filecheck(
+        module,
+        """
+        CHECK: func.func @mapped(%arg0: f32,
+        CHECK-SAME: %arg1: !llvm.ptr {llvm.align = 64 : i64, llvm.byval = !llvm.array<128 x i8>},
+        CHECK-SAME: %arg2: !llvm.ptr<1>, %arg3: i32,
+        CHECK-SAME: %arg4: !llvm.ptr {llvm.align = 64 : i64, llvm.byval = !llvm.array<128 x i8>})
+        CHECK: llvm.inline_asm {{.*}} "prefetch.tensormap [$0];", "l,~{memory}" %arg1 : (!llvm.ptr) -> ()
+        """,
+    )
+    assert seen["k"].spec == BOX
+    assert repr(seen["v"]) == "<tensor map of bf16, box 1 x 16 x 64, swizzle 128>"
+    kinds = [field.kind for field in mapped.signature.flatten((fly.ScalarSpec("f32"), BOX, matrix(), None))]
+    assert kinds == ["f32", "map", "ptr", "i32"]
+    trace(mapped, "f32", BOX, matrix(), None, arch="sm_90a")
+    assert seen["v"] is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "message"),
+    [
+        (("f32", None, matrix(), None), ArgumentError, "argument 'k' is None; accepted: a map"),
+        (("f32", matrix(), matrix(), None), ArgumentTypeError, "argument 'k' is TensorSpec.*; accepted: a map"),
+        (("f32", BOX, BOX, None), ArgumentTypeError, "argument 'out' is TensorMapSpec.*; accepted: a tensor"),
+        (
+            (BOX, BOX, matrix(), None),
+            ArgumentTypeError,
+            "argument 'scale' is TensorMapSpec.*; accepted: a scalar f32",
+        ),
+    ],
+)
+def test_maps_and_tensors_are_not_mixed_up(specs, error, message):
+    with pytest.raises(error, match=message):
+        trace(mapped, *specs, arch="sm_90a")
+
+
+def test_a_map_is_carried_and_chosen_like_a_value():
+    def kernel(n: fly.i32, k: fly.TensorMap, v: fly.TensorMap):
+        chosen = fly.cond(n > 0, lambda: k, lambda: v)
+        assert isinstance(chosen, fly.TensorMap) and chosen.spec == BOX
+
+    trace(kernel, "i32", BOX, BOX, arch="sm_90a")
 
 
 def test_fields_name_the_flat_arguments():
@@ -185,7 +243,7 @@ def not_a_function():
         (keywords, r"kernel kernel takes \*xs; every parameter needs a name"),
         (
             unannotated,
-            r"parameter 'x' of kernel kernel has annotation None; expected fly\.Tensor, fly\.Tensor \| None",
+            r"parameter 'x' of kernel kernel has annotation None; expected fly\.Tensor, fly\.TensorMap, one of these",
         ),
         (python_type, r"has annotation <class 'int'>; expected .* \(static parameters come after \*\)"),
         (half_scalar, r"has annotation DType\(name='bf16'"),

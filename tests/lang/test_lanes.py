@@ -99,6 +99,16 @@ def test_ids(arch):
     np.testing.assert_array_equal(out.reshape(-1, 5), wanted)
 
 
+def test_lanes_of_a_group_count_from_its_first():
+    def kernel(out: fly.Tensor):
+        for i, lanes in enumerate((32, 128, 1)):
+            out.store(fly.lane_of(lanes), fly.thread_id.x * 3 + i)
+
+    out = np.zeros(256 * 3, np.int32)
+    run(kernel, out, arch="sm_90a", block=256)
+    np.testing.assert_array_equal(out.reshape(-1, 3), [[t % 32, t % 128, 0] for t in range(256)])
+
+
 def exchange(values: fly.Tensor, out: fly.Tensor):
     """out[i] for every exchange of the values that the lanes hold."""
     lane = fly.lane_id()
@@ -164,5 +174,7 @@ def test_lane_ids_need_a_one_dimensional_block():
     def kernel(n: fly.i32):
         with pytest.raises(TraceError, match=r"need a one-dimensional block, not \(32, 2, 1\)"):
             fly.lane_id()
+        with pytest.raises(TraceError, match=r"need a one-dimensional block, not \(32, 2, 1\)"):
+            fly.lane_of(32)
 
     trace(kernel, "i32", block=(32, 2, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fly.errors import CompileError
 from fly.passes.insert_waits import InsertWaits
 from tests.filecheck import filecheck
 from tests.passes.modules import apply, parse
@@ -245,6 +246,32 @@ def test_copy_that_is_waited_for_before_it_is_joined_has_its_own_group():
         CHECK: "fly.commit"
         CHECK: "fly.wait_count"() {newer = 0 : i64}
         """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"), [("", "%x = copy"), ("%a = copy", "wait %a"), ("%a = copy", "scf.if %c {\nwait %a\n}")]
+)
+def test_copies_and_waits_in_loops_of_unknown_length_are_refused(before, inside):
+    loop = (
+        f"%w = scf.while (%j = %i) : (i32) -> i32 {{\nscf.condition(%c) %j : i32\n}} do {{\n^bb0(%k: i32):\n{inside}"
+    )
+    body = f"{before}\n{loop}\nscf.yield %k : i32\n}}"
+    with pytest.raises(CompileError, match=r"copies and waits inside fly\.while_ cannot be counted; use fly\.range"):
+        waits(body)
+
+
+def test_tokens_are_not_carried_through_loops_of_unknown_length():
+    loop = "%w = scf.while (%j = %a) : (!fly.token) -> !fly.token {\nscf.condition(%c) %j : !fly.token\n} do {"
+    with pytest.raises(CompileError, match=r"inside fly\.while_ cannot be counted; use fly\.range"):
+        waits(f"%a = copy\n{loop}\n^bb0(%k: !fly.token):\nscf.yield %k : !fly.token\n}}\nwait %w")
+
+
+def test_a_loop_of_unknown_length_without_copies_ages_nothing():
+    loop = "%w = scf.while (%j = %i) : (i32) -> i32 {\nscf.condition(%c) %j : i32\n} do {\n^bb0(%k: i32):\nmark 1"
+    filecheck(
+        waits(f"%a = copy\n%b = copy\n{loop}\nscf.yield %k : i32\n}}\nwait %a"),
+        'CHECK: scf.while\nCHECK: }\nCHECK: "fly.wait_count"() {newer = 1 : i64}',
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import hashlib
+import struct
 import threading
+from collections.abc import Sequence
 
 
 class CUresult(enum.IntEnum):
@@ -42,6 +45,46 @@ class CUjit_option(enum.IntEnum):
     CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6
 
 
+class CUtensorMapDataType(enum.IntEnum):
+    CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0
+    CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1
+    CU_TENSOR_MAP_DATA_TYPE_INT32 = 3
+    CU_TENSOR_MAP_DATA_TYPE_INT64 = 5
+    CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6
+    CU_TENSOR_MAP_DATA_TYPE_FLOAT32 = 7
+    CU_TENSOR_MAP_DATA_TYPE_FLOAT64 = 8
+    CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
+
+
+class CUtensorMapInterleave(enum.IntEnum):
+    CU_TENSOR_MAP_INTERLEAVE_NONE = 0
+
+
+class CUtensorMapSwizzle(enum.IntEnum):
+    CU_TENSOR_MAP_SWIZZLE_NONE = 0
+    CU_TENSOR_MAP_SWIZZLE_32B = 1
+    CU_TENSOR_MAP_SWIZZLE_64B = 2
+    CU_TENSOR_MAP_SWIZZLE_128B = 3
+
+
+class CUtensorMapL2promotion(enum.IntEnum):
+    CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3
+
+
+class CUtensorMapFloatOOBfill(enum.IntEnum):
+    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0
+
+
+class TensorMap:
+    """The bindings' CUtensorMap: bytes at an address."""
+
+    def __init__(self, data: bytes):
+        self._memory = ctypes.create_string_buffer(data, len(data))
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._memory)
+
+
 _DEVICE = {1: 1024, 2: 1024, 3: 1024, 4: 64, 5: 2**31 - 1, 6: 65535, 7: 65535, 16: 132, 75: 9, 76: 0, 97: 232448}
 OK = CUresult.CUDA_SUCCESS
 
@@ -53,8 +96,16 @@ class FakeDriver:
     CUdevice_attribute = CUdevice_attribute
     CUfunction_attribute = CUfunction_attribute
     CUjit_option = CUjit_option
+    CUtensorMapDataType = CUtensorMapDataType
+    CUtensorMapInterleave = CUtensorMapInterleave
+    CUtensorMapSwizzle = CUtensorMapSwizzle
+    CUtensorMapL2promotion = CUtensorMapL2promotion
+    CUtensorMapFloatOOBfill = CUtensorMapFloatOOBfill
+    cuuint32_t = ctypes.c_uint32
+    cuuint64_t = ctypes.c_uint64
 
-    def __init__(self):
+    def __init__(self, parameters: Sequence[int] = (8, 4, 8)):
+        self.parameters = parameters  # bytes of each parameter of the kernel: what a driver reads from its code
         self.device = dict(_DEVICE)
         self.function = {0: 1024, 1: 0, 3: 16, 4: 96}
         self.results: dict[str, CUresult] = {}
@@ -62,6 +113,8 @@ class FakeDriver:
         self.images: list[bytes] = []
         self.attributes_set: list[tuple] = []
         self.launches: list[dict] = []
+        self.maps: list[tuple] = []
+        self.map_layout = "<Q120s"  # of an encoded map: its address, and the rest
         self._contexts = threading.local()  # every thread has its own stack
 
     @property
@@ -119,10 +172,8 @@ class FakeDriver:
         return (OK,)
 
     def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
-        assert parameters is None
-        words = (ctypes.c_uint64 * 5).from_address(extra)
-        assert (words[0], words[2], words[4]) == (1, 2, 0)
-        size = ctypes.c_size_t.from_address(words[3]).value
+        assert extra == 0
+        places = (ctypes.c_void_p * len(self.parameters)).from_address(parameters)
         self.launches.append(
             {
                 "function": function,
@@ -130,11 +181,27 @@ class FakeDriver:
                 "block": (bx, by, bz),
                 "shared": shared,
                 "stream": stream,
-                "packed": ctypes.string_at(words[1], size),
+                "arguments": [ctypes.string_at(place, size) for place, size in zip(places, self.parameters)],
                 "context": self.contexts[-1],
             }
         )
         return (self.results.get("cuLaunchKernel", OK),)
+
+    def cuTensorMapEncodeTiled(
+        self, dtype, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill
+    ):
+        assert self.contexts
+        assert len(sizes) == len(strides) + 1 == len(box) == len(steps) == rank
+        assert all(type(n) is ctypes.c_uint64 for n in [*sizes, *strides])
+        assert all(type(n) is ctypes.c_uint32 for n in [*box, *steps])
+        numbers = [tuple(n.value for n in part) for part in (sizes, strides, box, steps)]
+        entry = (dtype.name, address, *numbers, interleave.name, swizzle.name, promotion.name, fill.name)
+        self.maps.append(tuple(e.split("MAP_")[-1] if isinstance(e, str) else e for e in entry))
+        status = self.results.get("cuTensorMapEncodeTiled", OK)
+        rest = hashlib.sha256(repr((dtype, numbers, swizzle)).encode()).digest() * 4
+        parts = {"Q": address, "s": rest[:120]}
+        data = struct.pack(self.map_layout, *(parts[code] for code in self.map_layout if code in parts))
+        return status, None if status else TensorMap(data)
 
     def cuGetErrorName(self, status):
         return OK, CUresult(status).name.encode()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,37 @@ COMPILER = shutil.which("cc")
 PROGRAM = """
 from fly.backends.artefact import Artefact
 from fly.errors import CompileError, DeviceError
-from fly.lang.signature import Field
+from fly.lang.signature import Field, TensorMapSpec
 from fly.runtime.cuda import CudaDevice, ordinal_of
-fields = (Field("a", "ptr"), Field("n", "i32"))
+from fly.runtime.packing import packer
+from fly.runtime.tensor_map import encode
+fields = (Field("n", "i32"), Field("map", "map"), Field("a", "ptr"))
+packed = bytearray(packer(fields).pack(77, bytes(range(128)), 1 << 33))
 artefact = Artefact("add", "sm_90a", b"some PTX", "", fields, (64, 2, 1), 60000)
 device = CudaDevice(1)
 kernel = device.load(artefact)
-kernel.launch((5, 6, 7), (64, 2, 1), bytearray(range(12)), 77, ())
+kernel.launch((5, 6, 7), (64, 2, 1), packed, 77, ())
+data = encode(device, TensorMapSpec("bf16", (1, 8, 64), 128), 4096, (3, 4, 160), (1280, 320))
+print(len(data), int.from_bytes(data[:8], "little"), set(data[8:]), flush=True)
 print(kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, flush=True)
 for act in (
     lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
-    lambda: kernel.launch((999, 1, 1), (1, 1, 1), bytearray(12), 0, ()),
+    lambda: kernel.launch((999, 1, 1), (1, 1, 1), packed, 0, ()),
+    lambda: encode(device, TensorMapSpec("f32", (1, 8)), 4096, (3, 8), (32,)),
 ):
     try:
         act()
     except (CompileError, DeviceError) as error:
         print(type(error).__name__, error)
 """
+
+
+def digest(data: Iterable[int]) -> str:
+    """Of an argument's bytes, as the stub prints them."""
+    total = 0
+    for byte in data:
+        total = (total * 31 + byte) % 2**32
+    return f"{total:08x}"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -48,9 +63,15 @@ def test_the_driver_gets_what_was_asked_for(tmp_path):
         "function add of 11",
         "attribute 8 of 22 is 60000",
         "launch 22 grid 5 6 7 block 64 2 1 shared 60000 stream 77 context 4097: "
-        + " ".join(f"{n:02x}" for n in range(12)),
+        + " ".join(
+            digest(part) for part in ((77).to_bytes(4, "little"), range(128), (1 << 33).to_bytes(8, "little"))
+        ),
+        *(f"map of type 9 at {at}: 160/64/1 4/8/1 3/1/1 320 1280 modes 0 3 3 0" for at in (4096, 8192)),
+        "128 4096 {7}",
         "96 3 232448",
         "CompileError add (sm_90a): CUDA_ERROR_STUB: text of the stub",
         "line 1; fatal",
         "DeviceError add: cuLaunchKernel: CUDA_ERROR_STUB: text of the stub",
+        "DeviceError cuTensorMapEncodeTiled: CUDA_ERROR_STUB: text of the stub (sizes (3, 8), strides (32,) bytes, "
+        "box (1, 8), swizzle 0)",
     ], done.stderr

@@ -1,3 +1,4 @@
+import ctypes
 import struct
 import threading
 
@@ -34,6 +35,47 @@ def test_arguments_lie_where_the_c_compiler_puts_them(kinds):
 
 
 @pytest.mark.parametrize(
+    ("kinds", "places"),
+    [
+        (("map",), [0, 128]),
+        (("map", "map", "i32"), [0, 128, 256, 260]),
+        (("i32", "map", "f64"), [0, 64, 192, 200]),
+        (("ptr", "i32", "i32", "map", "i32", "map"), [0, 8, 12, 64, 192, 256, 384]),
+    ],
+)
+def test_tensor_maps_are_128_bytes_at_multiples_of_64(kinds, places):
+    fields = [Field(f"x{i}", kind) for i, kind in enumerate(kinds)]
+    assert offsets(fields) == places
+    values = [bytes([i]) * 128 if kind == "map" else i for i, kind in enumerate(kinds)]
+    packed = packer(fields).pack(*values)
+    assert len(packed) == places[-1]
+    for kind, value, place in zip(kinds, values, places):
+        size = struct.calcsize({**KINDS, "map": "128s"}[kind])
+        assert packed[place : place + size] == (value if kind == "map" else struct.pack(KINDS[kind], value))
+        packed = packed[:place] + bytes(size) + packed[place + size :]
+    assert packed == bytes(len(packed))  # zeros between them
+
+
+def test_drivers_are_pointed_to_the_buffer_or_to_each_argument():
+    slot = ArgumentSlot([0, 64, 192, 200])
+    slot.view[:] = bytes(range(200))
+    start, *rest = (ctypes.c_void_p * 3).from_address(slot.parameters)
+    assert [place - start for place in rest] == [64, 192]
+    assert ctypes.string_at(start, 200) == bytes(slot.view)
+    words = (ctypes.c_size_t * 5).from_address(slot.extra)
+    assert (words[0], words[2], words[4]) == (1, 2, 3)  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
+    assert words[1] == start
+    assert ctypes.c_size_t.from_address(words[3]).value == 200
+
+
+def test_a_kernel_without_arguments():
+    slot = ArgumentSlot([0])
+    assert (
+        len(slot.view) == ctypes.c_size_t.from_address((ctypes.c_size_t * 5).from_address(slot.extra)[3]).value == 0
+    )
+
+
+@pytest.mark.parametrize(
     ("value", "sizes"),
     [
         (7, (7, 1, 1)),
@@ -66,12 +108,12 @@ def test_a_block_has_at_most_1024_threads():
 
 
 def test_each_thread_has_its_own_argument_buffer():
-    slot = ArgumentSlot(8, 0)
+    slot = ArgumentSlot([0, 8])
     seen = {}
 
     def work(name):
         slot.view[:] = name.encode() * 8
-        seen[name] = (slot.extra, slot)
+        seen[name] = (slot.extra, slot.parameters)
         barrier.wait()
         assert bytes(slot.view) == name.encode() * 8
 
@@ -81,4 +123,4 @@ def test_each_thread_has_its_own_argument_buffer():
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen["a"][0] != seen["b"][0]
+    assert not set(seen["a"]) & set(seen["b"])

@@ -24,7 +24,7 @@ def generate(text: str, arch: str, options: tuple[str, ...]) -> Emitted:
 
 def convergent(text: str) -> str:
     """Mark inline assembly convergent, which MLIR's translation does not: warps meet in it (`.aligned`)."""
-    return re.sub(r"^(.*\bcall .*\basm sideeffect .*\))$", r"\1 convergent", text, flags=re.M)
+    return re.sub(r"^(.*\bcall .*\basm sideeffect .*\))((?: #\d+)?(?:, !.*)?)$", r"\1 convergent\2", text, flags=re.M)
 
 
 def resources(ptx: str, arch: str, shared_bytes: int) -> Resources:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from fly.backends.nvvm.inline import ptx
-from fly.errors import ShapeError
+from fly.backends.nvvm.inline import as_i32, ptx
+from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
 from fly.ir.value import Value
+from fly.lang.ids import first_lane, linear_thread
 
 WARPGROUP = 128
 MAX_NAMED_BARRIERS = 16
 
 
 def _barrier_id(barrier: Any) -> Value:
-    if isinstance(barrier, int):
-        if not 0 < barrier < MAX_NAMED_BARRIERS:
-            raise ShapeError(f"named barrier {barrier} is out of range; expected 1 to 15 (0 is fly.barrier's)")
-        return i32(barrier)
-    return barrier
+    if isinstance(barrier, int) and not 0 < barrier < MAX_NAMED_BARRIERS:
+        raise ShapeError(f"named barrier {barrier} is out of range; expected 1 to 15 (0 is fly.barrier's)")
+    return as_i32(barrier, "named barrier")
 
 
 def _threads(threads: int) -> Value:
@@ -66,24 +65,27 @@ def elect_one() -> Value:
 
 def warpgroup_id() -> Value:
     """The thread's warpgroup in its block, i32, the same value in every lane of a warp."""
-    from fly.lang.ids import first_lane, linear_thread
-
     if current().block[0] % WARPGROUP:
         raise ShapeError(f"a block of {current().block[0]} threads does not divide into warpgroups of {WARPGROUP}")
     return first_lane(linear_thread() // WARPGROUP)
 
 
-def atomic_add(pointer: Pointer, value: int) -> Value:
-    """Add to an i32 in global memory, for all of the device; what it was before."""
-    (before,) = ptx("atom.global.gpu.relaxed.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, i32(value)], [i32.mlir])
+def _atomic(order: str, operation: str, pointer: Pointer, operand: Any) -> Value:
+    if not isinstance(pointer, Pointer) or pointer.space != "global":
+        raise DTypeError(f"atomic of {pointer!r}; expected a pointer to global memory")
+    text = f"atom.{order}.gpu.global.{operation}.u32 $0, [$1], $2;"
+    (before,) = ptx(text, "=r,l,r", [pointer, as_i32(operand, "operand of an atomic")], [i32.mlir])
     return Value(before, i32)
+
+
+def atomic_add(pointer: Pointer, value: Any) -> Value:
+    """Add to an i32 in global memory, for all of the device; what it was before."""
+    return _atomic("relaxed", "add", pointer, value)
 
 
 def atomic_wrap(pointer: Pointer, last: Any) -> Value:
     """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
-    last = i32(last) if isinstance(last, int) else last
-    (before,) = ptx("atom.global.gpu.acq_rel.inc.u32 $0, [$1], $2;", "=r,l,r", [pointer, last], [i32.mlir])
-    return Value(before, i32)
+    return _atomic("acq_rel", "inc", pointer, last)
 
 
 def fence_async_shared() -> None:
@@ -94,18 +96,3 @@ def fence_async_shared() -> None:
 def fence_mbarrier_init() -> None:
     """Initialised mbarriers become visible to TMA and to the cluster."""
     ptx("fence.mbarrier_init.release.cluster;", "", [])
-
-
-__all__ = [
-    "WARPGROUP",
-    "atomic_add",
-    "atomic_wrap",
-    "barrier_arrive",
-    "barrier_sync",
-    "elect_one",
-    "fence_async_shared",
-    "fence_mbarrier_init",
-    "setmaxnreg_dec",
-    "setmaxnreg_inc",
-    "warpgroup_id",
-]

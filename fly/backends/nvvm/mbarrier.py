@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fly.backends.nvvm.inline import ptx, shared_address
+from fly.backends.nvvm.inline import as_i32, ptx, shared_address
+from fly.backends.nvvm.intrinsics import fence_mbarrier_init
 from fly.errors import ShapeError
 from fly.ir import memory
 from fly.ir.control import when
@@ -17,6 +18,7 @@ from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
 from fly.ir.value import Value, select
 from fly.lang.ids import linear_thread
+from fly.lang.sync import barrier
 
 BYTES = 8
 _WAIT = """{
@@ -54,8 +56,14 @@ class Mbarriers:
             ptx("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", [self.at(i), i32(self.arrivals)])
 
     def at(self, index: Any) -> Value:
-        """The shared-memory address (i32) of one barrier, by static or traced i32 index."""
-        return shared_address(self.pointer) + index * BYTES
+        """The shared-memory address (i32) of one barrier, by static or traced i32 index.
+
+        Raises:
+            ShapeError: a static index that is out of range.
+        """
+        if isinstance(index, int) and not 0 <= index < self.count:
+            raise ShapeError(f"mbarrier {index} is out of range; expected 0 to {self.count - 1}")
+        return shared_address(self.pointer) + as_i32(index, "mbarrier index") * BYTES
 
     def arrive(self, index: Any) -> None:
         """This thread's arrival."""
@@ -63,7 +71,7 @@ class Mbarriers:
 
     def arrive_expecting(self, index: Any, count: Any) -> None:
         """This thread's arrival, and `count` more bytes (static or traced i32) that the phase waits for."""
-        count = i32(count) if isinstance(count, int) else count
+        count = as_i32(count, "expected bytes")
         ptx(
             "{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$0], $1;\n}",
             "r,r",
@@ -72,8 +80,7 @@ class Mbarriers:
 
     def wait(self, index: Any, parity: Any) -> None:
         """Until the phase with this parity bit (i32, 0 or 1) has completed."""
-        parity = i32(parity) if isinstance(parity, int) else parity
-        ptx(_WAIT, "r,r", [self.at(index), parity])
+        ptx(_WAIT, "r,r", [self.at(index), as_i32(parity, "parity")])
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,6 @@ class Ring:
 
 def init_all(parts: Sequence[Mbarriers | Ring]) -> None:
     """Initialise barriers in one thread of the block; a fence and `fly.barrier` make them visible to all."""
-    from fly.backends.nvvm.intrinsics import fence_mbarrier_init
-    from fly.lang.sync import barrier
-
     with when(linear_thread() == 0):
         for part in parts:
             part.init()

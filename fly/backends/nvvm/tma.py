@@ -1,7 +1,8 @@
 """Bulk tensor copies (TMA): boxes of a tensor to shared memory and back, through tensor maps.
 
 PTX ISA, "cp.async.bulk.tensor". Coordinates are in elements, in the tensor's order; what lies outside of the
-tensor reads as zero and is not written.
+tensor reads as zero and is not written. Each function raises a ShapeError for a wrong number of coordinates and a
+DTypeError for ones that are no i32.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fly.backends.nvvm.inline import ptx, shared_address
+from fly.backends.nvvm.inline import as_i32, ptx, shared_address
 from fly.errors import ShapeError
-from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
 from fly.ir.value import Value
 from fly.lang.tensor_map import TensorMap
@@ -22,7 +22,7 @@ def _coordinates(tensor_map: TensorMap, coordinates: Sequence[Any]) -> list[Valu
     if len(coordinates) != rank:
         raise ShapeError(f"{tensor_map!r} takes {rank} coordinates, not {len(coordinates)}")
     # the instruction takes the innermost dimension first
-    return [i32(c) if isinstance(c, int) else c for c in reversed(coordinates)]
+    return [as_i32(c, "coordinate") for c in reversed(coordinates)]
 
 
 def prefetch(tensor_map: TensorMap) -> None:
@@ -38,7 +38,7 @@ def load(tensor_map: TensorMap, destination: Pointer, coordinates: Sequence[Any]
         f"cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.mbarrier::complete_tx::bytes "
         f"[$0], [$1, {{{places}}}], [$2];",
         ",".join(["r", "l", "r"] + ["r"] * len(at)),
-        [shared_address(destination), tensor_map.pointer, barrier, *at],
+        [shared_address(destination), tensor_map.pointer, as_i32(barrier, "barrier"), *at],
     )
 
 

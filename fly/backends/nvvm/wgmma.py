@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fly.backends.nvvm.inline import ptx, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
-from fly.ir.dtypes import f32, i32, i64
+from fly.ir.dtypes import dtype, f32, i32, i64
 from fly.ir.memory import Pointer
 from fly.ir.value import Value, from_elements, select
 from fly.lang.ids import lane_of
@@ -128,8 +128,17 @@ class Operand:
         signed = bits - (1 << 64) if bits >> 63 else bits
         return ((address & 0x3FFFF) >> 4).to(i64) | i64(signed)
 
-    def steps(self, count: int) -> tuple[int, ...]:
-        """What to add to the descriptor for each 16 elements of k."""
+    def steps(self, count: int, extent: int) -> tuple[int, ...]:
+        """What to add to the descriptor for each 16 elements of k, of an operand with `extent` rows or columns.
+
+        Raises:
+            ShapeError: the tile is smaller than that.
+        """
+        have = (self.tile.columns, self.tile.rows) if self.along_rows else (self.tile.rows, self.tile.columns)
+        if count <= 0 or extent > have[0] or count * K > have[1]:
+            raise ShapeError(
+                f"{count} steps of a WGMMA operand of {extent} by {K} do not fit a tile of {have[0]} by {have[1]}"
+            )
         return tuple(self.tile.step(t * K, along_rows=self.along_rows) >> 4 for t in range(count))
 
 
@@ -174,7 +183,7 @@ def issue(
     touched.
 
     Raises:
-        ShapeError: operands or accumulator of a wrong length.
+        ShapeError: operands or accumulator of a wrong type or length, or tiles that are smaller than the product.
     """
     count = atom.values("c")
     if accumulator is not None and (accumulator.dtype is not f32 or accumulator.length != count):
@@ -196,17 +205,21 @@ def issue(
         a_place = b_place + 1
         inputs.append(a.descriptor())
         constraints.append("l")
-        a_steps = a.steps(steps)
+        a_steps = a.steps(steps, M)
         turned = f"{int(a.layout.transposed)}, {int(b.layout.transposed)}"
     else:
         if len(a) != steps:
             raise ShapeError(f"{len(a)} register operands for {steps} steps of WGMMA; expected one each")
+        for operand in a:
+            if operand.dtype is not dtype(atom.dtype) or operand.length != atom.values("a"):
+                wanted = f"{atom.values('a')} x {atom.dtype}"
+                raise ShapeError(f"a register operand of WGMMA is {operand!r}; expected {wanted}")
         registers = [word for operand in a for word in operand.bitcast(i32)]
         inputs += registers
         constraints += ["r"] * len(registers)
         turned = f"{int(b.layout.transposed)}"
     text.append("wgmma.fence.sync.aligned;")
-    for t, b_step in enumerate(b.steps(steps)):
+    for t, b_step in enumerate(b.steps(steps, atom.n)):
         text.append(f"add.s64 db, ${b_place}, {b_step};")
         if isinstance(a, Operand):
             text.append(f"add.s64 da, ${a_place}, {a_steps[t]};")
@@ -265,8 +278,10 @@ def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
     that share a row trade their pairs of columns, so that each can store 16 bytes at once.
 
     Raises:
-        ShapeError: the accumulators' width is no multiple of 32.
+        ShapeError: the elements are not 16 bits wide, or the accumulators' width is no multiple of 32.
     """
+    if values.dtype.bits != 16:
+        raise ShapeError(f"runs of {values!r}; expected elements of 16 bits")
     if len(values) % 16:
         raise ShapeError(
             f"runs of {values!r}: the accumulators are {2 * len(values)} columns wide, no multiple of 32"
