@@ -104,8 +104,6 @@ def _kernel(name: str) -> Any:
     return found
 
 
-
-
 def _inspect(options: argparse.Namespace) -> None:
     from fly.backends.compile import passes
     from fly.backends.target import target

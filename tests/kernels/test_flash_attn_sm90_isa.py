@@ -16,7 +16,8 @@ from fly.backends.artefact import Artefact
 from fly.backends.nvvm import wgmma
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.flash_attn_sm90 import BUILDS, Sm90Options, flash_attn_sm90
+from kernels.flash_attn_sm90 import flash_attn_sm90
+from kernels.sm90_builds import BUILDS, Sm90Options
 from tests.backends.builds import needs_ptxas, run_ptxas
 
 ROWS = [(shape, i) for shape, builds in BUILDS.items() for i in range(len(builds))]
