@@ -78,8 +78,8 @@ def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
-    if k.shape != v.shape:
-        fail(f"k and v must have the same shape, got k {tuple(k.shape)} and v {tuple(v.shape)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        fail(f"k and v must have the same shape up to head_dim, got k {tuple(k.shape)} and v {tuple(v.shape)}")
     if not packed and q.shape[0] != k.shape[0]:
         fail(f"q and k must have the same batch, got q {q.shape[0]} and k {k.shape[0]}")
     if q.shape[-1] != k.shape[-1]:
@@ -127,10 +127,11 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _check_out(out: Any, q: torch.Tensor) -> None:
+def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     _check_tensor("out", out)
-    if out.shape != q.shape:
-        fail(f"out must have q's shape {tuple(q.shape)}, got {tuple(out.shape)}")
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape:
+        fail(f"out must have shape {shape} (q's, with v's head_dim), got {tuple(out.shape)}")
     if out.dtype != q.dtype:
         fail(f"out must have q's dtype {q.dtype}, got {out.dtype}", ArgumentTypeError)
     if out.device != q.device:
@@ -335,7 +336,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     for name, tensor in zip(INPUTS, (q, k, v)):
         _check_last_stride(name, tensor)
     if out is not None:
-        _check_out(out, q)
+        _check_out(out, q, v)
     if options["debug_counts"] is not None:
         _check_debug_counts(options["debug_counts"], q)
 
@@ -382,7 +383,8 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
             kv_pitch=_pitch(k, v),
             features=tuple(name for name, wanted in features.items() if wanted),
             tuning=_check_tuning(options),
+            head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
         ),
-        empty=q.numel() == 0 or k.numel() == 0 or batch == 0 or seq_len == 0,
+        empty=q.numel() == 0 or k.numel() == 0 or v.numel() == 0 or batch == 0 or seq_len == 0,
         device=q.device,
     )

@@ -129,6 +129,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
 # flags that describe a call: (name, default, help)
 _SIZES = (
     ("head_dim", 128, "elements of a head"),
+    ("head_dim_v", None, "elements of a head of v and out (head_dim)"),
     ("batch", 1, "sequences"),
     ("seq_len", 1024, "queries of the longest sequence"),
     ("seq_len_kv", None, "keys of the longest sequence (seq_len)"),
@@ -195,6 +196,7 @@ def request_of(options: argparse.Namespace) -> Request | None:
         kv_pitch=kv_heads * row,
         features=tuple(name for name in FEATURES if wanted[name]),
         tuning=dict.fromkeys(given.get("tuning", ()), True),
+        head_dim_v=size["head_dim_v"],
     )
 
 

@@ -37,8 +37,8 @@ class Tensors(NamedTuple):
     """The tensors of a call, in the order in which kernels take them; None where the call has none.
 
     Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
-    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. `debug_counts`: (2,) float32.
-    `workspace` is memory for split keys, of any dtype.
+    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. v and out may have another D than q
+    and k. `debug_counts`: (2,) float32. `workspace` is memory for split keys, of any dtype.
     """
 
     q: torch.Tensor
@@ -61,7 +61,8 @@ class Request:
     the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
     two; `q_pitch`: of q and out.
-    `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name.
+    `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of v and out,
+    None when it is `head_dim`.
     """
 
     head_dim: int
@@ -82,6 +83,12 @@ class Request:
     kv_pitch: int = 0
     features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    head_dim_v: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,8 @@ class Kernel:
     `module` holds `prepare` (see `Prepare`) and is None while the kernel is not built. `tuning` maps each tuning
     option it takes to the architectures it means something on. `needs` are conditions on the call. `switched_off`
     is a variable that keeps the kernel from being chosen. `reason` says in a few words why it stands where it
-    stands.
+    stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for any two of
+    `head_dims`.
     """
 
     name: str
@@ -158,6 +166,7 @@ class Kernel:
     reason: str
     needs: tuple[Need, ...] = ()
     switched_off: config.Variable | None = None
+    mixed_dims: tuple[tuple[int, int], ...] | None = ()
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -183,6 +192,7 @@ KERNELS: tuple[Kernel, ...] = (
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16),),
+        mixed_dims=((192, 128),),
     ),
     Kernel(
         name="generic",
@@ -193,6 +203,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=("packed", "split_kv"),
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
+        mixed_dims=None,
     ),
 )
 
@@ -217,6 +228,12 @@ def _head_dim_advice(kernel: Kernel, head_dim: int) -> str:
     return f"pad q, k and v with zeros to head_dim {min(wider)} and pass softmax_scale={head_dim}**-0.5"
 
 
+def _takes_mixed(kernel: Kernel, request: Request) -> bool:
+    if kernel.mixed_dims is None:
+        return request.value_dim in kernel.head_dims
+    return (request.head_dim, request.value_dim) in kernel.mixed_dims
+
+
 def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     """Why `kernel` cannot serve `request` on `arch` (ends in what to do instead), or None when it can."""
     if arch not in kernel.archs:
@@ -230,6 +247,12 @@ def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"
+    if request.value_dim != request.head_dim and not _takes_mixed(kernel, request):
+        pairs = ", ".join(f"({d}, {v})" for d, v in kernel.mixed_dims or ()) or "none that differ"
+        return (
+            f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad v with zeros "
+            f"to head_dim {request.head_dim} and cut the output"
+        )
     missing = [FEATURES[name] for name in request.features if name not in kernel.features]
     if missing:
         return "; ".join(f"does not do {what} yet: {instead}" for what, instead in missing)

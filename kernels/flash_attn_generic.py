@@ -265,7 +265,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
     description = target(target_of(tensors.q.device))
-    options = options_for(description, request.head_dim, request.causal, request.alignment, request.tuning)
+    options = options_for(
+        description, request.head_dim, request.causal, request.alignment, request.tuning, request.head_dim_v
+    )
     return bind_forward(
         flash_attn_generic,
         tensors,

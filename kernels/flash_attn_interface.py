@@ -91,14 +91,14 @@ def flydsl_flash_attn_func(
             strides are free; on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed
             sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
-            Packed sequences: (total_kv, Hkv, D).
+            Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
         softmax_scale: positive factor of the scores; D**-0.5 by default.
         num_kv_heads: Hkv, if the caller wants it checked.
         return_lse: also return the natural log of the sum of exponentials of the scaled scores, float32
             (B, H, Sq), packed (H, total_q), −inf where a query sees no key.
-        out: written and returned instead of a new tensor; q's shape, dtype and device, sharing no memory with
-            q, k or v.
+        out: written and returned instead of a new tensor; q's shape with v's head dimension, q's dtype and device,
+            sharing no memory with q, k or v.
         cross_seqlen: whether queries and keys of a sequence may differ in number. Detected by default: from the
             shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
         num_kv_splits: parts that the keys are split into, each computed by blocks of its own and combined by a
@@ -119,7 +119,7 @@ def flydsl_flash_attn_func(
             q's device by default.
 
     Returns:
-        out, of q's shape, or (out, lse) with `return_lse`.
+        out, of q's shape (with v's head dimension), or (out, lse) with `return_lse`.
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
@@ -178,7 +178,7 @@ def flydsl_flash_attn_func(
 
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         lse = _empty_lse(q) if return_lse else None
         if plan is None:
             if workspace is not None:
@@ -207,7 +207,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     call = check_call(q, k, v, causal, out, options)
     kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device) if out is None else out
     lse = _empty_lse(q) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
     tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"])

@@ -455,7 +455,7 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
-    device, head_dim_v = q.device, v.shape[-1]
+    device, head_dim_v = q.device, request.value_dim
     units = device_of(device).compute_units
     splits = split_count(request, device, 128, 128)
     slices = request.batch * request.num_heads * splits

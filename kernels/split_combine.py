@@ -43,7 +43,7 @@ class Partials:
     @staticmethod
     def of(tensors: Tensors, splits: int) -> Partials:
         """Of a call's tensors."""
-        *batch, tokens, heads, head_dim = tensors.q.shape
+        *batch, tokens, heads, head_dim = tensors.out.shape
         return Partials(splits, (*batch, heads, tokens), head_dim)
 
     @property
@@ -123,6 +123,6 @@ def split_combine(
 
 def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
     """Compile and bind the combination; its addresses are partial_out, partial_lse, out, lse and cu_seqlens_q."""
-    blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.head_dim))
+    blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.value_dim))
     arguments = (partial_out, partial_lse, tensors.out, tensors.lse, tensors.cu_seqlens_q)
-    return bind(split_combine, blocks, THREADS, arguments, {"head_dim": request.head_dim}, compile_kernel)
+    return bind(split_combine, blocks, THREADS, arguments, {"head_dim": request.value_dim}, compile_kernel)

@@ -122,7 +122,7 @@ MISTAKES = {
     "k and v differ": (
         {"v": tensor(B, SKV + 1, HKV, D)},
         VALUE,
-        "k and v must have the same shape, got k (2, 7, 3, 64) and v (2, 8, 3, 64)",
+        "k and v must have the same shape up to head_dim, got k (2, 7, 3, 64) and v (2, 8, 3, 64)",
     ),
     "batches differ": (
         {"q": tensor(1, SQ, H, D)},
@@ -179,7 +179,7 @@ MISTAKES = {
     "out's shape": (
         {"out": tensor(B, H, SQ, D)},
         VALUE,
-        "out must have q's shape (2, 5, 6, 64), got (2, 6, 5, 64)",
+        "out must have shape (2, 5, 6, 64) (q's, with v's head_dim), got (2, 6, 5, 64)",
     ),
     "out's dtype": (
         {"out": tensor(B, SQ, H, D, dtype=torch.float32)},
@@ -310,7 +310,7 @@ MISTAKES = {
     "packed, k and v differ": (
         packed(v=tensor(SQ + 1, HKV, D)),
         VALUE,
-        "k and v must have the same shape, got k (5, 3, 64) and v (6, 3, 64)",
+        "k and v must have the same shape up to head_dim, got k (5, 3, 64) and v (6, 3, 64)",
     ),
     "packed without max_seqlen_kv": (
         packed(max_seqlen_kv=None),
