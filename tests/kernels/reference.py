@@ -66,7 +66,7 @@ def attention(
         lengths: (queries, keys) of the sequences packed in q (total queries, H, D), k and v (total keys, Hkv, D).
 
     Returns:
-        out (B, Sq, H, D) and lse (B, H, Sq), the natural log of the sum of exponentials, both of `dtype`; packed,
+        out (B, Sq, H, Dv) and lse (B, H, Sq), the natural log of the sum of exponentials, both of `dtype`; packed,
         (total queries, H, D) and (H, total queries).
     """
     if lengths:
@@ -79,7 +79,7 @@ def attention(
     batch, seq_len, heads, head_dim = q.shape
     seq_len_kv, group = k.shape[1], heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, seq_len), -math.inf, dtype=dtype, device=q.device)
     if seq_len_kv == 0:
         return out, lse
