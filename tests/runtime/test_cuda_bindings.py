@@ -27,7 +27,8 @@ kernel = device.load(artefact)
 kernel.launch((5, 6, 7), (64, 2, 1), packed, 77, ())
 data = encode(device, TensorMapSpec("bf16", (1, 8, 64), 128), 4096, (3, 4, 160), (1280, 320))
 print(len(data), int.from_bytes(data[:8], "little"), set(data[8:]), flush=True)
-print(kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, device.compute_units, flush=True)
+known = (kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, device.compute_units)
+print(*known, flush=True)
 for act in (
     lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
     lambda: kernel.launch((999, 1, 1), (1, 1, 1), packed, 0, ()),
