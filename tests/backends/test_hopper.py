@@ -256,7 +256,7 @@ REFUSED = {
     "bytes": (
         lambda box, x, n: Mbarriers.allocate("x", 2, 1).arrive_expecting(0, n.to(fly.i64)),
         DTypeError,
-        "expected bytes is <i64>; expected an integer or a traced i32",
+        "byte count is <i64>; expected an integer or a traced i32",
     ),
     "parity": (
         lambda box, x, n: Mbarriers.allocate("x", 2, 1).wait(0, n == 0),

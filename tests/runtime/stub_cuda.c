@@ -25,6 +25,7 @@ API cuDeviceGetAttribute(int *value, int attribute, int device) {
   case 4: *value = 64; return 0;                         /* block z */
   case 5: *value = 2147483647; return 0;                 /* grid x */
   case 6: case 7: *value = 65535; return 0;              /* grid y and z */
+  case 16: *value = 132; return 0;                       /* multiprocessors */
   case 75: *value = 9; return 0;                         /* compute capability */
   case 76: *value = 0; return 0;
   case 97: *value = 232448; return 0;                    /* shared memory of one block, opt-in */

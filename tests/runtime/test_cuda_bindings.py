@@ -27,7 +27,8 @@ kernel = device.load(artefact)
 kernel.launch((5, 6, 7), (64, 2, 1), packed, 77, ())
 data = encode(device, TensorMapSpec("bf16", (1, 8, 64), 128), 4096, (3, 4, 160), (1280, 320))
 print(len(data), int.from_bytes(data[:8], "little"), set(data[8:]), flush=True)
-print(kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, flush=True)
+known = (kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, device.compute_units)
+print(*known, flush=True)
 for act in (
     lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
     lambda: kernel.launch((999, 1, 1), (1, 1, 1), packed, 0, ()),
@@ -68,7 +69,7 @@ def test_the_driver_gets_what_was_asked_for(tmp_path):
         ),
         *(f"map of type 9 at {at}: 160/64/1 4/8/1 3/1/1 320 1280 modes 0 3 3 0" for at in (4096, 8192)),
         "128 4096 {7}",
-        "96 3 232448",
+        "96 3 232448 132",
         "CompileError add (sm_90a): CUDA_ERROR_STUB: text of the stub",
         "line 1; fatal",
         "DeviceError add: cuLaunchKernel: CUDA_ERROR_STUB: text of the stub",

@@ -71,7 +71,7 @@ class Mbarriers:
 
     def arrive_expecting(self, index: Any, count: Any) -> None:
         """This thread's arrival, and `count` more bytes (static or traced i32) that the phase waits for."""
-        count = as_i32(count, "expected bytes")
+        count = as_i32(count, "byte count")
         ptx(
             "{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$0], $1;\n}",
             "r,r",
