@@ -64,7 +64,7 @@ def _default(kind: Kind) -> Iterator[Workload]:
 
 def _cross(kind: Kind) -> Iterator[Workload]:
     for queries, keys in CROSS_LENGTHS:
-        yield kind.dense(2, queries, 4, seq_len_kv=keys)
+        yield kind.dense(2, queries, 4, 2, keys)
 
 
 def _square(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -145,7 +145,7 @@ class Workload:
         """The same form in miniature, so that an emulator runs it in seconds.
 
         A sequence longer than `max_len` shrinks to that, queries and keys by one factor. At most two sequences stay
-        if it is dense, and at most `max_heads` key heads; of shared ones, one with its query heads and one sequence.
+        if it is dense, and at most `max_heads` key heads; one of each where many query heads share a key head.
         """
 
         def shrunk(queries: int, keys: int) -> tuple[int, int]:
@@ -153,13 +153,14 @@ class Workload:
             return math.ceil(queries * factor), math.ceil(keys * factor)
 
         group = self.num_heads // self.num_kv_heads
-        kv_heads = min(self.num_kv_heads, max_heads if group == 1 else 1)
+        few = group <= 2
+        kv_heads = min(self.num_kv_heads, max_heads if few else 1)
         if self.lengths:
             lengths = [shrunk(*both) for both in self.lengths]
             heads = group * kv_heads, kv_heads
             return Workload.packed(lengths, *heads, self.head_dim, self.dtype, self.causal, self.num_kv_splits)
         seq_len, seq_len_kv = shrunk(self.seq_len, self.seq_len_kv)
-        sizes = {"batch": min(self.batch, 2 if group == 1 else 1), "seq_len": seq_len, "seq_len_kv": seq_len_kv}
+        sizes = {"batch": min(self.batch, 2 if few else 1), "seq_len": seq_len, "seq_len_kv": seq_len_kv}
         return replace(self, **sizes, num_heads=group * kv_heads, num_kv_heads=kv_heads)
 
 

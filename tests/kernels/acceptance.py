@@ -142,7 +142,9 @@ def fits_gpu(workload: Workload) -> bool:
 
 def reduced(family: str, kind: Kind) -> list[Workload]:
     """A family's workloads of one kind, in miniature, each once."""
-    return list(dict.fromkeys(workload.reduced(REDUCED_LENGTHS[family], 1) for workload in FAMILIES[family](kind)))
+    length = REDUCED_LENGTHS[family]
+    heads = 2 if length < 1024 else 1
+    return list(dict.fromkeys(workload.reduced(length, heads) for workload in FAMILIES[family](kind)))
 
 
 def sampled(run: Run, family: str, kind: Kind) -> list[Workload]:

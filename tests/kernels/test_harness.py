@@ -207,6 +207,7 @@ def test_reduced_sets_keep_their_forms():
         assert workload.num_heads <= 8 and (workload.lengths or workload.batch <= 2)
     kind = shapes.Kind(64, "bf16", True)
     assert kind.dense(1, 1024, 64, 8, 8192, splits=3).reduced(512) == kind.dense(1, 64, 8, 1, 512, splits=3)
+    assert kind.dense(4, 300, 8, 4).reduced(200) == kind.dense(2, 200, 4, 2)
     packed = kind.packed([(1024, 8192), (3, 7), (0, 5000)], 7, 1)
     assert packed.reduced(256) == kind.packed([(32, 256), (3, 7), (0, 256)], 7, 1)
 
