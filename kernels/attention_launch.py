@@ -57,7 +57,6 @@ def bind_forward(
 
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
-
         optional = [i for i, tensor in enumerate(tensors[:-1]) if i >= 4 and tensor is not None]
 
         def run(tensors: Tensors, stream: int | None) -> None:

@@ -32,7 +32,7 @@ class Work:
 
     The views hold this sequence and these heads alone, their row 0 is the sequence's first token; `lse` is its
     vector, or None. `keys` has the sequence's lengths. Key tiles [first_tile, full_tiles) are seen whole by every
-    row of the block, [full_tiles, last_tile) need `keys.apply`. `split` is None without split keys.
+    row of the block, [full_tiles, last_tile) need `keys.apply`.
     """
 
     q: fly.RowView
@@ -40,8 +40,6 @@ class Work:
     v: fly.RowView
     out: fly.RowView
     lse: fly.Tensor | None
-    head: fly.Value
-    split: fly.Value | None
     first_row: fly.Value
     keys: KeyRange
     first_tile: fly.Value
@@ -104,8 +102,6 @@ def block_work(
         v=keys.matrix(v, kv_head).rows(head_dim),
         out=queries.matrix(out, head).rows(head_dim),
         lse=None if lse is None else queries.vector(lse, head),
-        head=head,
-        split=split,
         first_row=first_row,
         keys=key_range,
         first_tile=first,

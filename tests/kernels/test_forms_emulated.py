@@ -12,6 +12,7 @@ import secrets
 import pytest
 import torch
 
+from fly.errors import UnsupportedError
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.packed import offsets, packed_attention, sequences
 from tests.kernels.reference import attention, check, reference
@@ -169,3 +170,32 @@ def test_strided_packed_tensors_and_a_workspace_of_the_callers(arch, seed):
     workspace = torch.full((1 << 20,), math.nan)
     at_q, at_kv, out, lse = packed_call(q, k, v, [60, 30], [100, 30], True, num_kv_splits=4, workspace=workspace)
     assert packed_failures(q, k, v, at_q, at_kv, out, lse, True) == [], f"seed {seed}"
+
+
+def far_apart(tokens, step):
+    """q, k, v and out, (tokens, 2, 64), tokens `step` elements apart in memory that is hardly touched."""
+    memory = torch.empty(tokens * step + 2**17, dtype=torch.bfloat16)
+    return [memory.as_strided((tokens, 2, 64), (step, 64, 1), 2**15 * i) for i in range(4)]
+
+
+@archs
+@pytest.mark.parametrize("splits", [1, 2])
+def test_offsets_past_32_bits(arch, splits, seed):
+    """The last tokens are past 2**31 elements and 4 GiB."""
+    q, k, v, out = far_apart(300, 2**23 - 64)
+    assert q.stride(0) * 299 > 2**31
+    near = inputs(seed, "bf16", (300,), (300,), kv_heads=2)
+    for target, source in zip((q, k, v), near):
+        target.copy_(source)
+    lengths = [200, 0, 100]
+    at_q, at_kv, _, lse = packed_call(q, k, v, lengths, lengths, True, out=out, num_kv_splits=splits)
+    assert packed_failures(*near, at_q, at_kv, out.contiguous(), lse, True) == [], f"seed {seed}"
+
+
+@archs
+def test_rows_too_far_apart_for_a_tile(arch):
+    q, k, v, _ = far_apart(2, 2**24)
+    with pytest.raises(
+        UnsupportedError, match=r"rows of q, k, v or out are 33554432 bytes apart; flash_attn_generic takes less than"
+    ):
+        flydsl_flash_attn_func(q[None], k[None], v[None])
