@@ -13,9 +13,9 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-`Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers each,
-filled by direct-to-LDS copies. A wait comes two barriers before the reads that need it: the other group passes its own
-wait one barrier later. The loop body holds two tiles, so that buffers are static.
+`Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers
+each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need it: the other group passes
+its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
