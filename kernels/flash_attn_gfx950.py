@@ -6,19 +6,21 @@ waves 0-3 run one barrier ahead of waves 4-7, so that one of the two computes wh
 
 One tile takes four clusters with a barrier after each. Cluster by cluster, for tile j:
 
-| cluster | matrix | vector, between the matrix instructions | LDS reads | copies started | waited for |
+| cluster | matrix | vector; between the matrix instructions | LDS reads | copies started | waited for |
 |---|---|---|---|---|---|
-| 0 memory | | | K(j) | K(j+1) | V(j-1) |
-| 1 compute | S(j) = K(j) Q | P(j-1) = exp2(S(j-1) - max), first half of the keys | | | |
+| 0 memory | | scale * S(j-1) - scale * max | K(j) | K(j+1) | V(j-1) |
+| 1 compute | S(j) = K(j) Q | P(j-1) = exp2 of that, and its sum: first half of the keys | | | |
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
-| 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rescale if it grew a lot | | | |
+| 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need
-it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
+`Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers
+each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need it: the other group passes
+its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
-a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale.
+a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale. Where tiles need a mask
+the limit is -inf, so that one branch leads to both, and the rest of a tile is one block to the scheduler.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ class Tiles:
         self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
 
     def _pipeline(self) -> fly.Pipeline:
-        """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O of tile i-2."""
+        """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
         # fmt: off
         return fly.Pipeline(
@@ -291,12 +293,12 @@ class Tiles:
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
-    def exponents(self, tile: fly.PipelineTile, *scores: Any) -> list[fly.Value]:
+    def exponents(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
+    ) -> tuple[fly.Value, fly.Value]:
         """scale * score + shift."""
-        *tiles, softmax = scores
-        width = self.link.layout.values
-        scale, shift = fly.broadcast(self.scale, width), fly.broadcast(softmax.shift, width)
-        return [fly.fma(tile, scale, shift) for tile in tiles]
+        scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
+        return fly.fma(early, scale, shift), fly.fma(late, scale, shift)
 
     def weights(
         self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
@@ -337,7 +339,8 @@ class Tiles:
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
             first_key = (self.work.first_tile + tile.number) * BLOCK_N
             scores = fly.Fragment(self.link.layout, ((early, late),))
-            seen = self.work.keys.apply(scores, self.rows, first_key).tiles[0]
+            # a selection right after its comparison would wait: the comparisons first, 16 at a time
+            seen = self.work.keys.apply(scores, self.rows, first_key, between=sched_barrier).tiles[0]
             return *seen, fly.reduce_max(fly.concat(seen))
 
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,16 @@ class KeyRange:
         seen_by_any = fly.maximum(self.limit(last_row), 0)
         return seen_by_all // tile, fly.ceil_div(seen_by_any, tile)
 
-    def apply(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any) -> fly.Fragment:
-        """Scores with -inf where the row (a query index) does not see the key; columns start at `first_key`."""
-        return scores.keep_columns_below(rows.map(lambda row: self.limit(row) - first_key), float("-inf"))
+    def apply(
+        self,
+        scores: fly.Fragment,
+        rows: fly.RowVector,
+        first_key: Any,
+        between: Callable[[], None] | None = None,
+    ) -> fly.Fragment:
+        """Scores with -inf where the row (a query index) does not see the key; columns start at `first_key`.
+
+        `between`: see `fly.Fragment.keep_columns_below`.
+        """
+        limits = rows.map(lambda row: self.limit(row) - first_key)
+        return scores.keep_columns_below(limits, float("-inf"), between)

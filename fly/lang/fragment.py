@@ -227,15 +227,27 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
-    def keep_columns_below(self, limits: RowVector, fill: float) -> Fragment:
-        """Elements whose column index is below their row's i32 limit; `fill` elsewhere."""
+    def keep_columns_below(
+        self, limits: RowVector, fill: float, between: Callable[[], None] | None = None
+    ) -> Fragment:
+        """Elements whose column index is below their row's i32 limit; `fill` elsewhere.
+
+        `between()` is called after the comparisons and after the selections of every tile: a line for the scheduler,
+        where a selection should not follow its comparison at once.
+        """
         layout = self.layout
         lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
         remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         def mask(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return select(columns < remaining[r], tile, fill)
+            below = columns < remaining[r]
+            if between is None:
+                return select(below, tile, fill)
+            between()
+            kept = select(below, tile, fill)
+            between()
+            return kept
 
         return self.map(mask)
 

@@ -113,6 +113,22 @@ def test_instructions_of_a_tile(head_dim, dtype, causal, emulated):
     assert (sum(mix.values()), vector) == {128: (220.5, 114.5), 64: (178.5, 113.5)}[head_dim]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_rare(head_dim, emulated):
+    """A tile with a mask, and one with a rescale, cost no more instructions than these beyond a plain one."""
+
+    def count(keys: int, largest: float) -> float:
+        q, k = (torch.zeros(1, n, 1, head_dim, dtype=torch.bfloat16) for n in (256, keys))
+        q[..., 0], k[:, 128:, :, 0] = 1.0, largest
+        arguments = (q, k, k, torch.empty_like(q), None, 1.0, None, None, None)
+        flash_attn_gfx950[(1, 1, 1), BLOCK](*arguments, options=DualWaveOptions(head_dim, False))
+        return emulated.last.executed / WAVES
+
+    plain = count(320, 0.0)
+    assert 64 < count(319, 0.0) - plain <= 94
+    assert head_dim // 4 < count(320, 100.0) - plain <= {64: 39, 128: 55}[head_dim]
+
+
 @pytest.mark.parametrize("form", [{}, {"packed": True}, {"split": True, "packed": True}, {"lse": False}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_registers_and_shared_memory(head_dim, form):
