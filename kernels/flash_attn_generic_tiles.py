@@ -20,7 +20,7 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
     ("nvvm", 32): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "lazy": True},
     ("nvvm", 64): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "lazy": True},
     ("nvvm", 96): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
-    ("nvvm", 128): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
+    ("nvvm", 128): {"block_m": 128, "block_n": 32, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
     ("nvvm", 160): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
     ("nvvm", 192): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
     ("nvvm", 224): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},

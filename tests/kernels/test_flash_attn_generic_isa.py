@@ -211,13 +211,16 @@ def test_rounding_to_16_bits(arch, head_dim, dtype, causal):
 def test_ptx_matrix_instructions_and_loads(arch, head_dim, dtype, causal):
     artefact, options = compiled(arch, head_dim, dtype, causal)
     tiles_of_8x8 = options.block_n * options.head_dim // 64
+    wave_rows = options.block_m // options.waves
+    of_queries = wave_rows * options.head_dim // 64 if options.queries == "shared" else 0
     for loop in both_loops(artefact):
         mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
         assert {o: loop.count(o) for o in kinds(loop, r"mma\..*")} == {mma: products(options, arch, dtype)}
-        for form in ("", ".trans"):
-            opcode = f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16"
-            assert loop.count(opcode) == tiles_of_8x8 // 4
-        assert count(loop, "ldmatrix.*") == 2 * tiles_of_8x8 // 4
+        # K's operands, V's turned, and those of Q where it does not stay in registers
+        loads = {"": tiles_of_8x8 + of_queries, ".trans": tiles_of_8x8}
+        for form, tiles in loads.items():
+            assert loop.count(f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16") == tiles // 4
+        assert count(loop, "ldmatrix.*") == sum(loads.values()) // 4
         rows = 2 * (options.block_m // options.waves) // 16
         assert count(loop, r"ex2\.approx\.ftz\.f32") == exponentials(options, arch, rows)
         assert not kinds(loop, r"(ld|st)\..*")
