@@ -41,7 +41,7 @@ PLACES = {
     "before the first": (-3, -8),
     "past the last row": (90, 0),
     "past the last column": (0, 184),
-    "past both": (95, 190),
+    "past both": (95, 192),
     "outside": (200, 0),
 }
 

@@ -1,8 +1,9 @@
 """Bulk tensor copies (TMA): boxes of a tensor to shared memory and back, through tensor maps.
 
 PTX ISA, "cp.async.bulk.tensor". Coordinates are in elements, in the tensor's order; what lies outside of the
-tensor reads as zero and is not written. Each function raises a ShapeError for a wrong number of coordinates and a
-DTypeError for ones that are no i32.
+tensor reads as zero and is not written. The last coordinate is a multiple of 16 bytes: at any other the engine ends
+the kernel with an illegal instruction (seen on an H200, not in the manual). Each function raises a ShapeError for a
+wrong number of coordinates and a DTypeError for ones that are no i32.
 """
 
 from __future__ import annotations
