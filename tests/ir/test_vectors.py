@@ -35,6 +35,15 @@ def reductions(v):
     return fly.reduce_sum(v), fly.reduce_max(v), fly.reduce_sum(v[:7]), fly.reduce_max(v[:1])
 
 
+def long_maxima(v):
+    """Of lengths at and around the chains that a maximum is made of."""
+    many = fly.concat([v, v * 3, v - 7, v * -2])
+    return tuple(fly.reduce_max(many[:n]) for n in LENGTHS)
+
+
+LENGTHS = (2, 3, 9, 10, 11, 18, 19, 27, 32)
+
+
 def rebuilt(v):
     return fly.from_elements(list(v)), fly.from_elements([v[i] for i in (5, 5, 0)])
 
@@ -67,6 +76,8 @@ def test_reductions(v):
     wanted = [v.sum(), v.max(), v[:7].sum(), v[0]]
     assert_same(compiled(reductions)(v), wanted)
     assert_same(compiled(reductions, "f64")(v), wanted)
+    many = np.concatenate([v, v * 3, v - 7, v * -2])
+    assert_same(compiled(long_maxima)(v), [many[:n].max() for n in LENGTHS])
 
 
 def masked(v):

@@ -47,7 +47,7 @@ def inputs(seed, dtype, queries, keys, heads=2, kv_heads=1, head_dim=64, largest
 @pytest.mark.parametrize(
     "queries, keys, head_dim, dtype, causal",
     [
-        (256, 256, 128, "bf16", True),
+        (200, 256, 128, "bf16", True),
         (300, 333, 64, "f16", False),
         (129, 31, 128, "f16", True),
         (1, 450, 64, "bf16", True),
@@ -75,9 +75,7 @@ QUERIES = [300, 3, 0, 31, 65, 5, 0]
 KEYS = [330, 127, 40, 31, 3, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal", "splits"), [("bf16", True, 1), ("f16", False, 1), ("f16", True, 3), ("bf16", False, 0)]
-)
+@pytest.mark.parametrize(("dtype", "causal", "splits"), [("bf16", True, 1), ("f16", False, 3), ("f16", True, 0)])
 def test_packed_sequences(dtype, causal, splits, seed):
     q, k, v = inputs(seed, dtype, (sum(QUERIES),), (sum(KEYS),))
     at_q, at_kv = offsets(QUERIES), offsets(KEYS)

@@ -54,15 +54,15 @@ def run(tiles: int, head_dim: int, dtype: str, causal: bool) -> None:
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """The emulated gfx950, with checks."""
+    """The emulated gfx950, without checks: those are for the tests of results."""
     monkeypatch.setenv("FLY_ARCH", "gfx950")
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "0")
     return device_for(("cpu", 0))
 
 
 def executed(device, head_dim: int, dtype: str, causal: bool) -> dict[str, float]:
     """Instructions of a wave for one key tile that nothing is masked in, by opcode."""
-    few, many, mix = 7, 11, Counter()
+    few, many, mix = 5, 9, Counter()
     for tiles, sign in ((many, 1), (few, -1)):
         run(tiles, head_dim, dtype, causal)
         for opcode, count in device.last.mix.items():
