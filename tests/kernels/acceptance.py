@@ -1,8 +1,8 @@
 """What every flash-attention kernel has to pass: where kernels run (`RUNS`) against configurations (`FAMILIES`).
 
 A new kernel is one row of `RUNS`. On an emulated GPU the configurations are reduced, and without --exhaustive every
-one of them runs with two of the eight kinds; on a real GPU all run as they are. A configuration that the dispatch
-table says a kernel does not serve must be refused with an error.
+one of them runs with one of the eight kinds, another one on each architecture; on a real GPU all run as they are. A
+configuration that the dispatch table says a kernel does not serve must be refused with an error.
 """
 
 from __future__ import annotations
@@ -148,10 +148,11 @@ def reduced(family: str, kind: Kind) -> list[Workload]:
 
 
 def sampled(run: Run, family: str, kind: Kind) -> list[Workload]:
-    """Of `reduced`, what this kind stands for: two kinds that differ in everything share a quarter."""
-    place = KINDS.index(kind)
-    quarter = (min(place, len(KINDS) - 1 - place) + EMULATED.index(run)) % 4
-    return reduced(family, kind)[quarter::4]
+    """Of `reduced`, what this kind stands for: all kinds of a run together have every configuration once."""
+    # kinds by turns from the front and the back, so that neighbours differ in everything; another start for each run
+    place, last = KINDS.index(kind), len(KINDS) - 1
+    turn = 2 * place if 2 * place < last else 2 * (last - place) + 1
+    return reduced(family, kind)[(turn + 3 * EMULATED.index(run)) % len(KINDS) :: len(KINDS)]
 
 
 def every_pair(kind: Kind, heads: int = 4) -> list[Workload]:
