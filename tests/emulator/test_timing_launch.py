@@ -218,6 +218,6 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     subject = session("s_nop 0")
     with pytest.raises(
-        UnsupportedError, match=r"--plot needs matplotlib: pip install 'fly-attention\[plot\]'; --trace"
+        UnsupportedError, match=r"--plot needs matplotlib: pip install 'fly-attention\[bench\]'; --trace"
     ):
         write_plot(str(tmp_path / "k.png"), "k", subject.operations(), subject.replay(resident=1))

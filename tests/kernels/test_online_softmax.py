@@ -46,13 +46,14 @@ def softmax(
         tile = fly.from_elements([scores.load(row, column + t * layout.columns) for row, column in places])
         fragment = fly.Fragment(layout, ((tile,),))
         if lazy is None:
-            (state, probabilities, factor), needed = state.update(fragment, scale_log2, masked=masked), None
-        else:
-            state, probabilities, factor, needed = state.advance(fragment, scale_log2, masked=masked, lazy=lazy)
-        if needed is None:
-            output = output.scale_rows(factor)
+            state, probabilities, output = state.update(fragment, output, scale_log2, masked=masked, lazy=False)
             needed = fly.thread_id.x >= 0
         else:
+            state, probabilities, factor, needed = state.advance(fragment, scale_log2, masked=masked, lazy=lazy)
+        if lazy is False:
+            output = output.scale_rows(factor)
+            needed = fly.thread_id.x >= 0
+        elif lazy:
             output = fly.cond(needed, lambda o=output, f=factor: o.scale_rows(f), lambda o=output: o)
         rescaled.store(needed.to(fly.i32), t * layout.atom.lanes + lane)
         output = output.map(lambda o, r, c, p=probabilities: o + p.tiles[r][c])

@@ -57,6 +57,7 @@ def test_emulated(monkeypatch, arch, dims, seed):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize(
     ("kernel", "dims"), [("sm90", (192, 128)), ("generic", (192, 128)), ("generic", (64, 40)), ("generic", (72, 104))]
 )
