@@ -131,9 +131,9 @@ _SECTION_BYTES, _LEAST_SECTION = 16 << 20, 16
 def section_for(request: Request, head_dim_v: int) -> int:
     """How many heads to work on at a time: those whose K and V stay in the second-level cache, if it holds enough.
 
-    With fewer than 16, blocks of the longest tiles would be too few at the end of each section: then all.
+    Causal tiles differ in length, and with fewer than 16 heads a section ends with too few blocks at work: then all.
     """
     heads = request.batch * request.num_heads
     head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
-    section = _SECTION_BYTES // max(1, head_bytes)
-    return min(section, heads) if section >= _LEAST_SECTION else heads
+    section = max(1, _SECTION_BYTES // max(1, head_bytes))
+    return heads if request.causal and section < _LEAST_SECTION else min(section, heads)
