@@ -125,15 +125,17 @@ def options_for(
     return Sm90Options(head_dim, head_dim_v, causal, **best)
 
 
-_SECTION_BYTES, _LEAST_SECTION = 16 << 20, 16
+_SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality
+_LEAST_CAUSAL = 32
 
 
 def section_for(request: Request, head_dim_v: int) -> int:
-    """How many heads to work on at a time: those whose K and V stay in the second-level cache, if it holds enough.
+    """How many heads to work on at a time: those whose K and V stay in the second-level cache.
 
-    Causal tiles differ in length, and with fewer than 16 heads a section ends with too few blocks at work: then all.
+    Causal tiles differ in length: with fewer than 32 heads a section ends with too few blocks at work. Measured on an
+    H200 for 512 to 16384 keys.
     """
     heads = request.batch * request.num_heads
     head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
-    section = max(1, _SECTION_BYTES // max(1, head_bytes))
-    return heads if request.causal and section < _LEAST_SECTION else min(section, heads)
+    section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
+    return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)

@@ -110,7 +110,7 @@ def _encode(device: Any, spec: TensorMapSpec, address: int, shape: Sequence[int]
             rank,
             address,
             [driver.cuuint64_t(n) for n in reversed(shape)],
-            [driver.cuuint64_t(n) for n in reversed(strides)],
+            [driver.cuuint64_t(n) for n in reversed(strides)] or [driver.cuuint64_t(_ALIGNMENT)],  # never none
             [driver.cuuint32_t(n) for n in reversed(spec.box)],
             [driver.cuuint32_t(1)] * rank,
             enum("Interleave", "INTERLEAVE_NONE"),
