@@ -103,8 +103,8 @@ class TensorMapSpec:
     """What a compiled kernel assumes about a tensor map: element type, and the box that one copy moves.
 
     `box` has one extent per dimension, in the tensor's order (the contiguous dimension last), 1 to 256 each;
-    `swizzle` is the bytes of shared memory (0, 32, 64 or 128) within which 16-byte pieces are permuted, at least
-    the bytes of the box's last extent unless it is 0. CUDA driver API, cuTensorMapEncodeTiled.
+    `swizzle` is the bytes of shared memory (0, 32, 64 or 128) within which 16-byte pieces are permuted: the
+    bytes of the box's last extent, or 0 for none. CUDA driver API, cuTensorMapEncodeTiled.
 
     Raises:
         ArgumentTypeError: a dtype that tensor maps do not have.

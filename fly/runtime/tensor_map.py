@@ -66,9 +66,9 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
         raise ArgumentError(
             f"tensor map box has {line} bytes in its last dimension; accepted: multiples of {_ALIGNMENT}"
         )
-    if swizzle and line > swizzle:
+    if swizzle and line != swizzle:
         raise ArgumentError(
-            f"tensor map box has {line} bytes in its last dimension; accepted: at most the swizzle, {swizzle}"
+            f"tensor map box has {line} bytes in its last dimension; accepted: the swizzle, {swizzle}"
         )
     if argument.device == CPU:
         raise DeviceError("tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them")
@@ -110,7 +110,7 @@ def _encode(device: Any, spec: TensorMapSpec, address: int, shape: Sequence[int]
             rank,
             address,
             [driver.cuuint64_t(n) for n in reversed(shape)],
-            [driver.cuuint64_t(n) for n in reversed(strides)],
+            [driver.cuuint64_t(n) for n in reversed(strides)] or [driver.cuuint64_t(_ALIGNMENT)],  # never none
             [driver.cuuint32_t(n) for n in reversed(spec.box)],
             [driver.cuuint32_t(1)] * rank,
             enum("Interleave", "INTERLEAVE_NONE"),

@@ -47,7 +47,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("swizzle", "columns"), [(0, 64), (0, 8), (32, 16), (64, 32), (128, 64), (128, 32)])
+@pytest.mark.parametrize(("swizzle", "columns"), [(0, 64), (0, 8), (32, 16), (64, 32), (128, 64)])
 def test_a_box_is_copied_with_zeros_outside(swizzle, columns, place):
     row, column = PLACES[place]
     source = torch.randn(100, 200, device="cuda").to(torch.float16)
