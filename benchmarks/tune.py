@@ -32,6 +32,7 @@ from benchmarks.tuning import (
     OK,
     WRONG,
     Adapter,
+    Gpu,
     Key,
     Outcome,
     Search,
@@ -42,6 +43,8 @@ from benchmarks.tuning import (
     run_trial,
 )
 from benchmarks.workload import DTYPES, Workload
+from fly.backends.target import target
+from kernels.sm90_builds import key_for, options_of
 
 SEQ_LENS = (512, 2048, 8192)
 ROUNDS = 30
@@ -51,12 +54,17 @@ def _tiles(names: str, *values: tuple[Any, ...]) -> tuple[Tiles, ...]:
     return tuple(dict(zip(names.split(), row, strict=True)) for row in values)
 
 
-def _generic_key(workload: Workload, backend: str) -> Key:
-    return backend, -(-workload.head_dim // 32) * 32
+def _generic_key(workload: Workload, gpu: Gpu) -> Key:
+    return gpu.backend, -(-workload.head_dim // 32) * 32
 
 
-def _sm90_key(workload: Workload, backend: str) -> Key:
-    return workload.head_dim, workload.head_dim, workload.causal
+def _sm90_key(workload: Workload, gpu: Gpu) -> Key:
+    dims, lengths = (workload.head_dim,) * 2, (workload.seq_len, workload.seq_len_kv)
+    return key_for(*dims, workload.causal, *lengths, workload.batch * workload.num_heads, gpu.units)
+
+
+def _sm90_fits(key: Key, tiles: Tiles) -> bool:
+    return options_of(key, tiles).tile_bytes < target("sm_90a").shared_bytes
 
 
 # None leaves a field out, so that the options' default holds
@@ -66,6 +74,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter(
             kernel="generic",
             table="kernels.flash_attn_generic_tiles",
+            keys="(backend, head dimension, a multiple of 32)",
             key=_generic_key,
             choices={
                 "rows": _tiles(
@@ -82,14 +91,16 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter(
             kernel="sm90",
             table="kernels.flash_attn_sm90_tiles",
+            keys="(head_dim, head_dim_v, causal, consumers, most keys or None), see `kernels/sm90_builds.py`",
             key=_sm90_key,
             choices={
-                "rows": _tiles("consumers", (1,), (2,), (3,)),
-                "keys": _tiles("block_n", (64,), (80,), (96,), (112,), (128,), (144,), (160,), (176,), (192,)),
-                "stages": _tiles("stages", (1,), (2,), (3,), (4,)),
+                "keys": _tiles("block_n", *((n,) for n in range(48, 257, 16))),
+                "stages": _tiles("stages", (2,), (3,)),
                 "queries": _tiles("q_stages", (1,), (2,)),
-                "turns": _tiles("ping_pong", (True,), (False,)),
+                "rescale": _tiles("lazy_rescale", (None,), (False,)),
+                "hold": _tiles("hold", (None,), (True,)),
             },
+            fits=_sm90_fits,
         ),
     )
 }
@@ -150,11 +161,18 @@ def _worker() -> int:
     return 0
 
 
-def cells_by_key(adapter: Adapter, workloads: Sequence[Workload], backend: str) -> dict[Key, tuple[Workload, ...]]:
-    """The workloads that each key of the table serves."""
+def cells_by_key(adapter: Adapter, workloads: Sequence[Workload], gpu: Gpu) -> dict[Key, tuple[Workload, ...]]:
+    """The workloads that each key of the table serves.
+
+    Raises:
+        LookupError: the table has no key for a workload.
+    """
     cells: dict[Key, list[Workload]] = {}
     for workload in workloads:
-        cells.setdefault(adapter.key(workload, backend), []).append(workload)
+        key = adapter.key(workload, gpu)
+        if key not in adapter.tiles():
+            raise LookupError(f"the {adapter.kernel} kernel's table has no {key}")
+        cells.setdefault(key, []).append(workload)
     return {key: tuple(of) for key, of in cells.items()}
 
 
@@ -176,7 +194,7 @@ def tune(
     searches: list[Search] = []
     end = clock() + budget
     for key, workloads in cells.items():
-        search = Search(key, table[key])
+        search = Search(key, table[key], adapter.fits)
         now = clock()
         share_ends = now + (end - now) / (len(cells) - len(searches))
 
@@ -228,7 +246,7 @@ def write_table(adapter: Adapter, searches: Sequence[Search], device: str) -> Pa
             table[search.key] = search.incumbent
             notes[search.key] = f"{device}: {search.gain:.3f} of the speed before, {time.strftime('%Y-%m-%d')}"
     path = Path(module.__file__)
-    path.write_text(format_table(adapter.kernel, table, notes))
+    path.write_text(format_table(adapter, table, notes))
     return path
 
 
@@ -264,16 +282,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     causal = (True, False) if args.causal is None else (args.causal,)
     try:
         workloads = sweep(args.dtype, causal, args.seq_len, args.head_dim)
-        cells = cells_by_key(adapter, workloads, "rocdl" if torch.version.hip else "nvvm")
-        missing = [key for key in cells if key not in adapter.tiles()]
-        if missing:
-            raise LookupError(f"the {adapter.kernel} kernel's table has no {missing[0]}")
-    except (ValueError, ZeroDivisionError, LookupError) as error:
+    except (ValueError, ZeroDivisionError) as error:
         parser.error(str(error))
     if not torch.cuda.is_available():
         print("torch sees no GPU: nothing to time", file=sys.stderr)
         return 2
-    device = torch.cuda.get_device_name()
+    device, units = torch.cuda.get_device_name(), torch.cuda.get_device_properties().multi_processor_count
+    try:
+        cells = cells_by_key(adapter, workloads, Gpu("rocdl" if torch.version.hip else "nvvm", units))
+    except LookupError as error:
+        parser.error(str(error))
 
     def attempt(trial: Trial) -> Outcome:
         outcome = run_trial(trial, args.timeout)

@@ -35,18 +35,33 @@ WORKER = Path(__file__).with_name("tune.py")
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """What decides on a key besides the workload: `backend` ("nvvm" or "rocdl") and the number of compute units."""
+
+    backend: str
+    units: int
+
+
+def _any_tiles(key: Key, tiles: Tiles) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
 class Adapter:
     """What the search must know of a kernel.
 
     `kernel` is its name in the dispatch table. `table` is the module whose `TILES` the kernel reads at every
-    preparation: a dict from key to tiles. `key(workload, backend)` is the key that serves a workload. `choices` are
-    the things to vary: name → alternatives, each some fields with values.
+    preparation: a dict from key to tiles; `keys` says what its keys are. `key(workload, gpu)` is the key that serves
+    a workload. `choices` are the things to vary: name → alternatives, each some fields with values. Candidates that
+    `fits(key, tiles)` refuses are passed over.
     """
 
     kernel: str
     table: str
-    key: Callable[[Workload, str], Key]
+    keys: str
+    key: Callable[[Workload, Gpu], Key]
     choices: Choices
+    fits: Callable[[Key, Tiles], bool] = _any_tiles
 
     def tiles(self) -> dict[Key, Tiles]:
         """The kernel's table itself: what is put into it is what the kernel then uses.
@@ -167,10 +182,14 @@ def run_trial(
 
 @dataclass
 class Search:
-    """Hill climbing from a key's incumbent: `incumbent` and `gain` over the first one change as candidates win."""
+    """Hill climbing from a key's incumbent: `incumbent` and `gain` over the first one change as candidates win.
+
+    Candidates that `fits(key, tiles)` refuses are passed over.
+    """
 
     key: Key
     incumbent: Tiles
+    fits: Callable[[Key, Tiles], bool] = _any_tiles
     gain: float = 1.0
     trials: list[tuple[Tiles, Outcome]] = field(default_factory=list)
     finished: bool = False
@@ -190,7 +209,7 @@ class Search:
         tried: list[Tiles] = []
         while True:
             fresh = (c for c in candidates(self.incumbent, choices, reach) if c not in tried)
-            candidate = next(fresh, None)
+            candidate = next((c for c in fresh if self.fits(self.key, c)), None)
             if candidate is None:
                 self.finished = True
                 return
@@ -225,13 +244,15 @@ def _entry(key: Key, tiles: Tiles) -> list[str]:
     return [f"    {_literal(key)}: {{", *(f"        {text}," for text in fields), "    },"]
 
 
-def format_table(kernel: str, table: Mapping[Key, Tiles], notes: Mapping[Key, str]) -> str:
+def format_table(adapter: Adapter, table: Mapping[Key, Tiles], notes: Mapping[Key, str]) -> str:
     """The source of a table module: the tiles, and for what was measured where and with what gain."""
     return "\n".join(
         [
-            f'"""The {kernel} kernel\'s choice of tiles: fields of its options; those not named keep their default.',
+            f'"""The {adapter.kernel} kernel\'s choice of tiles: fields of its options; those not named keep their '
+            "default.",
             "",
-            f"Written by `benchmarks/tune.py {kernel} --write`. `NOTES` says what was measured for a key.",
+            f"Keys are {adapter.keys}.",
+            f"Written by `benchmarks/tune.py {adapter.kernel} --write`. `NOTES` says what was measured for a key.",
             '"""',
             "",
             "from __future__ import annotations",

@@ -1,5 +1,6 @@
 """The generic kernel's choice of tiles: fields of its options; those not named keep their default.
 
+Keys are (backend, head dimension, a multiple of 32).
 Written by `benchmarks/tune.py generic --write`. `NOTES` says what was measured for a key.
 """
 

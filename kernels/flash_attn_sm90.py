@@ -40,7 +40,7 @@ from kernels.attention_launch import LOG2_E, launch_of, split_count
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, options_for, section_for
+from kernels.sm90_builds import Sm90Options, key_for, options_of, section_for
 from kernels.sm90_schedule import Board, Schedule, Work
 from kernels.tile_counters import counters_of
 
@@ -460,7 +460,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     splits = split_count(request, device, 128, 128)
     slices = request.batch * request.num_heads * splits
     shape = (request.head_dim, head_dim_v, request.causal, request.seq_len, request.seq_len_kv)
-    options = options_for(*shape, slices, units)
+    options = options_of(key_for(*shape, slices, units))
     counters = counters_of(device)
     packed = tensors.cu_seqlens_q is not None
     blocks = q.shape[1] // options.block_m + request.batch if packed else -(-q.shape[1] // options.block_m) * len(q)

@@ -1,15 +1,24 @@
-"""The builds of the Hopper kernel: its static parameters, and which build serves which shape."""
+"""The builds of the Hopper kernel: its static parameters, and which build serves which shape.
+
+A row of the table `kernels/flash_attn_sm90_tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
+→ the other fields of `Sm90Options`, and `cost`. `longest`: the most keys that it is for, None for any number; `cost`:
+the time of one of its tiles against that of the shape's largest (1). Rows without a note were measured on an H200.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import ShapeError
 from kernels.dispatch import Request
+from kernels.flash_attn_sm90_tiles import TILES
+
+Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -54,75 +63,49 @@ class Sm90Options:
         )
 
     @property
+    def tile_bytes(self) -> int:
+        """Shared memory that the rings' slots take; barriers come on top."""
+        q, k, v = self.tiles
+        return q.bytes * self.q_stages + (k.bytes + v.bytes) * self.stages
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
-@dataclass(frozen=True)
-class Build:
-    """A candidate of a shape: its static parameters, for up to how many keys, and what a tile of it costs.
-
-    `cost` is a tile's time against the shape's largest tile: what decides when the launch does not fill the device.
-    """
-
-    consumers: int
-    block_n: int
-    stages: int
-    q_stages: int
-    cost: float = 1.0
-    longest: float = math.inf
-    ping_pong: bool = True
-    lazy_rescale: bool = True
-    hold: bool = False
-
-
-# By (head_dim, head_dim_v, causal); of builds with as many consumers the first that is long enough counts. Measured
-# on an H200.
-BUILDS: Mapping[tuple[int, int, bool], tuple[Build, ...]] = {
-    (64, 64, False): (Build(3, 128, 2, 2), Build(2, 128, 2, 2, 0.87), Build(1, 128, 2, 2, 0.6)),
-    (64, 64, True): (
-        Build(2, 128, 2, 2, 0.74, longest=1024, hold=True),
-        Build(3, 128, 2, 2),
-        Build(2, 128, 2, 2, 0.87),
-        Build(1, 128, 2, 2, 0.6),
-    ),
-    (96, 96, False): (Build(2, 160, 2, 2), Build(1, 160, 2, 2, 0.75)),
-    (96, 96, True): (Build(2, 128, 2, 2), Build(1, 128, 2, 2, 0.75)),
-    (128, 128, False): (
-        Build(2, 128, 2, 2, longest=1024, lazy_rescale=False),
-        Build(2, 160, 2, 2, longest=4096, lazy_rescale=False),
-        Build(2, 176, 2, 1, lazy_rescale=False),
-        Build(1, 128, 2, 2, 0.75),
-    ),
-    (128, 128, True): (
-        Build(2, 128, 2, 2, longest=2048, lazy_rescale=False),
-        Build(2, 160, 2, 2, lazy_rescale=False),
-        Build(1, 128, 2, 2, 0.75),
-    ),
-    **dict.fromkeys([(192, 128, False), (192, 128, True)], (Build(2, 128, 2, 1), Build(1, 128, 2, 1, 0.75))),
-    **dict.fromkeys([(192, 192, False), (192, 192, True)], (Build(2, 96, 2, 1), Build(1, 96, 2, 1, 0.75))),
-    **dict.fromkeys([(256, 256, False), (256, 256, True)], (Build(2, 64, 2, 1), Build(1, 64, 2, 1, 0.75))),
-}
-
-
-def options_for(
+def key_for(
     head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
-) -> Sm90Options:
-    """The build for a shape: `slices` (sequences x heads x splits) of `seq_len` rows, on `units` multiprocessors."""
-    builds: dict[int, Build] = {}
-    for build in BUILDS[head_dim, head_dim_v, causal]:
-        if seq_len_kv <= build.longest:
-            builds.setdefault(build.consumers, build)
+) -> Key:
+    """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` query rows, on `units` multiprocessors.
 
-    def time(build: Build) -> float:
-        rounds = -(-seq_len // (64 * build.consumers)) * slices / units
+    Of rows with as many consumers the first that is long enough counts; of those, the one that takes least time: what
+    decides when the launch does not fill the device.
+
+    Raises:
+        LookupError: no row has these head dimensions.
+    """
+    rows: dict[int, Key] = {}
+    for key in TILES:
+        *shape, consumers, longest = key
+        if shape == [head_dim, head_dim_v, causal] and (longest is None or seq_len_kv <= longest):
+            rows.setdefault(consumers, key)
+    if not rows:
+        raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
+
+    def time(key: Key) -> float:
+        rounds = -(-seq_len // (64 * key[3])) * slices / units
         # causal tiles differ in length, and short ones fill the gaps
-        return build.cost * (max(1.0, rounds) if causal else math.ceil(rounds))
+        return TILES[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
 
-    best = asdict(min(builds.values(), key=time))
-    del best["cost"], best["longest"]
-    return Sm90Options(head_dim, head_dim_v, causal, **best)
+    return min(rows.values(), key=time)
+
+
+def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
+    """The build of a row, or of a row with other tiles."""
+    *shape, consumers, _ = key
+    fields = {name: value for name, value in (tiles or TILES[key]).items() if name != "cost"}
+    return Sm90Options(*shape, consumers, **fields)
 
 
 _SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality

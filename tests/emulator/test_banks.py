@@ -22,7 +22,7 @@ def test_phases_part_the_lanes(model, size, write):
     phases = model.phases(size, write)
     assert sorted(lane for phase in phases for lane in phase) == list(range(64))
     # no phase could ask for more than all banks give
-    assert max(map(len, phases)) * size <= max(model.banks * 4, 64 * size // len(phases))
+    assert max(map(len, phases)) * size <= max(model.banks(write) * 4, 64 * size // len(phases))
 
 
 @every_model
@@ -36,7 +36,7 @@ def test_neighbours_are_free_of_conflicts(model, size, write):
 def test_one_word_for_all_is_free_and_one_bank_for_all_is_worst(model):
     assert model.extra_cycles([64] * 64, 4) == 0
     lanes = len(model.phases(4, False)[0])
-    stride = model.banks * 4
+    stride = model.read_banks * 4
     assert model.extra_cycles([lane * stride for lane in range(64)], 4) == 64 // lanes * (lanes - 1)
     alone = [lane == 5 for lane in range(64)]
     assert model.extra_cycles([lane * stride for lane in range(64)], 4, active=alone) == 0
@@ -46,7 +46,7 @@ def test_one_word_for_all_is_free_and_one_bank_for_all_is_worst(model):
 def test_lanes_conflict_in_their_phase_alone(model, partner):
     """Lane 0 and another want different words of a bank, and nobody else anything."""
     address = [0] * 64
-    address[partner] = model.banks * 4
+    address[partner] = model.read_banks * 4
     active = [lane in (0, partner) for lane in range(64)]
     together = any(0 in phase and partner in phase for phase in model.phases(16, False))
     assert model.extra_cycles(address, 16, active=active) == together
@@ -55,7 +55,7 @@ def test_lanes_conflict_in_their_phase_alone(model, partner):
 
 def test_agrees_with_a_count_by_bank():
     generator = random.Random(7)
-    model = BankModel("some", 32)
+    model = BankModel("some", 32, 32)
     for _ in range(50):
         addresses = [generator.randrange(256) * 4 for _ in range(64)]
         wanted = 0

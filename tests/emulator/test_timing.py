@@ -240,6 +240,15 @@ def test_without_conflicts():
     assert issues(body, skip=3, arch="gfx942", lds=16384, conflicts=0)[1] == 4 + 48 + 4
 
 
+@pytest.mark.parametrize("banks, cycles", [(16, 8), (32, 4), (64, 2)])
+def test_banks_are_a_figure(banks, cycles):
+    """Lanes are two dwords apart: in each phase half of the banks give two words. Writes have their own figure."""
+    body = f"{LANE.format(3)}\nds_read_b32 v3, v2\ns_waitcnt lgkmcnt(0)"
+    assert replayed(body, arch="gfx942", lds=1024, read_banks=banks).lds == cycles
+    write = body.replace("ds_read_b32 v3, v2", "ds_write_b32 v2, v1")
+    assert replayed(write, arch="gfx942", lds=1024, write_banks=banks).lds == cycles
+
+
 def test_lds_operations_without_addresses():
     body = f"{LANE.format(2)}\nds_bpermute_b32 v3, v2, v1\ns_waitcnt lgkmcnt(0)"
     result = replayed(body, arch="gfx942")

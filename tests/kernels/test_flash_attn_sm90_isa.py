@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import asdict, fields
 
 import pytest
 
@@ -17,18 +16,13 @@ from fly.backends.nvvm import wgmma
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90_builds import BUILDS, Sm90Options
+from kernels.flash_attn_sm90_tiles import TILES
+from kernels.sm90_builds import Key, Sm90Options, options_of
 from tests.backends.builds import needs_ptxas, run_ptxas
 
-ROWS = [(shape, i) for shape, builds in BUILDS.items() for i in range(len(builds))]
-STATIC = {field.name for field in fields(Sm90Options)}
-IDS = [f"{d}x{dv}-{'causal' if causal else 'full'}-{row}" for (d, dv, causal), row in ROWS]
-FORM_ROW = ((128, 128, True), 0)  # other forms change the walk over tiles, not the products
-
-
-def options_of(shape: tuple[int, int, bool], row: int) -> Sm90Options:
-    build = asdict(BUILDS[shape][row])
-    return Sm90Options(*shape, **{name: value for name, value in build.items() if name in STATIC})
+IDS = [f"{d}x{dv}-{'causal' if causal else 'full'}-{n}x64-{longest or 'any'}" for d, dv, causal, n, longest in TILES]
+every_row = pytest.mark.parametrize("row", TILES, ids=IDS)
+FORM_ROW = next(row for row in TILES if row[:3] == (128, 128, True))  # forms change the walk, not the products
 
 
 def specs(options: Sm90Options, form: str, dtype: str) -> list:
@@ -50,9 +44,9 @@ def specs(options: Sm90Options, form: str, dtype: str) -> list:
 
 
 @functools.cache
-def compiled(shape: tuple[int, int, bool], row: int, form: str = "dense", dtype: str = "bf16") -> Artefact:
+def compiled(row: Key, form: str = "dense", dtype: str = "bf16") -> Artefact:
     """One build; test processes share the cache."""
-    options = options_of(shape, row)
+    options = options_of(row)
     arguments = tuple(specs(options, form, dtype))
     return compile_kernel(flash_attn_sm90, arguments, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
@@ -70,21 +64,21 @@ def accept(artefact: Artefact, options: Sm90Options, directory) -> None:
 
 
 @needs_ptxas
-@pytest.mark.parametrize(("shape", "row"), ROWS, ids=IDS)
-def test_every_build_is_accepted_as_it_is_meant(shape, row, tmp_path):
-    accept(compiled(shape, row), options_of(shape, row), tmp_path)
+@every_row
+def test_every_build_is_accepted_as_it_is_meant(row, tmp_path):
+    accept(compiled(row), options_of(row), tmp_path)
 
 
 @needs_ptxas
 @pytest.mark.parametrize(("form", "dtype"), [("packed", "bf16"), ("split", "bf16"), ("dense", "f16")])
 def test_other_forms_are_accepted_too(form, dtype, tmp_path):
-    accept(compiled(*FORM_ROW, form, dtype), options_of(*FORM_ROW), tmp_path)
+    accept(compiled(FORM_ROW, form, dtype), options_of(FORM_ROW), tmp_path)
 
 
-@pytest.mark.parametrize(("shape", "row"), ROWS, ids=IDS)
-def test_products_are_no_more_than_the_mathematics_needs(shape, row):
+@every_row
+def test_products_are_no_more_than_the_mathematics_needs(row):
     """Wherever scores or output are started, all of their k is multiplied, by instructions of full width."""
-    options, isa = options_of(shape, row), compiled(shape, row).isa
+    options, isa = options_of(row), compiled(row).isa
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", isa)
     assert {int(n) for n in found} <= {options.block_n, options.head_dim_v}
     starts = len(re.findall(r"wgmma\.fence\.sync\.aligned", isa))
@@ -96,9 +90,8 @@ def test_products_are_no_more_than_the_mathematics_needs(shape, row):
     assert starts == 2 * (loops + 2)
 
 
-@pytest.mark.parametrize(("shape", "row"), ROWS, ids=IDS)
-def test_shared_memory_holds_the_rings(shape, row):
-    options = options_of(shape, row)
-    q, k, v = options.tiles
-    tiles = q.bytes * options.q_stages + (k.bytes + v.bytes) * options.stages
-    assert tiles < compiled(shape, row).dynamic_shared <= min(tiles + 2048, 227 << 10)
+@every_row
+def test_shared_memory_holds_the_rings(row):
+    options = options_of(row)
+    dynamic = compiled(row).dynamic_shared
+    assert options.tile_bytes < dynamic <= min(options.tile_bytes + 2048, 227 << 10)

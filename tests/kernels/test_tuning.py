@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks import tune, tuning
-from benchmarks.tuning import FAILED, OK, TIMED_OUT, Adapter, Outcome, Search, Trial
+from benchmarks.tuning import FAILED, OK, TIMED_OUT, Adapter, Gpu, Outcome, Search, Trial
 from benchmarks.workload import Workload
-from kernels import flash_attn_generic_tiles
+from kernels import flash_attn_generic_tiles, flash_attn_sm90_tiles, sm90_builds
 from kernels.flash_attn_generic import GenericOptions
 
 CHOICES = {
@@ -23,12 +24,13 @@ CHOICES = {
 }
 START = {"n": 32, "stages": 2}
 CELLS = (Workload(1, 8, 8, 1, 1, 64, "f16", False),)
+H200 = Gpu("nvvm", 132)
 
 
 def with_table(monkeypatch, table):
     """An adapter of a kernel that reads this table."""
     monkeypatch.setitem(sys.modules, "some_tiles", SimpleNamespace(TILES=table))
-    return Adapter("some", "some_tiles", lambda workload, backend: next(iter(table)), CHOICES)
+    return Adapter("some", "some_tiles", "(name)", lambda workload, gpu: next(iter(table)), CHOICES)
 
 
 def listed(tiles, reach):
@@ -66,10 +68,66 @@ def test_generic_candidates_are_options():
 
 def test_cells_of_the_generic_kernel():
     workloads = tune.sweep("bf16", (True, False), (512, 1024), (40, 64))
-    cells = tune.cells_by_key(tune.ADAPTERS["generic"], workloads, "nvvm")
+    cells = tune.cells_by_key(tune.ADAPTERS["generic"], workloads, H200)
     assert list(cells) == [("nvvm", 64)] and cells["nvvm", 64] == tuple(workloads)
-    by_mask = tune.cells_by_key(tune.ADAPTERS["sm90"], workloads, "nvvm")
-    assert list(by_mask) == [(40, 40, True), (40, 40, False), (64, 64, True), (64, 64, False)]
+
+
+def test_cells_of_the_sm90_kernel():
+    """Each key has the lengths that its build serves, and no others."""
+    adapter = tune.ADAPTERS["sm90"]
+    assert adapter.tiles() is flash_attn_sm90_tiles.TILES
+    workloads = tune.sweep("bf16", (True, False), (512, 1024, 2048, 4096, 8192), (128,))
+    cells = tune.cells_by_key(adapter, workloads, H200)
+    assert {key: [workload.seq_len for workload in of] for key, of in cells.items()} == {
+        (128, 128, True, 2, 2048): [512, 1024, 2048],
+        (128, 128, True, 2, None): [4096, 8192],
+        (128, 128, False, 2, 1024): [512, 1024],
+        (128, 128, False, 2, 4096): [2048, 4096],
+        (128, 128, False, 2, None): [8192],
+    }
+    few = Workload(1, 512, 512, 2, 2, 128, "bf16", False)
+    assert list(tune.cells_by_key(adapter, [few], H200)) == [(128, 128, False, 1, None)]
+
+
+@pytest.mark.parametrize("key", flash_attn_sm90_tiles.TILES, ids=str)
+def test_sm90_candidates_are_builds_that_fit(key):
+    adapter = tune.ADAPTERS["sm90"]
+    start = adapter.tiles()[key]
+    assert adapter.fits(key, start)
+    fit = [tiles for tiles in tuning.candidates(start, adapter.choices) if adapter.fits(key, tiles)]
+    options = [sm90_builds.options_of(key, tiles) for tiles in fit]
+    assert {(o.head_dim, o.head_dim_v, o.causal, o.consumers) for o in options} == {key[:4]}
+    assert {tiles.get("cost") for tiles in fit} == {start.get("cost")}  # so that it serves the same cells
+    assert {o.lazy_rescale for o in options} == {o.hold for o in options} == {True, False}
+    assert len({o.block_n for o in options}) > 2
+    dims = key[0] + key[1]
+    for o in options:
+        q, kv = 64 * o.consumers * o.q_stages * key[0] * 2, o.stages * o.block_n * dims * 2
+        assert q + kv == o.tile_bytes < 227 << 10
+
+
+def test_what_does_not_fit_is_passed_over():
+    attempts = []
+
+    def attempt(incumbent, candidate, seed):
+        attempts.append(candidate)
+        return Outcome(OK, (1.0,))
+
+    search = Search(("k",), START, lambda key, tiles: key == ("k",) and tiles["n"] == 32)
+    search.run(CHOICES, 2, attempt, lambda: True)
+    assert attempts == [{"n": 32, "stages": 1, "alternate": True}] and search.finished
+
+
+def test_the_sm90_kernel_takes_what_the_table_says(monkeypatch):
+    key = (128, 128, False, 2, 1024)
+    assert sm90_builds.key_for(128, 128, False, 1024, 1024, 256, 132) == key
+    assert sm90_builds.key_for(128, 128, False, 1024, 1025, 256, 132) == (128, 128, False, 2, 4096)
+    changed = {"block_n": 48, "stages": 3, "q_stages": 1, "hold": True, "cost": 0.5}
+    monkeypatch.setitem(flash_attn_sm90_tiles.TILES, key, changed)
+    wanted = sm90_builds.Sm90Options(128, 128, False, 2, 48, 3, 1, hold=True)
+    assert sm90_builds.options_of(key) == wanted
+    # cheap enough for what one consumer served
+    assert sm90_builds.key_for(128, 128, False, 64, 64, 1, 132) == key
 
 
 def test_paired_ratio_is_the_median_of_rounds():
@@ -198,13 +256,14 @@ def test_the_table_is_written_and_read_back(tmp_path, monkeypatch):
         (64, 128, True): {f"field_{i}": i for i in range(12)},
         ("x",): {"queries": "shared"},
     }
-    path.write_text(tuning.format_table("some", table, {("x",): 'a "note"'}))
+    adapter = with_table(monkeypatch, table)
+    path.write_text(tuning.format_table(adapter, table, {("x",): 'a "note"'}))
     assert max(map(len, path.read_text().splitlines())) <= 118
     module = load(path)
     assert table == module.TILES and module.NOTES == {("x",): 'a "note"'}
+    assert "Keys are (name).\n" in module.__doc__
 
     monkeypatch.setitem(sys.modules, "some_tiles", module)
-    adapter = Adapter("some", "some_tiles", lambda workload, backend: ("x",), CHOICES)
     won = Search(("nvvm", 64), {"n": 64}, gain=1.05)
     assert tune.write_table(adapter, [won, Search(("x",), {"lost": 1})], "GPU") == path
     module = load(path)
@@ -214,20 +273,20 @@ def test_the_table_is_written_and_read_back(tmp_path, monkeypatch):
     )
 
 
-def test_the_generic_table_is_as_the_tuner_writes_it():
-    path = flash_attn_generic_tiles.__file__
-    written = tuning.format_table("generic", flash_attn_generic_tiles.TILES, flash_attn_generic_tiles.NOTES)
-    with open(path) as file:
-        assert file.read() == written
+@pytest.mark.parametrize("adapter", tune.ADAPTERS.values(), ids=lambda adapter: adapter.kernel)
+def test_tables_are_as_the_tuner_writes_them(adapter):
+    module = importlib.import_module(adapter.table)
+    with open(module.__file__) as file:
+        assert file.read() == tuning.format_table(adapter, module.TILES, module.NOTES)
 
 
 def test_a_kernel_without_a_table(monkeypatch):
-    adapter = Adapter("some", "no_such_module", tune._sm90_key, CHOICES)
+    adapter = Adapter("some", "no_such_module", "", tune._sm90_key, CHOICES)
     with pytest.raises(LookupError, match="the some kernel cannot be tuned: no_such_module has no dict TILES"):
         adapter.tiles()
     monkeypatch.setitem(sys.modules, "mixed", SimpleNamespace(TILES={}))
     with pytest.raises(LookupError, match="mixed is not a table module"):
-        tune.write_table(Adapter("some", "mixed", tune._sm90_key, CHOICES), [], "GPU")
+        tune.write_table(Adapter("some", "mixed", "", tune._sm90_key, CHOICES), [], "GPU")
 
 
 @pytest.fixture
@@ -259,15 +318,20 @@ def test_a_build_with_another_result_is_wrong(monkeypatch):
     assert table == {("k",): {"right": True}}
 
 
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(multi_processor_count=132))
+
+
 def smaller_is_faster(trial, timeout):
     sizes = [tiles["block_n"] for tiles in (trial.incumbent, trial.candidate)]
     return Outcome(OK, (1 + (sizes[0] - sizes[1]) / 320,))
 
 
-def test_a_run(monkeypatch, capsys, tmp_path):
+def test_a_run(pretended_gpu, monkeypatch, capsys, tmp_path):
     """The command line from flags to the last line, on a pretended GPU and without processes."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
     monkeypatch.setattr(tune, "run_trial", smaller_is_faster)
     log = tmp_path / "log"
     assert tune.main(["generic", "--head_dim", "64", "--log", str(log)]) == 0
@@ -278,16 +342,26 @@ def test_a_run(monkeypatch, capsys, tmp_path):
     assert len(records) > 10 and records[0]["on"] == "pretended GPU" and records[0]["key"] == ["nvvm", 64]
 
 
+def test_a_run_of_the_sm90_kernel(pretended_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "run_trial", smaller_is_faster)
+    assert tune.main(["sm90", "--head_dim", "128", "--seq_len", "2048", "--no-causal"]) == 0
+    printed = capsys.readouterr().out
+    assert "(128, 128, False, 2, 4096) {'block_n': 48}: ok 1.350 (worst 1.350)" in printed
+    assert "with {'block_n': 48, 'stages': 2, 'q_stages': 2, 'lazy_rescale': False}" in printed
+    assert "'block_n': 192" not in printed  # two stages of 96 KiB and 64 KiB of queries
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["gfx950"], "invalid choice: 'gfx950'"),
         (["generic", "--budget", "0"], "--budget must be positive, got 0"),
         (["generic", "--head_dim", "512"], "the generic kernel's table has no ('nvvm', 512)"),
+        (["sm90", "--head_dim", "32"], "the sm90 kernel's table has no (32, 32, True) for 512 keys"),
         (["generic", "--seq_len", "-1"], "seq_len must be at least 1, got -1"),
     ],
 )
-def test_bad_flags(flags, message, capsys):
+def test_bad_flags(flags, message, pretended_gpu, capsys):
     with pytest.raises(SystemExit) as exit_:
         tune.main(flags)
     assert exit_.value.code == 2 and message in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_static_offsets_must_not_overlap_the_lanes_own():
         trace(body, matrix())
 
 
-NEIGHBOURS = (BankModel("32 banks", 32), BankModel("64 banks", 64))
+NEIGHBOURS = (BankModel("32 banks", 32, 32), BankModel("64 banks", 64, 64))
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), *NEIGHBOURS], ids=lambda m: m.name)

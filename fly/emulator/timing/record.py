@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fly.emulator.timing.banks import Banks
+from fly.emulator.banks import MODELS
 from fly.emulator.timing.figures import Parameters
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ class Recorder:
     """
 
     def __init__(self, machine: Machine, parameters: Parameters):
-        self.machine, self.banks = machine, Banks(parameters)
+        self.machine = machine
+        self.banks = replace(
+            MODELS[parameters.arch], read_banks=parameters.read_banks, write_banks=parameters.write_banks
+        )
         self.trace = Trace(machine)
         self._steps: list[tuple[int, np.ndarray, np.ndarray, list[int] | np.ndarray | None]] = []
         self._conflicts: dict[tuple, np.ndarray] = {}
@@ -83,7 +86,8 @@ class Recorder:
         key = (size, write, (address - shift).tobytes(), None if mask is None else mask.tobytes())
         cycles = self._conflicts.get(key)
         if cycles is None:
-            cycles = self._conflicts[key] = self.banks.cycles(address - shift, size, mask, write)
+            phases = self.banks.cycles(address - shift, size, write=write, active=mask)
+            cycles = self._conflicts[key] = phases.sum(axis=1)
         self._cycles = cycles if self._cycles is None else self._cycles + cycles
 
     def memory(self, address: np.ndarray, size: int, mask: np.ndarray | None) -> None:

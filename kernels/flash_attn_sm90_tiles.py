@@ -1,0 +1,45 @@
+"""The sm90 kernel's choice of tiles: fields of its options; those not named keep their default.
+
+Keys are (head_dim, head_dim_v, causal, consumers, most keys or None), see `kernels/sm90_builds.py`.
+Written by `benchmarks/tune.py sm90 --write`. `NOTES` says what was measured for a key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# fmt: off
+TILES: dict[tuple[Any, ...], dict[str, Any]] = {
+    (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
+    (64, 64, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.87},
+    (64, 64, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.6},
+    (64, 64, True, 2, 1024): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.74, "hold": True},
+    (64, 64, True, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
+    (64, 64, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.87},
+    (64, 64, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.6},
+    (96, 96, False, 2, None): {"block_n": 160, "stages": 2, "q_stages": 2},
+    (96, 96, False, 1, None): {"block_n": 160, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (96, 96, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2},
+    (96, 96, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (128, 128, False, 2, 1024): {"block_n": 128, "stages": 2, "q_stages": 2, "lazy_rescale": False},
+    (128, 128, False, 2, 4096): {"block_n": 160, "stages": 2, "q_stages": 2, "lazy_rescale": False},
+    (128, 128, False, 2, None): {"block_n": 176, "stages": 2, "q_stages": 1, "lazy_rescale": False},
+    (128, 128, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (128, 128, True, 2, 2048): {"block_n": 128, "stages": 2, "q_stages": 2, "lazy_rescale": False},
+    (128, 128, True, 2, None): {"block_n": 160, "stages": 2, "q_stages": 2, "lazy_rescale": False},
+    (128, 128, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (192, 128, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1},
+    (192, 128, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 1, "cost": 0.75},
+    (192, 128, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1},
+    (192, 128, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 1, "cost": 0.75},
+    (192, 192, False, 2, None): {"block_n": 96, "stages": 2, "q_stages": 1},
+    (192, 192, False, 1, None): {"block_n": 96, "stages": 2, "q_stages": 1, "cost": 0.75},
+    (192, 192, True, 2, None): {"block_n": 96, "stages": 2, "q_stages": 1},
+    (192, 192, True, 1, None): {"block_n": 96, "stages": 2, "q_stages": 1, "cost": 0.75},
+    (256, 256, False, 2, None): {"block_n": 64, "stages": 2, "q_stages": 1},
+    (256, 256, False, 1, None): {"block_n": 64, "stages": 2, "q_stages": 1, "cost": 0.75},
+    (256, 256, True, 2, None): {"block_n": 64, "stages": 2, "q_stages": 1},
+    (256, 256, True, 1, None): {"block_n": 64, "stages": 2, "q_stages": 1, "cost": 0.75},
+}
+NOTES: dict[tuple[Any, ...], str] = {
+}
