@@ -10,7 +10,7 @@ consumer owns 64 query rows of the block's `block_m`, keys and values come in ti
 
 Inside a consumer, tile j's S is started before tile j+1's (earlier) O += P V, and the softmax of j runs while that
 product finishes. Between consumers, named barriers let one start its products while another is in its softmax.
-Blocks are persistent: tile t of the launch goes to block t mod grid, so that the producer loads the next tile's Q
+Blocks are persistent and take tiles from a counter (`kernels.sm90_schedule`); the producer loads the next tile's Q
 and K while consumers finish the last one. Keys are walked from the last tile, which may need a mask, to the first.
 """
 
