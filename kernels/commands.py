@@ -73,10 +73,16 @@ def _tuning(kernel: Kernel) -> str:
     )
 
 
+def _dims(kernel: Kernel) -> str:
+    """Head dimensions, and the pairs of them that v may differ in."""
+    mixed = "any two of these" if kernel.mixed_dims is None else ", ".join(map(str, kernel.mixed_dims))
+    return head_dims(kernel) + (f"; with v's own: {mixed}" if mixed else "")
+
+
 COLUMNS = (
     Column("kernel", 9, lambda k: k.name if k.module else f"{k.name} (not built)"),
     Column("targets", 8, lambda k: _listed(k.archs)),
-    Column("head_dim", 8, head_dims),
+    Column("head_dim", 8, _dims),
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
     Column("features", 14, lambda k: _listed(k.features)),
     Column("tuning", 27, _tuning),
