@@ -150,7 +150,7 @@ class Producer:
     def run(self) -> None:
         """All of the block's tiles."""
         schedule, board, packed = self.schedule, self.buffers.board, self.schedule.packed
-        number, work = schedule.find(fly.block_id.x)
+        work = schedule.find(fly.block_id.x)
         board_at = board.publish(Position.start(), work, packed)
         q_at, k_at = self._open(work, Position.start(), Position.start())
         carry = (work, q_at, k_at, Position.start(), board_at)
@@ -161,7 +161,7 @@ class Producer:
                 j = work.last_tile - 1 - i
                 loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
             k_at, v_at = loop.results
-            _, following = schedule.find(number)
+            following = schedule.find(number)
             board_at = board.publish(board_at, following, packed)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at = self._open(following, q_at, k_at)

@@ -14,7 +14,7 @@ import fly
 from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
 from kernels.mask import KeyRange
-from kernels.tile_scheduler import Sequence, part
+from kernels.tile_scheduler import Sequence, offsets_of, part, split_tiles
 
 NUMBERS = 8  # i32 that describe a tile
 STOP = -1
@@ -87,17 +87,16 @@ class Schedule:
         with fly.when(atomic_wrap(self.counters.at(1), fly.grid_dim.x - 1) == fly.grid_dim.x - 1):
             self.counters.store(fly.i32(0), 0)
 
-    def find(self, number: fly.Value) -> tuple[fly.Value, Work]:
+    def find(self, number: fly.Value) -> Work:
         """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none."""
         if not self.packed:
-            return number, self._stopped(number, self._dense(number))
+            return self._stopped(number, self._dense(number))
         start = (number, *self._packed(number))
-        for number_, _, _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
+        for _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
             following = self.take()
-            del number_
             search.next(following, *self._packed(following))
-        number, _, work = search.results
-        return number, self._stopped(number, work)
+        number, _, described = search.results
+        return self._stopped(number, described)
 
     def _stopped(self, number: fly.Value, described: tuple[Any, ...]) -> Work:
         batch, *rest = described
@@ -138,20 +137,21 @@ class Schedule:
             after = first_slot(middle) <= slot
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
-        q_first, queries = self._sequence(self.cu_seqlens_q, batch, self.seq_len)
-        k_first, keys = self._sequence(self.cu_seqlens_kv, batch, self.seq_len_kv)
-        block, blocks = slot - first_slot(batch), fly.ceil_div(queries, self.block_m)
+        q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
+        k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
+        block, blocks = slot - first_slot(batch), fly.ceil_div(q_end - q_first, self.block_m)
         empty = (block < 0) | (block >= blocks)
-        first_row = (blocks - 1 - block if self.causal else block) * self.block_m
-        described = (batch, inside // self.splits, first_row, inside % self.splits, q_first, queries, k_first, keys)
+        described = (
+            batch,
+            inside // self.splits,
+            (blocks - 1 - block if self.causal else block) * self.block_m,
+            inside % self.splits,
+            q_first,
+            q_end - q_first,
+            k_first,
+            k_end - k_first,
+        )
         return empty, described
-
-    @staticmethod
-    def _sequence(offsets: fly.Tensor, batch: Any, total: Any) -> tuple[fly.Value, fly.Value]:
-        """(first, length); offsets that decrease or leave [0, total] are cut to what exists."""
-        first = fly.minimum(fly.maximum(offsets.load(batch), 0), total)
-        end = fly.minimum(fly.maximum(offsets.load(batch + 1), first), total)
-        return first, end - first
 
     def work(
         self,
@@ -167,11 +167,7 @@ class Schedule:
         """The tile that these numbers describe."""
         range_ = KeyRange(queries, keys, self.causal)
         full, last = range_.tiles(first_row, self.block_m, self.block_n)
-        # even parts of the tiles that these rows see, so that causal blocks split as evenly as others
-        size = last // self.splits
-        longer = last - size * self.splits  # parts that have one tile more
-        first, end = (size * s + fly.minimum(s, longer) for s in (split, split + 1))
-        full = fly.minimum(fly.maximum(full, first), end)
+        first, full, end = split_tiles(full, last, split, self.splits)
         range_ = KeyRange(queries, keys, self.causal, fly.minimum(end * self.block_n, keys))
         return Work(batch, head, first_row, split, q_first, k_first, range_, first, full, fly.maximum(end, first + 1))
 

@@ -92,11 +92,7 @@ def block_work(
     full, last = key_range.tiles(first_row, block_m, block_n)
     first = fly.i32(0)
     if split is not None:
-        # even parts of the tiles that this block sees, so that causal blocks split as evenly as others
-        size = last // splits
-        longer = last - size * splits  # parts that have one tile more
-        first, last = (fly.first_lane(size * s + fly.minimum(s, longer)) for s in (split, split + 1))
-        full = fly.first_lane(fly.minimum(fly.maximum(full, first), last))
+        first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
     return Work(
         q=queries.matrix(q, head).rows(head_dim),
@@ -111,6 +107,23 @@ def block_work(
         last_tile=last,
         packed=queries.first is not None,
     )
+
+
+def split_tiles(full: Any, last: Any, split: Any, splits: Any) -> tuple[Any, Any, Any]:
+    """(first, full, last) key tiles of one split of a block that sees `last` tiles, `full` of them whole.
+
+    Even parts of the tiles that the block sees, so that causal blocks split as evenly as others.
+    """
+    size = last // splits
+    longer = last - size * splits  # parts that have one tile more
+    first, end = (size * s + fly.minimum(s, longer) for s in (split, split + 1))
+    return first, fly.minimum(fly.maximum(full, first), end), end
+
+
+def offsets_of(offsets: fly.Tensor, index: Any, total: Any) -> tuple[fly.Value, fly.Value]:
+    """(first, end) of packed sequence `index`; offsets that decrease or leave [0, total] are cut to what exists."""
+    first = fly.minimum(fly.maximum(offsets.load(index), 0), total)
+    return first, fly.minimum(fly.maximum(offsets.load(index + 1), first), total)
 
 
 def shared_keys_place(
@@ -154,9 +167,7 @@ class Sequence:
         """
         if offsets is None:
             return Sequence(index, None, tensor.shape[1])
-        total = tensor.shape[0]
-        first = fly.minimum(fly.maximum(offsets.load(index), 0), total)
-        end = fly.minimum(fly.maximum(offsets.load(index + 1), first), total)
+        first, end = offsets_of(offsets, index, tensor.shape[0])
         # a load's result is not known to be the same in every lane, and addresses and bounds must be
         first = fly.first_lane(first)
         return Sequence(index, first, fly.first_lane(end) - first)
