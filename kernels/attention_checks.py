@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentTypeError, UnsupportedError
+from kernels.argument_checks import FUNCTION, check_last_stride, check_tensor, fail, flag, whole
 from kernels.dispatch import DUALWAVE, Request
+from kernels.feature_checks import check_features
 from kernels.tile_scheduler import MAX_SPLITS
 
-FUNCTION = "flydsl_flash_attn_func"
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
 }
-DEVICE_TYPES = ("cuda", "cpu")
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
@@ -34,37 +34,15 @@ ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel m
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call: what decides the kernel and what the kernel takes; `empty` when no query has a key."""
+    """A checked call: what decides the kernel and what the kernel takes; `empty` when no query has a key.
+
+    `operands`: those of `request.asked`, and auxiliary tensors.
+    """
 
     request: Request
     empty: bool
     device: torch.device
-
-
-def fail(message: str, error: type[Exception] = ArgumentError) -> None:
-    """Raise `error` with the function's name before `message`."""
-    raise error(f"{FUNCTION}: {message}")
-
-
-def _check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        fail(f"{name} must be a torch.Tensor, got {type(value).__name__}", ArgumentTypeError)
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        fail(
-            f"{name} is a {type(value).__name__}, which has no memory of its own; pass a plain torch.Tensor "
-            "(under torch.compile, wrap the call in torch.compiler.disable)",
-            ArgumentTypeError,
-        )
-    if value.is_nested or value.layout != torch.strided:
-        kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
-        fail(f"{name} is {kind}; a dense strided tensor is accepted", ArgumentTypeError)
-    if value.device.type not in DEVICE_TYPES:
-        fail(f"{name} is on device '{value.device}'; accepted: {', '.join(DEVICE_TYPES)}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        fail(
-            f"{name} is inside a functorch transform (vmap, grad); fold the extra dimension into the batch",
-            ArgumentTypeError,
-        )
+    operands: tuple[Any, ...]
 
 
 def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
@@ -77,10 +55,10 @@ def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool
             fail(f"{name} must have {wanted}, got shape {tuple(tensor.shape)}{hint}")
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch: bool) -> None:
     if k.shape[:-1] != v.shape[:-1]:
         fail(f"k and v must have the same shape up to head_dim, got k {tuple(k.shape)} and v {tuple(v.shape)}")
-    if not packed and q.shape[0] != k.shape[0]:
+    if same_batch and q.shape[0] != k.shape[0]:
         fail(f"q and k must have the same batch, got q {q.shape[0]} and k {k.shape[0]}")
     if q.shape[-1] != k.shape[-1]:
         fail(f"q and k must have the same head_dim, got q {q.shape[-1]} and k {k.shape[-1]}")
@@ -98,14 +76,6 @@ def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             fail(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
-
-
-def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.numel() and tensor.stride(-1) != 1:
-        fail(
-            f"{name}'s last dimension must be contiguous (stride 1), got strides {tensor.stride()}: pass "
-            f"{name}.contiguous() (the other strides are free)"
-        )
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
@@ -128,7 +98,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
-    _check_tensor("out", out)
+    check_tensor("out", out)
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape:
         fail(f"out must have shape {shape} (q's, with v's head_dim), got {tuple(out.shape)}")
@@ -136,7 +106,7 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
         fail(f"out must have q's dtype {q.dtype}, got {out.dtype}", ArgumentTypeError)
     if out.device != q.device:
         fail(f"out must be on q's device {q.device}, got {out.device}")
-    _check_last_stride("out", out)
+    check_last_stride("out", out)
     if out.numel() and _overlaps_itself(out):
         fail(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
 
@@ -176,19 +146,6 @@ def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what
             fail(f"{what} must not share memory with {name}; pass {what}=None or a separate tensor")
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        fail(f"{name} must be an int, got {value!r} ({type(value).__name__})", ArgumentTypeError)
-    if value < low or (high is not None and value > high):
-        accepted = f"at least {low}" if high is None else f"from {low} to {high}"
-        fail(f"{name} must be {accepted}, got {value}")
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        fail(f"{name} must be True or False, got {value!r} ({type(value).__name__})", ArgumentTypeError)
-
-
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -216,7 +173,7 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
     if len(given) == 1:
         fail(f"cu_seqlens_q and cu_seqlens_kv go together, got only {given[0]}")
     for name, value in offsets.items():
-        _check_tensor(name, value)
+        check_tensor(name, value)
         good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
         if not good or value.device != q.device:
             fail(
@@ -229,7 +186,7 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
     for name, value in lengths.items():
         if value is None:
             fail(f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)")
-        _whole(name, value, 0, 2**31 - 1)
+        whole(name, value, 0, 2**31 - 1)
     return True
 
 
@@ -241,7 +198,7 @@ def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[i
     differs = {what: pair for what, pair in lengths.items() if pair[0] != pair[1]}
     if cross_seqlen is None:
         return unknown or bool(differs)
-    _flag("cross_seqlen", cross_seqlen)
+    flag("cross_seqlen", cross_seqlen)
     if not cross_seqlen and differs:
         what, (queries, keys) = next(iter(differs.items()))
         fail(
@@ -252,7 +209,7 @@ def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[i
 
 def _check_head_options(options: Mapping[str, Any], kv_heads: int) -> None:
     if options["num_kv_heads"] is not None:
-        _whole("num_kv_heads", options["num_kv_heads"], 1)
+        whole("num_kv_heads", options["num_kv_heads"], 1)
         if options["num_kv_heads"] != kv_heads:
             fail(f"num_kv_heads={options['num_kv_heads']}, but k and v have {kv_heads} heads")
 
@@ -261,14 +218,14 @@ def _check_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     tuning = {name: options[name] for name in ("waves_per_eu", "daz", *DUALWAVE) if options[name] is not None}
     for name, value in tuning.items():
         if name == "waves_per_eu":
-            _whole(name, value, 1, MAX_WAVES_PER_EU)
+            whole(name, value, 1, MAX_WAVES_PER_EU)
         else:
-            _flag(name, value)
+            flag(name, value)
     return tuning
 
 
 def _check_debug_counts(counts: Any, q: torch.Tensor) -> None:
-    _check_tensor("debug_counts", counts)
+    check_tensor("debug_counts", counts)
     good = counts.shape == (2,) and counts.dtype == torch.float32 and counts.is_contiguous()
     if not good or counts.device != q.device:
         fail(
@@ -285,7 +242,7 @@ def check_workspace(workspace: Any, size: int, tensors: Mapping[str, torch.Tenso
     Raises:
         ArgumentError, ArgumentTypeError: it is no such memory.
     """
-    _check_tensor("workspace", workspace)
+    check_tensor("workspace", workspace)
     device = tensors["q"].device
     if workspace.device != device:
         fail(f"workspace must be on q's device {device}, got {workspace.device}")
@@ -325,26 +282,26 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         ArgumentError, ArgumentTypeError: a mistake of the caller.
     """
     for name, tensor in zip(INPUTS, (q, k, v)):
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
     packed = _check_packed(q, options)
     _check_ranks(q, k, v, packed)
     _check_dtypes(q, k, v)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device != q.device:
             fail(f"q, k and v must be on one device, got q on {q.device} and {name} on {tensor.device}")
-    _check_shapes(q, k, v, packed)
+    _check_shapes(q, k, v, same_batch=not packed and options["kv_batch_idx"] is None)
     for name, tensor in zip(INPUTS, (q, k, v)):
-        _check_last_stride(name, tensor)
+        check_last_stride(name, tensor)
     if out is not None:
         _check_out(out, q, v)
     if options["debug_counts"] is not None:
         _check_debug_counts(options["debug_counts"], q)
 
-    _flag("causal", causal)
-    _flag("return_lse", options["return_lse"])
+    flag("causal", causal)
+    flag("return_lse", options["return_lse"])
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
-    _whole("num_kv_splits", options["num_kv_splits"], 0, MAX_SPLITS)
+    whole("num_kv_splits", options["num_kv_splits"], 0, MAX_SPLITS)
     if packed:
         batch, seq_len, seq_len_kv = (
             len(options["cu_seqlens_q"]) - 1,
@@ -355,20 +312,20 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     else:
         batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
         lengths = {"tokens": (seq_len, seq_len_kv)}
+    asked, operands, wanted = check_features(q, k, causal, batch, packed, options)
     features = {
         "packed": packed,
         "split_kv": options["num_kv_splits"] > 1,
         "debug_counts": options["debug_counts"] is not None,
     }
+    unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted
     results = () if out is None else (out,)
     return Call(
         request=Request(
             head_dim=head_dim,
             dtype=DTYPES[q.dtype],
             causal=causal,
-            cross_seqlen=_check_cross(
-                options["cross_seqlen"], options["cu_seqlens_q"] is not options["cu_seqlens_kv"], lengths
-            ),
+            cross_seqlen=_check_cross(options["cross_seqlen"], unknown, lengths),
             return_lse=options["return_lse"],
             batch=batch,
             seq_len=seq_len,
@@ -381,10 +338,12 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
             kv_alignment=_alignment(k, v),
             q_pitch=_pitch(q, *results),
             kv_pitch=_pitch(k, v),
-            features=tuple(name for name, wanted in features.items() if wanted),
+            features=(*(name for name, given in features.items() if given), *wanted),
             tuning=_check_tuning(options),
             head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
+            asked=asked,
         ),
         empty=q.numel() == 0 or k.numel() == 0 or v.numel() == 0 or batch == 0 or seq_len == 0,
         device=q.device,
+        operands=operands,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 from kernels import split_combine
 from kernels.dispatch import Launch, Request, Tensors, device_of
+from kernels.features import LOG2_E
 from kernels.tile_scheduler import automatic_splits, grid
-
-LOG2_E = math.log2(math.e)
 
 
 def split_count(request: Request, device: torch.device, block_m: int, block_n: int) -> int:
@@ -40,8 +38,9 @@ def bind_forward(
 ) -> Launch:
     """A launch of a forward kernel on the grid of `kernels.tile_scheduler`.
 
-    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv and, if it `counts_rescales`,
-    debug_counts. `block_m` query rows and `threads` a block, keys in tiles of `block_n`.
+    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv, if it `counts_rescales` debug_counts,
+    and then the operands of the request's features. `block_m` query rows and `threads` a block, keys in tiles of
+    `block_n`.
 
     Raises:
         UnsupportedError: rows of a tensor are so far apart that 32-bit offsets do not reach over a block's.
@@ -52,7 +51,7 @@ def bind_forward(
     counts = (tensors.debug_counts,) if counts_rescales else ()
 
     def bound(out: torch.Tensor, lse: torch.Tensor | None) -> Prepared:
-        arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts)
+        arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts, *tensors.operands)
         return bind(kernel, blocks, threads, arguments, statics, compile_kernel)
 
     return launch_of(bound, tensors, request, splits)
@@ -68,17 +67,19 @@ def launch_of(
     """A launch of a forward kernel, and with split keys of the combination after it.
 
     `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
-    offsets, `debug_counts`, and at the end what `last(stream)` gives.
+    offsets, `debug_counts`, what `last(stream)` gives, and the operands that are tensors.
     """
     more = (lambda stream: ()) if last is None else (lambda stream: (last(stream),))
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
-        optional = [i for i, tensor in enumerate(tensors[:-1]) if i >= 4 and tensor is not None]
+        optional = [i for i, tensor in enumerate(tensors[:8]) if i >= 4 and tensor is not None]
 
         def run(tensors: Tensors, stream: int | None) -> None:
             q, k, v, out = tensors[:4]
             others = [tensors[i].data_ptr() for i in optional] if optional else ()
-            forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *others, *more(stream), stream=stream)
+            operands = _addresses(tensors.operands) if tensors.operands else ()
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+            forward(*addresses, *others, *more(stream), *operands, stream=stream)
 
         return Launch(run)
 
@@ -93,14 +94,22 @@ def launch_of(
     lse_offset = partials.lse_offset
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
-        q, k, v, out, lse, cu_seqlens_q, *rest, workspace = tensors
+        q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
+        combined = split_combine.operands_of(operands, request) if operands else ()
         partial = workspace.data_ptr()
         partials = (partial, partial + lse_offset)
-        others = [t.data_ptr() for t in (cu_seqlens_q, *rest) if t is not None]
-        forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream), stream=stream)
-        combine(*partials, *[t.data_ptr() for t in (out, lse, cu_seqlens_q) if t is not None], stream=stream)
+        others = _addresses((cu_seqlens_q, *rest))
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream))
+        forward(*addresses, *_addresses(operands), stream=stream)
+        ends = _addresses((out, lse, cu_seqlens_q, *combined))
+        combine(*partials, *ends, stream=stream)
 
     return Launch(run_split, partials.bytes)
+
+
+def _addresses(values: Iterable[Any]) -> list[int]:
+    """Of the tensors among them."""
+    return [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _check_pitch(request: Request, rows: int, kernel: str) -> None:

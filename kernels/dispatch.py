@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fly import config
 from fly.errors import UnsupportedError
 from fly.runtime.device import Device, device_for
+from kernels.features import NO_FEATURES, Features
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,18 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     ),
     "split_kv": ("split keys (num_kv_splits > 1)", "num_kv_splits=1 gives the same result"),
     "debug_counts": ("counting of rescales (debug_counts)", "leave debug_counts out"),
+    "seqused": ("lengths in use (seqused_q, seqused_kv)", "cut the sequences, or pack them with cu_seqlens"),
+    "cache_leftpad": ("padding at the left (cache_leftpad)", "cut it off k and v, or pack sequences with cu_seqlens"),
+    "kv_batch_idx": ("entries of a cache (kv_batch_idx)", "pass k[kv_batch_idx] and v[kv_batch_idx]"),
+    "window": ("sliding windows (window_size)", "a mask_mod gives the same result"),
+    "softcap": ("softcap", "a score_mod gives the same result"),
+    "alibi": ("ALiBi (alibi_slopes)", "a score_mod gives the same result"),
+    "bias": ("additive bias", "a score_mod with aux_tensors gives the same result"),
+    "sink": ("sinks", "rescale the output by sigmoid(lse - sink)"),
+    "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
+    "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
 }
+EVERY_FEATURE = tuple(name for name in FEATURES if name != "debug_counts")
 
 
 class Tensors(NamedTuple):
@@ -38,7 +50,8 @@ class Tensors(NamedTuple):
 
     Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
     k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. v and out may have another D than q
-    and k. `debug_counts`: (2,) float32. `workspace` is memory for split keys, of any dtype.
+    and k. `debug_counts`: (2,) float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and
+    numbers of the request's `asked` features, then auxiliary tensors.
     """
 
     q: torch.Tensor
@@ -50,6 +63,7 @@ class Tensors(NamedTuple):
     cu_seqlens_kv: torch.Tensor | None = None
     debug_counts: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    operands: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class Request:
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
     two; `q_pitch`: of q and out.
     `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of v and out,
-    None when it is `head_dim`.
+    None when it is `head_dim`. `asked`: what the operands are.
     """
 
     head_dim: int
@@ -84,6 +98,7 @@ class Request:
     features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim_v: int | None = None
+    asked: Features = NO_FEATURES
 
     @property
     def value_dim(self) -> int:
@@ -200,7 +215,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=AMD + NVIDIA,
         head_dims=tuple(range(32, 257, 8)),
         dtypes=("bf16", "f16"),
-        features=("packed", "split_kv"),
+        features=EVERY_FEATURE,
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
         mixed_dims=None,

@@ -34,6 +34,7 @@ from kernels.attention_launch import bind_forward, split_count
 from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from kernels.attention_tiles import store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors, target_of
+from kernels.features import NO_FEATURES, Features, Given
 from kernels.flash_attn_generic_tiles import TILES
 from kernels.online_softmax import OnlineSoftmax
 from kernels.tile_scheduler import Work, block_work
@@ -49,7 +50,7 @@ class GenericOptions:
     at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
     `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
     computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
-    V's and the output's head dimension (None: `head_dim`).
+    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -70,6 +71,7 @@ class GenericOptions:
     alternate: bool = False
     overlap: bool = False
     lazy: bool = False
+    features: Features = NO_FEATURES
 
     def __post_init__(self):
         for name in ("head_dim", "head_dim_v"):
@@ -111,17 +113,18 @@ def flash_attn_generic(
     scale_log2: fly.f32,
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
-    *,
+    *operands: fly.Operand,
     options: GenericOptions,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may
-    have another head dimension than q and k; scale_log2: softmax_scale * log2(e).
+    have another head dimension than q and k; scale_log2: softmax_scale * log2(e); operands of `options.features`.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
         fly.flush_denormals()
+    given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
@@ -129,10 +132,11 @@ def flash_attn_generic(
         causal=options.causal,
         block_m=options.block_m,
         block_n=options.block_n,
+        given=given,
     )
     with work.if_any_row():
-        output, softmax, rows = _attend(work, scale_log2, options)
-        inverse, row_lse = softmax.finish(scale_log2)
+        output, softmax, rows = _attend(work, scale_log2, given, options)
+        inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work))
         store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
@@ -148,7 +152,7 @@ class WaveRows:
 
 
 def _attend(
-    work: Work, scale_log2: fly.Value, options: GenericOptions
+    work: Work, scale_log2: fly.Value, given: Given, options: GenericOptions
 ) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
     """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
@@ -175,13 +179,19 @@ def _attend(
     else:
         queries = direct_queries(link, q_window, wave_offset, wave_rows)
 
-    def scores_of(j: Any, k_tile: fly.SharedTile, masked: bool) -> fly.Fragment:
-        scores = tiles.scores(queries, row_tiles, k_tile)
-        return work.keys.apply(scores, rows, j * options.block_n) if masked else scores
+    scale = given.scale(scale_log2)
+
+    def featured(scores: fly.Fragment, j: Any, masked: bool) -> fly.Fragment:
+        first_key = j * options.block_n
+        scores = given.modify(scores, scale_log2, rows, first_key, work)
+        if masked:
+            scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
+        return scores
 
     def take_in(scores: fly.Fragment, v_tile: fly.SharedTile, state: tuple, masked: bool) -> tuple:
         output, softmax = state
-        softmax, probabilities, output = softmax.update(scores, output, scale_log2, masked=masked, lazy=options.lazy)
+        masked = masked or given.features.may_hide
+        softmax, probabilities, output = softmax.update(scores, output, scale, masked=masked, lazy=options.lazy)
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple, masked: bool) -> tuple:
@@ -189,24 +199,31 @@ def _attend(
         (k_tile, v_tile), flight = ring.advance(j, flight)
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
-        if masked:
-            scores = work.keys.apply(scores, rows, j * options.block_n)
-        return *take_in(scores, v_tile, state, masked), flight
+        return *take_in(featured(scores, j, masked), v_tile, state, masked), flight
 
     def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
         *state, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
-        following = scores_of(j, k_tile, masked)
+        following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked)
         return *take_in(scores, v_tile, state, masked), following, flight
 
     first, full, last = work.first_tile, work.full_tiles, work.last_tile
+    if given.features.mask_mod is not None:
+        full = first
     state = (output, softmax, flight)
     if options.overlap:
         # the first tile's scores come before the loops, and where there is no tile, they are all masked
         (k_tile, _), flight = ring.advance(first, flight)
-        state = (output, softmax, scores_of(first, k_tile, True), flight)
+        scores = featured(tiles.scores(queries, row_tiles, k_tile), first, True)
+        state = (output, softmax, scores, flight)
         first, step = first + 1, step_ahead
         full, last = fly.maximum(full, first), fly.maximum(last, first)
+    if given.features.windowed:
+        whole = fly.maximum(work.whole_from, first)
+        full = fly.maximum(full, whole)
+        for j, carried in (loop := fly.range(first, whole, carry=state)):
+            loop.next(step(j, carried, masked=True))
+        first, state = whole, loop.results
     for j, carried in (loop := fly.range(first, full, carry=state)):
         loop.next(step(j, carried, masked=False))
     for j, carried in (loop := fly.range(full, last, carry=loop.results)):
@@ -236,6 +253,7 @@ def options_for(
     alignment: int,
     tuning: Mapping[str, Any] | None = None,
     head_dim_v: int | None = None,
+    features: Features = NO_FEATURES,
 ) -> GenericOptions:
     """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
 
@@ -253,7 +271,9 @@ def options_for(
         tiles = dict(UNALIGNED_TILES[dim])
     if "waves_per_eu" in tuning:
         tiles["waves_per_eu"] = tuning["waves_per_eu"]
-    return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), **tiles)
+    return GenericOptions(
+        head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), features=features, **tiles
+    )
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -266,7 +286,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """
     description = target(target_of(tensors.q.device))
     options = options_for(
-        description, request.head_dim, request.causal, request.alignment, request.tuning, request.head_dim_v
+        description,
+        request.head_dim,
+        request.causal,
+        request.alignment,
+        request.tuning,
+        request.head_dim_v,
+        request.asked,
     )
     return bind_forward(
         flash_attn_generic,

@@ -7,9 +7,11 @@ addresses are patched. No call synchronises the device.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ from kernels.attention_checks import (
     fail,
 )
 from kernels.dispatch import Launch, Tensors
+from kernels.feature_checks import NO_WINDOW
+from kernels.features import Features, Mod
 
 MAX_PLANS = 1024
 
@@ -76,6 +80,18 @@ def flydsl_flash_attn_func(
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    window_size: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Sequence[torch.Tensor] = (),
+    seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    kv_batch_idx: torch.Tensor | None = None,
     waves_per_eu: int | None = None,
     daz: bool | None = None,
     dualwave_swp_lazy_rescale: bool | None = None,
@@ -110,6 +126,20 @@ def flydsl_flash_attn_func(
             it may change between replays of a captured graph. Queries outside of all sequences are not written.
         max_seqlen_q, max_seqlen_kv: packed sequences: at least the longest sequence's length. Queries of a
             sequence past max_seqlen_q may not be written.
+        window_size: (left, right): query i, which stands at key position p = i + Skv − Sq, sees the keys from
+            p − left to p + right; −1 leaves a side open. causal closes the right side.
+        softcap: scores become softcap · tanh(score / softcap); 0 for none.
+        alibi_slopes: (H,) or (B, H), floats: scores are lowered by slope · |key − p|.
+        bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
+        sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
+        score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
+            instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
+        mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply
+            as well. Two functions with the same code and captured values count as one.
+        aux_tensors: what `score_mod` and `mask_mod` may load from, of any shape.
+        seqused_q, seqused_kv: (B,) int32, how many of each sequence's tokens count; others have no output.
+        cache_leftpad: (B,) int32, how many of the tokens that count are left out at the start of k and v.
+        kv_batch_idx: (B,) int32, the batch entry of k and v for each sequence; they may have any batch then.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
         dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
             all on by default; another kernel refuses them.
@@ -140,6 +170,17 @@ def flydsl_flash_attn_func(
             _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
         # fmt: on
+        operands: tuple[Any, ...] = ()
+        if not (
+            alibi_slopes is bias is sink is score_mod is mask_mod is seqused_q is seqused_kv is cache_leftpad
+            is kv_batch_idx is None
+            and softcap == 0.0 and window_size == NO_WINDOW and not aux_tensors
+        ):  # fmt: skip
+            operands = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, alibi_slopes, bias, sink, *aux_tensors)
+            functions = tuple(None if mod is None else Mod.of(mod) for mod in (score_mod, mask_mod))
+            geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
+            key = (*key, tuple(window_size), softcap, *functions, *geometry)
+            operands = tuple(operand for operand in operands if operand is not None)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # something here is no tensor, or one without strides or memory: the checks below say what
@@ -162,6 +203,18 @@ def flydsl_flash_attn_func(
             "dualwave_swp_setprio": dualwave_swp_setprio,
             "dualwave_swp_enable_stagger": dualwave_swp_enable_stagger,
             "debug_counts": debug_counts,
+            "window_size": window_size,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+            "sink": sink,
+            "score_mod": score_mod,
+            "mask_mod": mask_mod,
+            "aux_tensors": aux_tensors,
+            "seqused_q": seqused_q,
+            "seqused_kv": seqused_kv,
+            "cache_leftpad": cache_leftpad,
+            "kv_batch_idx": kv_batch_idx,
         }
         call = check_call(q, k, v, causal, out, options)
         kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
@@ -183,7 +236,8 @@ def flydsl_flash_attn_func(
         if plan is None:
             if workspace is not None:
                 check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
-            tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
+            operands = call.operands
+            tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
             plan = Plan(_prepare(kernel, call, tensors), extents)
             _remember(key, plan)
         launch = plan.launch
@@ -191,7 +245,7 @@ def flydsl_flash_attn_func(
             check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
         elif launch.workspace_bytes:
             workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=q.device)
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
         launch.run(_named(Tensors, tensors), handle)
     return (out, lse) if return_lse else out
 
@@ -210,7 +264,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device) if out is None else out
     lse = _empty_lse(q) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
-    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"])
+    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)
     return _prepare(kernel, call, tensors).workspace_bytes
 
 
@@ -260,17 +314,19 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
 def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
     """A launch of `call` on `kernel`; it may compile."""
     if call.empty:
-        return Launch(_fill)
+        return Launch(functools.partial(_fill, call.request.asked))
     return dispatch.prepare_function(kernel)(tensors, call.request)
 
 
-def _fill(tensors: Tensors, handle: int | None) -> None:
+def _fill(asked: Features, tensors: Tensors, handle: int | None) -> None:
     """The result of a call in which no query sees a key; nothing is queued for an empty one."""
     scope = _NO_SCOPE if handle is None else _resolve_stream(handle, tensors.out.device)[1]
     with scope:
         tensors.out.zero_()
         if tensors.lse is not None:
             tensors.lse.fill_(-torch.inf)
+            if "sink" in asked.operands:
+                tensors.lse.copy_(tensors.operands[asked.operands.index("sink")].unsqueeze(-1))
 
 
 def _remember(key: tuple | None, plan: Plan) -> None:

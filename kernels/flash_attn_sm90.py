@@ -36,9 +36,10 @@ from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels.attention_launch import LOG2_E, launch_of, split_count
+from kernels.attention_launch import launch_of, split_count
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
+from kernels.features import LOG2_E
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, key_for, options_of, section_for
 from kernels.sm90_schedule import Board, Schedule, Work

@@ -11,22 +11,42 @@ import fly
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Causal (bottom-right aligned) or full attention of `queries` rows over `keys` keys, both i32 values.
+    """Causal, windowed (both bottom-right aligned) or full attention of `queries` rows over `keys` keys, i32 values.
 
-    `stop`: keys from there on are another block's, which takes them for the same rows; None for all keys.
+    Query i stands at key position p = i + keys - queries and sees the keys from p - `left` to p + `right`, i32 values
+    of at least 0; None leaves that side open. `causal` is `right` = 0. `stop`: keys from there on are another
+    block's, which takes them for the same rows; None for all keys.
     """
 
     queries: Any
     keys: Any
     causal: bool
     stop: Any = None
+    left: Any = None
+    right: Any = None
 
     def limit(self, row: Any) -> Any:
         """One past the last key that query `row` sees; may be zero or negative when it sees none."""
         stop = self.keys if self.stop is None else self.stop
-        if not self.causal:
+        if self.causal:
+            return fly.minimum(row + (self.keys - self.queries + 1), stop)
+        if self.right is None:
             return stop
-        return fly.minimum(row + (self.keys - self.queries + 1), stop)
+        return fly.minimum(row + (self.keys - self.queries + 1 + self.right), stop)
+
+    def start(self, row: Any) -> Any:
+        """The first key that query `row` sees, 0 or more, where `left` limits it."""
+        return fly.maximum(row + (self.keys - self.queries - self.left), 0)
+
+    def skipped(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
+        """(unseen, partial): number of leading key tiles that no row of a block sees, and that some row does not see
+        whole for `left`; at most the number of tiles that any row sees."""
+        if self.left is None:
+            return fly.i32(0), fly.i32(0)
+        _, last = self.tiles(first_row, rows, tile)
+        last_row = fly.minimum(first_row + (rows - 1), self.queries - 1)
+        unseen = fly.minimum(self.start(first_row) // tile, last)
+        return unseen, fly.minimum(fly.ceil_div(self.start(last_row), tile), last)
 
     def tiles(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
         """(full, all): number of leading key tiles that every row of a block sees whole, and that any row sees."""
@@ -47,4 +67,8 @@ class KeyRange:
         `between`: see `fly.Fragment.keep_columns_below`.
         """
         limits = rows.map(lambda row: self.limit(row) - first_key)
-        return scores.keep_columns_below(limits, float("-inf"), between)
+        scores = scores.keep_columns_below(limits, float("-inf"), between)
+        if self.left is None:
+            return scores
+        starts = rows.map(lambda row: self.start(row) - first_key)
+        return scores.map_places(starts, lambda s, start, column: fly.select(column < start, float("-inf"), s))

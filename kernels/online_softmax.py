@@ -84,14 +84,36 @@ class OnlineSoftmax:
         grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
         return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
 
-    def finish(self, scale_log2: fly.Value) -> tuple[fly.RowVector, fly.RowVector]:
-        """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm."""
+    def finish(self, scale_log2: fly.Value, sink: fly.Value | None = None) -> tuple[fly.RowVector, fly.RowVector]:
+        """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm.
+
+        `sink`: one more score of every row, in natural units, whose value is zero; rows without keys have it too.
+        """
         total = self.total.reduce_lanes(lambda a, b: a + b)
+        if sink is not None:
+            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sink * math.log2(math.e))
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = self.maximum.map(
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
         )
         return inverse, lse
+
+
+def _finish_with_sink(
+    maximum: fly.RowVector, total: fly.RowVector, sink: fly.Value
+) -> tuple[fly.RowVector, fly.RowVector]:
+    """`OnlineSoftmax.finish` of a maximum and a sink in log2 units."""
+    highest = maximum.map(lambda m: fly.maximum(m, sink))
+    # a sink of -inf leaves rows without keys as they are without one
+    pivot = _pivot(highest, True)
+    weight = maximum.map(lambda m, p: fly.exp2(m - p), pivot)
+    whole = total.map(lambda t, w, p: fly.fma(t, w, fly.exp2(sink - p)), weight, pivot)
+    inverse = weight.map(lambda w, t: fly.select(t == 0.0, 0.0, w * fly.rcp(t)), whole)
+    lse = whole.map(
+        lambda t, p: fly.select(t == 0.0, -math.inf, (p + fly.log2(t)) * math.log(2)),
+        pivot,
+    )
+    return inverse, lse
 
 
 def _pivot(maximum: fly.RowVector, masked: bool) -> fly.RowVector:

@@ -11,6 +11,7 @@ gives out 0 and L = -inf.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,13 @@ import fly
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 from kernels.dispatch import Request, Tensors
+from kernels.features import LOG2_E, NO_FEATURES, Features
 from kernels.tile_scheduler import Sequence, grid, part
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
+OPERANDS = ("seqused_q", "sink")
 _ALIGNMENT = 256
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,25 @@ def split_combine(
     out: fly.Tensor,
     lse: fly.Tensor | None,
     cu_seqlens_q: fly.Tensor | None,
-    *,
+    *operands: fly.Operand,
     head_dim: int,
+    features: Features = NO_FEATURES,
 ):
     """out, lse = the splits' results put together, as in the module's formula.
 
     partial_out: (S, B, Sq, H, D) or packed (S, total_q, H, D); partial_lse: (S, B, H, Sq) or (S, H, total_q), f32;
-    out, lse as in `kernels.tile_scheduler`. Grid: (row blocks, query heads, sequences). A thread owns `VECTOR`
-    elements of a row.
+    out, lse as in `kernels.tile_scheduler`; operands of `features`, which are among `OPERANDS`. Grid: (row blocks,
+    query heads, sequences). A thread owns `VECTOR` elements of a row.
     """
+    given = features.bind(operands)
+    sink = given.get("sink")
     lanes = head_dim // VECTOR
     rows = rows_of_block(head_dim)
     head, batch = fly.block_id.y, fly.block_id.z
     first_row = fly.block_id.x * rows
     row, column = fly.thread_id.x // lanes, fly.thread_id.x % lanes * VECTOR
 
-    queries = Sequence.of(out, cu_seqlens_q, batch)
+    queries = Sequence.of(out, cu_seqlens_q, batch, given.get("seqused_q"))
     window = queries.matrix(out, head).rows(head_dim).window(first_row, rows)
 
     def split_lse(split: Any) -> fly.Value:
@@ -104,6 +109,9 @@ def split_combine(
         for split, so_far in (loop := fly.range(partial_lse.shape[0], carry=fly.f32(-math.inf))):
             loop.next(fly.maximum(so_far, split_lse(split)))
         maximum = loop.results
+        if sink is not None:
+            sink_log2 = sink.load(head).to(fly.f32) * LOG2_E
+            maximum = fly.maximum(maximum, sink_log2)
         # -inf - -inf is NaN: a row without any key is measured from 0
         pivot = fly.select(maximum == -math.inf, 0.0, maximum)
         start = (fly.f32(0.0), fly.broadcast(fly.f32(0.0), VECTOR))
@@ -113,6 +121,8 @@ def split_combine(
             values = view.window(first_row, rows).load_inside(row, column, VECTOR)
             loop.next(total + weight, fly.fma(values, fly.broadcast(weight, VECTOR), output))
         total, output = loop.results
+        if sink is not None:
+            total = total + fly.exp2(sink_log2 - pivot)
         inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
         window.store((output * fly.broadcast(inverse, VECTOR)).to(out.dtype), row, column)
         if lse is not None:
@@ -121,8 +131,25 @@ def split_combine(
                 queries.vector(lse, head).store(fly.select(total == 0.0, -math.inf, value), first_row + row)
 
 
+def operands_of(operands: Iterable[Any], request: Request) -> tuple[Any, ...]:
+    """The operands that the combination takes, of those of a call."""
+    asked = request.asked
+    return tuple(asked.tensor(operands, name) for name in asked.only(OPERANDS).operands)
+
+
 def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
-    """Compile and bind the combination; its addresses are partial_out, partial_lse, out, lse and cu_seqlens_q."""
+    """Compile and bind the combination.
+
+    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those of `operands_of`.
+    """
     blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.value_dim))
-    arguments = (partial_out, partial_lse, tensors.out, tensors.lse, tensors.cu_seqlens_q)
-    return bind(split_combine, blocks, THREADS, arguments, {"head_dim": request.value_dim}, compile_kernel)
+    statics = {"head_dim": request.value_dim, "features": request.asked.only(OPERANDS)}
+    arguments = (
+        partial_out,
+        partial_lse,
+        tensors.out,
+        tensors.lse,
+        tensors.cu_seqlens_q,
+        *operands_of(tensors.operands, request),
+    )
+    return bind(split_combine, blocks, THREADS, arguments, statics, compile_kernel)

@@ -21,6 +21,7 @@ from typing import Any
 
 import fly
 from kernels.attention_tiles import group_size
+from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
 
 MAX_SPLITS = 64
@@ -28,13 +29,17 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True)
 class Work:
-    """What one block computes: rows `first_row` and on of one head of one sequence, against some of its keys.
+    """What one block computes: rows `first_row` and on of one `head` of one sequence, against some of its keys.
 
     The views hold this sequence and these heads alone, their row 0 is the sequence's first token; `lse` is its
-    vector, or None. `keys` has the sequence's lengths. Key tiles [first_tile, full_tiles) are seen whole by every
-    row of the block, [full_tiles, last_tile) need `keys.apply`.
+    vector, or None. `batch` is the sequence's number, and `keys` has its lengths. Key tiles [whole_from, full_tiles)
+    are seen whole by every row of the block; [first_tile, whole_from), which is empty without a window, and
+    [full_tiles, last_tile) need `keys.apply`. `ragged`: there may be no query at all; `split`: there are other
+    keys.
     """
 
+    batch: fly.Value
+    head: fly.Value
     q: fly.RowView
     k: fly.RowView
     v: fly.RowView
@@ -43,13 +48,15 @@ class Work:
     first_row: fly.Value
     keys: KeyRange
     first_tile: fly.Value
+    whole_from: fly.Value
     full_tiles: fly.Value
     last_tile: fly.Value
-    packed: bool
+    ragged: bool
+    split: bool
 
     def if_any_row(self) -> AbstractContextManager[None]:
-        """Where the block's code belongs: blocks past the end of a packed sequence have nothing to do."""
-        return fly.when(self.first_row < self.keys.queries) if self.packed else nullcontext()
+        """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
+        return fly.when(self.first_row < self.keys.queries) if self.ragged else nullcontext()
 
 
 def block_work(
@@ -61,13 +68,14 @@ def block_work(
     block_n: int,
     head_dim_v: int | None = None,
     xcds: int = 1,
+    given: Given = NOTHING,
 ) -> Work:
     """This block's work, from its place in the grid.
 
     `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
     none. The block takes `block_m` query rows, and keys in tiles of `block_n`. `head_dim_v`: of v and out, if it is
     not `head_dim`. With several `xcds`, dies with a cache of their own that blocks are dealt to in turn, blocks are
-    placed by `shared_keys_place`.
+    placed by `shared_keys_place`. `given`: lengths and windows among a call's features.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     block, head, batch, split = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
@@ -87,14 +95,25 @@ def block_work(
     block = blocks - 1 - block if causal else block
     first_row = block * block_m
 
-    queries, keys = Sequence.of(q, cu_seqlens_q, batch), Sequence.of(k, cu_seqlens_kv, batch)
-    key_range = KeyRange(queries.length, keys.length, causal)
+    queries = Sequence.of(q, cu_seqlens_q, batch, given.get("seqused_q"))
+    keys = Sequence.of(
+        k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
+    )
+    key_range = KeyRange(
+        queries.length, keys.length, causal, left=given.get("window_left"), right=given.get("window_right")
+    )
     full, last = key_range.tiles(first_row, block_m, block_n)
+    unseen, whole_from = key_range.skipped(first_row, block_m, block_n)
     first = fly.i32(0)
+    if key_range.left is not None:
+        first = fly.first_lane(unseen)
     if split is not None:
-        first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
+        start = 0 if key_range.left is None else first
+        first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
     return Work(
+        batch=batch,
+        head=head,
         q=queries.matrix(q, head).rows(head_dim),
         k=keys.matrix(k, kv_head).rows(head_dim),
         v=keys.matrix(v, kv_head).rows(head_dim_v or head_dim),
@@ -103,20 +122,23 @@ def block_work(
         first_row=first_row,
         keys=key_range,
         first_tile=first,
+        whole_from=first if key_range.left is None else fly.minimum(fly.maximum(whole_from, first), last),
         full_tiles=full,
         last_tile=last,
-        packed=queries.first is not None,
+        ragged=queries.bounded,
+        split=split is not None,
     )
 
 
-def split_tiles(full: Any, last: Any, split: Any, splits: Any) -> tuple[Any, Any, Any]:
-    """(first, full, last) key tiles of one split of a block that sees `last` tiles, `full` of them whole.
+def split_tiles(full: Any, last: Any, split: Any, splits: Any, start: Any = 0) -> tuple[Any, Any, Any]:
+    """(first, full, last) key tiles of one split of a block that sees tiles `start` to `last`, whole ones to `full`.
 
     Even parts of the tiles that the block sees, so that causal blocks split as evenly as others.
     """
-    size = last // splits
-    longer = last - size * splits  # parts that have one tile more
-    first, end = (size * s + fly.minimum(s, longer) for s in (split, split + 1))
+    count = last - start
+    size = count // splits
+    longer = count - size * splits  # parts that have one tile more
+    first, end = (size * s + fly.minimum(s, longer) + start for s in (split, split + 1))
     return first, fly.minimum(fly.maximum(full, first), end), end
 
 
@@ -153,36 +175,65 @@ def shared_keys_place(
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence's tokens in tensors that hold several: entry `index` of the batch, or packed from `first` on."""
+    """One sequence's tokens in tensors that hold several: `length` from `first` on.
 
-    index: fly.Value
+    Of entry `index` of the batch, or if `index` is None of all that is packed. `first` None: an entry's tokens are
+    all the sequence's.
+    """
+
+    index: fly.Value | None
     first: fly.Value | None
     length: fly.Value
 
     @staticmethod
-    def of(tensor: fly.Tensor, offsets: fly.Tensor | None, index: Any) -> Sequence:
+    def of(
+        tensor: fly.Tensor,
+        offsets: fly.Tensor | None,
+        index: Any,
+        used: fly.Tensor | None = None,
+        leftpad: fly.Tensor | None = None,
+        entries: fly.Tensor | None = None,
+    ) -> Sequence:
         """Sequence `index` of a (B, S, H, D) tensor, or of a packed (total, H, D) one with (B + 1,) `offsets`.
 
-        Offsets that decrease or leave [0, total] are cut to what exists.
+        `used`, `leftpad`, `entries`: (B,) i32 for all sequences. `used` tokens count, `leftpad` of them are left out
+        at the start, and dense tokens are in the batch's entry `entries[index]`. What leaves the tensor, and offsets
+        that decrease, are cut to what exists.
         """
-        if offsets is None:
-            return Sequence(index, None, tensor.shape[1])
-        first, end = offsets_of(offsets, index, tensor.shape[0])
         # a load's result is not known to be the same in every lane, and addresses and bounds must be
-        first = fly.first_lane(first)
-        return Sequence(index, first, fly.first_lane(end) - first)
+        entry = index
+        if entries is not None:
+            entry = fly.first_lane(fly.minimum(fly.maximum(entries.load(index), 0), tensor.shape[0] - 1))
+        if offsets is None:
+            first, length = None, tensor.shape[1]
+        else:
+            entry = None
+            first, end = offsets_of(offsets, index, tensor.shape[0])
+            first = fly.first_lane(first)
+            length = fly.first_lane(end) - first
+        if used is not None:
+            length = fly.minimum(fly.maximum(fly.first_lane(used.load(index)), 0), length)
+            first = fly.i32(0) if first is None else first
+        if leftpad is not None:
+            skipped = fly.minimum(fly.maximum(fly.first_lane(leftpad.load(index)), 0), length)
+            first, length = skipped if first is None else first + skipped, length - skipped
+        return Sequence(entry, first, length)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there may be fewer tokens than the tensor's shape tells, or none."""
+        return self.first is not None
 
     def matrix(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
         """(S, D) of one head of (B, S, H, D) or (total, H, D)."""
-        if self.first is None:
-            return tensor[self.index, :, head, :]
-        return tensor[:, head, :].section(self.first, self.length)
+        return self._section(tensor[:, head, :] if self.index is None else tensor[self.index, :, head, :])
 
     def vector(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
         """(S,) of one head of (B, H, S) or (H, total)."""
-        if self.first is None:
-            return tensor[self.index, head, :]
-        return tensor[head, :].section(self.first, self.length)
+        return self._section(tensor[head, :] if self.index is None else tensor[self.index, head, :])
+
+    def _section(self, tokens: fly.Tensor) -> fly.Tensor:
+        return tokens if self.first is None else tokens.section(self.first, self.length)
 
 
 def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:

@@ -138,7 +138,8 @@ class Machine:
 
     def _arguments(self, packed: bytes) -> None:
         """Copy the explicit arguments and fill the hidden ones that the metadata names."""
-        size = max(self.kernel.kernarg_bytes, len(packed), 16)
+        # the segment is 16-byte aligned, and LLVM widens scalar loads over its padding
+        size = -(-max(self.kernel.kernarg_bytes, len(packed)) // 16) * 16
         self._kernarg_backing = np.zeros(size + 64, np.uint8)
         start = -self._kernarg_backing.ctypes.data % 64
         self.kernarg = self._kernarg_backing[start : start + size]

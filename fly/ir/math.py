@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from fly.errors import DTypeError, ShapeError
@@ -36,6 +37,16 @@ def rcp(x: Any) -> Value:
 def sqrt(x: Any) -> Value:
     """Square root of a float."""
     return _unary("math.sqrt", "sqrt", x)
+
+
+def exp(x: Any) -> Value:
+    """e**x, f32, through `exp2`."""
+    return exp2(x * math.log2(math.e))
+
+
+def tanh(x: Any) -> Value:
+    """Hyperbolic tangent, f32, to about 2**-22 absolutely: 1 - 2 / (exp(2 x) + 1), exact at both ends."""
+    return 1.0 - 2.0 * rcp(exp2(x * (2 * math.log2(math.e))) + 1.0)
 
 
 def fma(a: Any, b: Any, c: Any) -> Value:

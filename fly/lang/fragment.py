@@ -227,6 +227,22 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
+    def map_places(self, rows: RowVector, function: Callable[[Value, Value, Value], Value]) -> Fragment:
+        """`function(elements, rows, columns)` on every tile's vectors.
+
+        `rows` has an i32 for each row; its elements come spread over the tile. Columns are i32, counted from the
+        fragment's first.
+        """
+        layout = self.layout
+        lane_column = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)), layout.values)
+        spread = [self.spread(rows, r) for r in range(len(self.tiles))]
+
+        def at(tile: Value, r: int, c: int) -> Value:
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+            return function(tile, spread[r], columns + lane_column)
+
+        return self.map(at)
+
     def keep_columns_below(
         self, limits: RowVector, fill: float, between: Callable[[], None] | None = None
     ) -> Fragment:

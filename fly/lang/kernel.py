@@ -27,16 +27,21 @@ _SCALARS = ("i32", "i64", "f32", "f64")
 launch: Callable[..., None] | None = None
 
 
+class Operand:
+    """The annotation of a kernel's `*operands`: each is a `fly.Tensor`, an i32 or an f32 in the kernel."""
+
+
 def kernel(function: Callable) -> Kernel:
     """Make a GPU kernel of a Python function.
 
     Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.TensorMap`, one of these with
-    `| None`, or a scalar type (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). Keyword-only parameters are static: any
-    hashable Python value; each combination is compiled once. Launch it with
+    `| None`, or a scalar type (`fly.i32`, `fly.i64`, `fly.f32`, `fly.f64`). After them, `*operands: fly.Operand`
+    takes any number of tensors and numbers (an int is an i32, a float an f32); static parameters say what they are.
+    Keyword-only parameters are static: any hashable Python value; each combination is compiled once. Launch it with
     `kernel[grid, block](*arguments, **statics)`.
 
     Raises:
-        KernelDefinitionError: a parameter without a usable annotation, *args, **kwargs, or a return value.
+        KernelDefinitionError: a parameter without a usable annotation, **kwargs, or a return value.
     """
     return Kernel(function)
 
@@ -240,10 +245,15 @@ def _signature(function: Callable) -> Signature:
         raise KernelDefinitionError(f"kernel {function.__name__}: {error} in an annotation", at=at) from None
     parameters: list[Parameter] = []
     statics: dict[str, Any] = {}
+    variadic = None
     for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and hints.get(name) is Operand:
+            variadic = name
+            continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise KernelDefinitionError(
-                f"kernel {function.__name__} takes *{name}; every parameter needs a name", at=at
+                f"kernel {function.__name__} takes *{name}; every parameter needs a name, or is *{name}: fly.Operand",
+                at=at,
             )
         if parameter.kind is parameter.KEYWORD_ONLY:
             statics[name] = REQUIRED if parameter.default is parameter.empty else parameter.default
@@ -255,7 +265,7 @@ def _signature(function: Callable) -> Signature:
             )
         annotation = hints.get(name, function.__annotations__.get(name))
         parameters.append(_parameter(function.__name__, name, annotation, at))
-    return Signature(tuple(parameters), statics)
+    return Signature(tuple(parameters), statics, variadic)
 
 
 def _parameter(kernel_name: str, name: str, annotation: Any, at: str) -> Parameter:

@@ -15,7 +15,7 @@ TENSOR_DTYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "i1", "
 SCALAR_DTYPES = ("i32", "i64", "f32", "f64")
 FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64", "map")
 MAX_ALIGNMENT = 16
-PARAMETER_KINDS = ("tensor", "scalar", "map")
+PARAMETER_KINDS = ("tensor", "scalar", "map", "operand")
 MAP_DTYPES = tuple(d for d in TENSOR_DTYPES if d != "i1")
 SWIZZLES = (0, 32, 64, 128)
 MAX_BOX = 256
@@ -136,6 +136,8 @@ Spec = TensorSpec | ScalarSpec | TensorMapSpec | None
 class Parameter:
     """One run-time parameter: `kind` is "tensor", "scalar" or "map", `dtype` a scalar's, `optional` allows None.
 
+    The kind "operand" is a tensor, or a number: an int is an i32, a float an f32.
+
     Raises:
         KernelDefinitionError: another kind, a scalar without an accepted dtype, or a tensor with one.
     """
@@ -155,11 +157,20 @@ class Parameter:
 class Signature:
     """A kernel's run-time parameters in order, and its static parameters with their defaults.
 
-    A static parameter without a default has the default `REQUIRED`.
+    A static parameter without a default has the default `REQUIRED`. `variadic` is the name of a parameter for any
+    number of operands after the others, None where there is none.
     """
 
     parameters: tuple[Parameter, ...]
     statics: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    variadic: str | None = None
+
+    def parameters_for(self, count: int) -> tuple[Parameter, ...]:
+        """The parameters of a call with `count` arguments: a variadic one as often as arguments are left."""
+        more = count - len(self.parameters)
+        if self.variadic is None or more <= 0:
+            return self.parameters
+        return (*self.parameters, *(Parameter(f"{self.variadic}{i}", "operand") for i in range(more)))
 
     def flatten(self, specs: Sequence[Spec]) -> tuple[Field, ...]:
         """The flat kernel arguments for arguments described by `specs`, one spec a parameter, in order.
@@ -170,10 +181,11 @@ class Signature:
             ArgumentError: as many specs as parameters are needed, and None only where it is allowed.
             ArgumentTypeError: a spec of the wrong kind or scalar dtype.
         """
-        if len(specs) != len(self.parameters):
-            raise ArgumentError(f"{len(specs)} specs for {len(self.parameters)} parameters")
+        parameters = self.parameters_for(len(specs))
+        if len(specs) != len(parameters):
+            raise ArgumentError(f"{len(specs)} specs for {len(parameters)} parameters")
         flat: list[Field] = []
-        for parameter, spec in zip(self.parameters, specs):
+        for parameter, spec in zip(parameters, specs):
             if spec is not None:
                 flat += self._checked(parameter, spec).fields(parameter.name)
             elif not parameter.optional:
@@ -184,7 +196,12 @@ class Signature:
     def _checked(
         parameter: Parameter, spec: TensorSpec | ScalarSpec | TensorMapSpec
     ) -> TensorSpec | ScalarSpec | TensorMapSpec:
-        class_ = {"tensor": TensorSpec, "scalar": ScalarSpec, "map": TensorMapSpec}[parameter.kind]
+        class_ = {
+            "tensor": TensorSpec,
+            "scalar": ScalarSpec,
+            "map": TensorMapSpec,
+            "operand": TensorSpec | ScalarSpec,
+        }[parameter.kind]
         fits = isinstance(spec, class_) and (class_ is not ScalarSpec or spec.dtype == parameter.dtype)
         if not fits:
             wanted = parameter.kind if parameter.dtype is None else f"{parameter.kind} {parameter.dtype}"

@@ -41,6 +41,7 @@ _ACCEPTED = {
     "tensor": "a torch tensor, numpy array or object with __cuda_array_interface__",
     "map": "what fly.tensor_map gives",
     "scalar": "a number that fits {}",
+    "operand": "a tensor, an int that fits i32 or a float that fits f32",
 }
 _DTYPE_HINTS = {"bool": "; pass .view(int8)", "uint8": "; pass .view(int8)"}
 
@@ -220,6 +221,8 @@ def describe(parameter: Parameter, value: Any) -> Argument:
         return Argument(name, None)
     if parameter.kind == "scalar":
         return _describe_scalar(name, parameter.dtype, value, accepted)
+    if parameter.kind == "operand" and isinstance(value, int | float):
+        return _describe_scalar(name, "f32" if isinstance(value, float) else "i32", value, accepted)
     if (parameter.kind == "map") != isinstance(value, EncodedMap):
         raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
     if parameter.kind == "map":
@@ -260,7 +263,9 @@ def describe_all(signature: Signature, values: Sequence[Any]) -> tuple[tuple[Arg
         ArgumentTypeError: a type or dtype that its parameter does not accept.
         ArgumentError: a bad value, tensors on more than one device, or no tensor at all.
     """
-    arguments = tuple(describe(parameter, value) for parameter, value in zip(signature.parameters, values))
+    arguments = tuple(
+        describe(parameter, value) for parameter, value in zip(signature.parameters_for(len(values)), values)
+    )
     placed = [argument for argument in arguments if argument.device is not None]
     if not placed:
         raise ArgumentError("no tensor argument tells which device to run on; pass at least one tensor")

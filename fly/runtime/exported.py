@@ -24,8 +24,17 @@ def export_metadata(signature: Signature, specs: Sequence[Spec]) -> dict[str, st
         ArgumentError: the specs do not fit the signature.
     """
     signature.flatten(specs)
-    rows = [[asdict(p), None if s is None else asdict(s)] for p, s in zip(signature.parameters, specs)]
+    parameters = map(_settled, signature.parameters_for(len(specs)), specs)
+    rows = [[asdict(p), None if s is None else asdict(s)] for p, s in zip(parameters, specs)]
     return {_KEY: json.dumps(rows)}
+
+
+def _settled(parameter: Parameter, spec: Spec) -> Parameter:
+    """An operand's parameter as what it turned out to be."""
+    if parameter.kind != "operand":
+        return parameter
+    scalar = isinstance(spec, ScalarSpec)
+    return Parameter(parameter.name, "scalar" if scalar else "tensor", dtype=spec.dtype if scalar else None)
 
 
 def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:

@@ -62,7 +62,7 @@ class Launcher:
 
     def __init__(self, kernel: KernelLike):
         self._kernel = kernel
-        self._arity = len(kernel.signature.parameters)
+        self._arity = None if kernel.signature.variadic else len(kernel.signature.parameters)
         self._entries: dict[tuple[object, ...], Entry] = {}
         self._artefacts: dict[tuple[object, ...], Artefact] = {}
         self._loaded: dict[tuple[object, ...], Entry] = {}
@@ -141,7 +141,7 @@ class Launcher:
 
     def _complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """One value a parameter, from positional and named ones; what remains are static values."""
-        name, parameters = self._kernel.name, self._kernel.signature.parameters
+        name, parameters = self._kernel.name, self._kernel.signature.parameters_for(len(args))
         if len(args) > len(parameters):
             accepted = ", ".join(parameter.name for parameter in parameters)
             raise ArgumentError(f"{name}: {len(args)} positional arguments; accepted: {accepted}")
@@ -291,7 +291,7 @@ def _left_out_strides(artefact: Artefact, signature: Signature, specs: tuple[Spe
     given = signature.flatten(specs)
     left_out = {
         f"{parameter.name}.stride{spec.rank - 1}"
-        for parameter, spec in zip(signature.parameters, specs)
+        for parameter, spec in zip(signature.parameters_for(len(specs)), specs)
         if isinstance(spec, TensorSpec) and spec.unit_stride
     }
     ones = tuple(i for i, field in enumerate(artefact.fields) if field.name in left_out)

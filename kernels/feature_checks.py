@@ -1,0 +1,153 @@
+"""Checks of the features that a caller asks of flash attention, made once per kind of call.
+
+From keyword arguments to `Features` and the operands that a kernel takes for them.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fly.errors import ArgumentTypeError
+from kernels.argument_checks import check_last_stride, check_tensor, fail
+from kernels.features import OPERANDS, Features, Mod
+
+NO_WINDOW = (-1, -1)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
+# keyword arguments by the name under which `kernels.dispatch.FEATURES` has them
+NAMES = {
+    "seqused": ("seqused_q", "seqused_kv"),
+    "cache_leftpad": ("cache_leftpad",),
+    "kv_batch_idx": ("kv_batch_idx",),
+    "window": ("window_left", "window_right"),
+    "softcap": ("softcap",),
+    "alibi": ("alibi_slopes",),
+    "bias": ("bias",),
+    "sink": ("sink",),
+}
+
+
+def window_of(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    """(left, right) limits of a window, None where it has none; a causal call's right side is closed anyway."""
+    good = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not good or any(isinstance(side, bool) or not isinstance(side, int) for side in window_size):
+        fail(f"window_size must be two ints (left, right), got {window_size!r}", ArgumentTypeError)
+    for side in window_size:
+        if not -1 <= side < 2**31:
+            fail(f"window_size must have sides from 0 to 2**31 - 1, or -1 for no limit, got {tuple(window_size)}")
+    left, right = (None if side < 0 else side for side in window_size)
+    return left, None if causal else right
+
+
+def softcap_of(softcap: Any) -> float | None:
+    """The cap of the scores, None for none."""
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        fail(f"softcap must be a Python number, got {softcap!r} ({type(softcap).__name__})", ArgumentTypeError)
+    cap = float(softcap)
+    if not math.isfinite(cap) or cap < 0:
+        fail(f"softcap must be a finite positive number, or 0 for none, got {softcap!r}")
+    return cap or None
+
+
+def _check_counts(name: str, value: Any, batch: int, device: torch.device) -> None:
+    check_tensor(name, value)
+    good = value.shape == (batch,) and value.dtype == torch.int32 and value.is_contiguous()
+    if not good or value.device != device:
+        fail(
+            f"{name} must hold {batch} contiguous int32 numbers on {device}, got shape {tuple(value.shape)}, dtype "
+            f"{value.dtype} on {value.device}"
+        )
+
+
+def _check_floats(name: str, value: Any, device: torch.device) -> None:
+    check_tensor(name, value)
+    if value.dtype not in FLOATS:
+        fail(f"{name} has dtype {value.dtype}; accepted: {', '.join(map(str, FLOATS))}", ArgumentTypeError)
+    if value.device != device:
+        fail(f"{name} must be on q's device {device}, got {value.device}")
+
+
+def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> torch.Tensor:
+    _check_floats("alibi_slopes", slopes, device)
+    if slopes.shape not in ((heads,), (batch, heads)):
+        fail(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+    check_last_stride("alibi_slopes", slopes)
+    return slopes.expand(batch, heads)
+
+
+def _bias(bias: Any, shape: tuple[int, ...], packed: bool, device: torch.device) -> torch.Tensor:
+    _check_floats("bias", bias, device)
+    if packed:
+        fail("bias is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
+    if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape))):
+        fail(f"bias must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
+    return bias.expand(shape)
+
+
+def _sink(sink: Any, heads: int, device: torch.device) -> torch.Tensor:
+    _check_floats("sink", sink, device)
+    if sink.shape != (heads,):
+        fail(f"sink must have one entry a query head, shape ({heads},), got {tuple(sink.shape)}")
+    check_last_stride("sink", sink)
+    return sink
+
+
+def _function(name: str, function: Any) -> Mod | None:
+    if function is None:
+        return None
+    if not isinstance(function, Callable):
+        fail(f"{name} must be a function, got {function!r} ({type(function).__name__})", ArgumentTypeError)
+    return Mod.of(function)
+
+
+def _aux(tensors: Any, used: bool, device: torch.device) -> tuple[torch.Tensor, ...]:
+    if not isinstance(tensors, Sequence):
+        fail(f"aux_tensors must be a sequence of tensors, got {type(tensors).__name__}", ArgumentTypeError)
+    for i, tensor in enumerate(tensors):
+        check_tensor(f"aux_tensors[{i}]", tensor)
+        if tensor.dtype not in AUX_DTYPES:
+            accepted = ", ".join(map(str, AUX_DTYPES))
+            fail(f"aux_tensors[{i}] has dtype {tensor.dtype}; accepted: {accepted}", ArgumentTypeError)
+        if tensor.device != device:
+            fail(f"aux_tensors[{i}] must be on q's device {device}, got {tensor.device}")
+    if tensors and not used:
+        fail("aux_tensors are for score_mod and mask_mod, and neither is given: leave them out")
+    return tuple(tensors)
+
+
+def check_features(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, batch: int, packed: bool, options: Mapping[str, Any]
+) -> tuple[Features, tuple[Any, ...], tuple[str, ...]]:
+    """(static features, operands, names in `kernels.dispatch.FEATURES`) of a call's keyword arguments.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a mistake of the caller.
+    """
+    device, heads = q.device, q.shape[-2]
+    left, right = window_of(options["window_size"], causal)
+    found: dict[str, Any] = {"window_left": left, "window_right": right, "softcap": softcap_of(options["softcap"])}
+    for name in ("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx"):
+        if options[name] is not None:
+            _check_counts(name, options[name], batch, device)
+            found[name] = options[name]
+    for name in ("cache_leftpad", "kv_batch_idx"):
+        if name in found and packed:
+            fail(f"{name} is for (B, S, Hkv, D) keys; packed ones have cu_seqlens_kv and seqused_kv")
+    if options["alibi_slopes"] is not None:
+        found["alibi_slopes"] = _slopes(options["alibi_slopes"], batch, heads, device)
+    if options["bias"] is not None:
+        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], k.shape[1]), packed, device)
+    if options["sink"] is not None:
+        found["sink"] = _sink(options["sink"], heads, device)
+    score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
+    aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
+    names = tuple(name for name in OPERANDS if found.get(name) is not None)
+    asked = Features(names, score_mod, mask_mod)
+    wanted = [feature for feature, operands in NAMES.items() if any(name in names for name in operands)]
+    wanted += [name for name in ("score_mod", "mask_mod") if getattr(asked, name) is not None]
+    return asked, (*(found[name] for name in names), *aux), tuple(wanted)

@@ -1,0 +1,240 @@
+"""What a call asks of attention beyond softmax(scale * Q K^T) V: score modifiers, masks and how sequences lie.
+
+A kernel takes the operands of these features, tensors and numbers, after its own parameters (`*operands`), and its
+static `Features` say what they are. A kernel that is built without a feature has none of its code.
+
+Scores are modified in this order, each where it is asked for, in the units of softmax_scale * q k^T:
+
+    s = softcap * tanh(s / softcap)
+    s = s - slope * |key - position of the query|                 ALiBi, Press et al., "Train Short, Test Long" (2021)
+    s = s + bias[batch, head, query, key]
+    s = score_mod(s, batch, head, query, key, *aux_tensors)
+    s = -inf where a window or mask_mod(batch, head, query, key, *aux_tensors) says that the key is not seen
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import fly
+from fly.errors import DTypeError
+from kernels.mask import KeyRange
+
+LOG2_E = math.log2(math.e)
+
+# The operands that kernels know, in the order in which they take them. Auxiliary tensors come last.
+OPERANDS = (
+    "seqused_q",
+    "seqused_kv",
+    "cache_leftpad",
+    "kv_batch_idx",
+    "window_left",
+    "window_right",
+    "softcap",
+    "alibi_slopes",
+    "bias",
+    "sink",
+)
+NUMBERS = ("window_left", "window_right", "softcap")
+SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A Python function that is traced into a kernel.
+
+    Two are equal when they have the same code, captured values and defaults, so that a function made anew for every
+    call is compiled once.
+    """
+
+    function: Callable[..., Any] = field(compare=False)
+    identity: Hashable
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Mod:
+        """Of a function; one without Python code, or that captured what cannot be hashed, is equal to itself only."""
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return Mod(function, function)
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        defaults = (function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items())))
+        identity = (code, cells, defaults, id(function.__globals__))
+        try:
+            hash(identity)
+        except TypeError:
+            return Mod(function, function)
+        return Mod(function, identity)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The static side: which operands a kernel gets, in order, and the functions traced into it."""
+
+    operands: tuple[str, ...] = ()
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+
+    def tensor(self, operands: Iterable[Any], name: str) -> Any:
+        """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
+        tensors = [value for value in operands if not isinstance(value, int | float)]
+        return tensors[[n for n in self.operands if n not in NUMBERS].index(name)]
+
+    def only(self, names: Iterable[str]) -> Features:
+        """These operands alone, and no function."""
+        return Features(tuple(name for name in self.operands if name in names))
+
+    @property
+    def modifies(self) -> bool:
+        """Whether scores are changed before the softmax."""
+        return self.score_mod is not None or any(name in self.operands for name in SCORE_OPERANDS)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether rows do not see the first keys."""
+        return "window_left" in self.operands
+
+    @property
+    def may_hide(self) -> bool:
+        """Whether scores may be -inf in tiles that need no mask, or right after ones that do."""
+        return self.score_mod is not None or self.windowed or "bias" in self.operands
+
+    def bind(self, values: tuple[Any, ...]) -> Given:
+        """The traced side, with the values of the operands."""
+        count = len(self.operands)
+        return Given(self, dict(zip(self.operands, values[:count], strict=True)), tuple(values[count:]))
+
+
+class Place(Protocol):
+    """Which sequence and query head a block's scores belong to, i32 values, and which keys its rows see.
+
+    `split`: the block takes a part of the keys.
+    """
+
+    batch: fly.Value
+    head: fly.Value
+    keys: KeyRange
+    split: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """Operands of `features` in a kernel, by name, and the auxiliary tensors of its functions."""
+
+    features: Features
+    operands: Mapping[str, Any]
+    aux: tuple[fly.Tensor, ...]
+
+    def get(self, name: str) -> Any:
+        """An operand, or None."""
+        return self.operands.get(name)
+
+    def scale(self, scale_log2: fly.Value) -> fly.Value:
+        """What the softmax multiplies scores by: modified ones are scaled already."""
+        return fly.f32(LOG2_E) if self.features.modifies else scale_log2
+
+    def sink(self, place: Place) -> fly.Value | None:
+        """The head's sink; None also for a part of the keys, as the combination takes it in."""
+        sink = self.get("sink")
+        return None if sink is None or place.split else sink.load(place.head)
+
+    def modify(
+        self, scores: fly.Fragment, scale_log2: fly.Value, rows: fly.RowVector, first_key: Any, place: Place
+    ) -> fly.Fragment:
+        """Raw scores as the softmax takes them (see `scale`), not masked.
+
+        `rows`: query indices; columns start at `first_key`.
+        """
+        if not self.features.modifies:
+            return scores
+        softmax_scale = scale_log2 * (1 / LOG2_E)
+        if (cap := self.get("softcap")) is not None:
+            inverse = softmax_scale * fly.rcp(cap)
+            scores = scores.map(lambda tile, r, c: fly.tanh(tile * inverse) * cap)
+        else:
+            scores = scores.map(lambda tile, r, c: tile * softmax_scale)
+        if (slopes := self.get("alibi_slopes")) is not None:
+            scores = _alibi(scores, slopes.load(place.batch, place.head), rows, first_key, place.keys)
+        if (bias := self.get("bias")) is not None:
+
+            def add_bias(score: Any, query: Any, key: Any) -> Any:
+                return score + bias.load(place.batch, place.head, query, key)
+
+            scores = _each(scores, rows, first_key, place.keys, add_bias)
+        if (mod := self.features.score_mod) is not None:
+
+            def call(score: Any, query: Any, key: Any) -> Any:
+                return _f32(mod.function(score, place.batch, place.head, query, key, *map(Aux, self.aux)), mod)
+
+            scores = _each(scores, rows, first_key, place.keys, call)
+        return scores
+
+    def mask(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place) -> fly.Fragment:
+        """Scores with -inf where `mask_mod` says that a key is not seen."""
+        mod = self.features.mask_mod
+        if mod is None:
+            return scores
+
+        def seen(score: Any, query: Any, key: Any) -> Any:
+            keep = mod.function(place.batch, place.head, query, key, *map(Aux, self.aux))
+            if isinstance(keep, bool):
+                return score if keep else fly.f32(-math.inf)
+            if not isinstance(keep, fly.Value) or keep.dtype is not fly.i1:
+                raise DTypeError(f"mask_mod {mod.function!r} returned {keep!r}; expected a comparison's result")
+            return fly.select(keep, score, -math.inf)
+
+        return _each(scores, rows, first_key, place.keys, seen)
+
+
+NO_FEATURES = Features()
+NOTHING = NO_FEATURES.bind(())
+
+
+@dataclass(frozen=True)
+class Aux:
+    """An auxiliary tensor in a `score_mod` or `mask_mod`: `aux[i, j]` loads an element."""
+
+    tensor: fly.Tensor
+
+    def __getitem__(self, index: Any) -> fly.Value:
+        value = self.tensor.load(*(index if isinstance(index, tuple) else (index,)))
+        return value.to(fly.f32) if value.dtype.is_float else value
+
+
+def _alibi(
+    scores: fly.Fragment, slope: fly.Value, rows: fly.RowVector, first_key: Any, keys: KeyRange
+) -> fly.Fragment:
+    positions = rows.map(lambda row: row + (keys.keys - keys.queries) - first_key)
+    factor = -slope
+
+    def lower(score: fly.Value, position: fly.Value, column: fly.Value) -> fly.Value:
+        return fly.fma(fly.absolute((column - position).to(fly.f32)), factor, score)
+
+    return scores.map_places(positions, lower)
+
+
+def _each(
+    scores: fly.Fragment, rows: fly.RowVector, first_key: Any, keys: KeyRange, function: Callable[..., Any]
+) -> fly.Fragment:
+    """`function(score, query, key)` of every score alone.
+
+    Queries and keys are cut to those that exist: what is computed for others is not used, but may load.
+    """
+    last_row, last_key = fly.maximum(keys.queries - 1, 0), fly.maximum(keys.keys - 1, 0)
+    queries = rows.map(lambda row: fly.minimum(row, last_row))
+
+    def elements(tile: fly.Value, query: fly.Value, column: fly.Value) -> fly.Value:
+        key = fly.minimum(column + first_key, last_key)
+        return fly.from_elements([function(tile[i], query[i], key[i]) for i in range(tile.length)])
+
+    return scores.map_places(queries, elements)
+
+
+def _f32(value: Any, mod: Mod) -> fly.Value:
+    if isinstance(value, int | float):
+        return fly.f32(float(value))
+    if not isinstance(value, fly.Value) or not value.dtype.is_float or value.length is not None:
+        raise DTypeError(f"score_mod {mod.function!r} returned {value!r}; expected a float")
+    return value.to(fly.f32)
