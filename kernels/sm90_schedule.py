@@ -173,7 +173,9 @@ class Schedule:
 
     def queries_of(self, work: Work) -> Sequence:
         """A tile's sequence in the tensors of queries, to be indexed by row and head."""
-        return Sequence(work.batch, work.q_first if self.packed else None, work.keys.queries)
+        if self.packed:
+            return Sequence(None, work.q_first, work.keys.queries)
+        return Sequence(work.batch, None, work.keys.queries)
 
     def part(self, tensor: fly.Tensor, work: Work, split: bool) -> fly.Tensor:
         """A result tensor, or a split's part of one."""
