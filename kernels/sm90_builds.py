@@ -175,26 +175,28 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     return with_stages(max(s for s in range(1, _MAX_STAGES + 1) if with_stages(s).tile_bytes <= room))
 
 
-# In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a
-# split costs at its start, and what combining costs at all and for each split. Estimates from floors, not measured.
-_ALONE, _START, _COMBINE, _COMBINE_SPLIT = 0.8, 1.0, 3.0, 0.05
+# In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part
+# costs at its start and end, and what combining costs at all and for each split. Estimates from floors, not measured.
+_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
+_ENOUGH = 1.03
 
 
 def decode_splits(blocks: int, key_tiles: int, units: int) -> int:
-    """How many parts the keys of a launch that memory bounds are best split into: the fewest predicted to be fastest.
+    """How many parts the keys of a launch that memory bounds are best split into: the fewest that are fast enough.
 
     `blocks` of `key_tiles` each on `units` multiprocessors. Unlike where arithmetic decides, a last round in which
-    many of the multiprocessors work is as fast for each tile as a full one, one in which few work is not.
+    many of the multiprocessors work is as fast for each tile as a full one; one in which few work is not.
     """
 
     def cost(splits: int) -> float:
-        tiles, starts = -(-key_tiles // splits), blocks * splits / units
-        rounds = math.floor(starts)
-        last = starts - rounds
-        work = tiles * (rounds + (max(last, _ALONE) if last else 0.0)) + _START * math.ceil(starts)
-        return work + (_COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0)
+        rounds, last = divmod(blocks * splits, units)
+        rounds += max(last / units, _ALONE) if last else 0.0
+        combination = _COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0
+        return rounds * (-(-key_tiles // splits) + _PART) + combination
 
-    return min(range(1, min(MAX_SPLITS, key_tiles) + 1), key=cost, default=1)
+    choices = range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1)
+    best = min(map(cost, choices))
+    return next(splits for splits in choices if cost(splits) <= _ENOUGH * best)
 
 
 _SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality
