@@ -121,7 +121,7 @@ def test_decode_splits(blocks, key_tiles, wanted):
 def test_a_little_more_than_a_round_is_split():
     """136 blocks of which 4 would run alone."""
     splits = decode_splits(136, 1024, UNITS)
-    assert 1 < splits
+    assert splits > 1
     assert -(-136 * splits // UNITS) * UNITS <= 1.1 * 136 * splits
 
 
