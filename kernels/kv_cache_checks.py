@@ -54,7 +54,7 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
     cache = "(num_pages, page_size, Hkv, D)" if paged else "(B_cache, S_cache, Hkv, D)"
     shapes = dict.fromkeys(("k_cache", "v_cache"), cache) | {"q": "(B, Sq, H, D)"}
     for name in HEAD_TENSORS:
-        if named[name] is not None:
+        if named[name] is not None or name not in ("k", "v"):
             CHECKS.tensor(name, named[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
             CHECKS.unit_last_stride(name, named[name])
     for name in TABLES:
