@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import secrets
 
 import pytest
@@ -248,6 +249,15 @@ def test_plans_are_bounded(device, monkeypatch):
     for new in (1, 2, 3, 1):
         assert failures(Problem(Case(new=new), 0)) == []
     assert len(kv_cache._plans) == 2
+
+
+@pytest.mark.parametrize("where", ["gfx950"])
+def test_a_parameter_and_an_enumerated_length(device):
+    """Subclasses of torch.Tensor and int are as good."""
+    problem = Problem(Case(rotary_dim=16, one_length=True), 0)
+    problem.cos = torch.nn.Parameter(problem.cos, requires_grad=False)
+    problem.seqlens = enum.IntEnum("Length", {"now": problem.lengths[0]}).now
+    assert failures(problem) == []
 
 
 @pytest.mark.parametrize("where", ["gfx950"])
