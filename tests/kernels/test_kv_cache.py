@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import secrets
 
 import pytest
 import torch
 
+from benchmarks import kv_cache as benchmark
 from fly.errors import ArgumentError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
@@ -344,3 +346,12 @@ def test_nvidia_code_moves_16_bytes_at_a_time(interleaved):
 def test_ptxas_finds_registers(interleaved, alignment, head_dim, tmp_path):
     report = run_ptxas(build("sm_90a", interleaved, alignment, head_dim).isa, "sm_90a", tmp_path)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize("where", ["gfx950"])
+def test_the_benchmark_runs(device, capsys):
+    benchmark.main(["--device", device])
+    line = capsys.readouterr().out.splitlines()[-1]
+    count, largest = re.search(r"halves +16 +(\d+) +(\d\.\de[+-]\d\d) ", line).groups()
+    # torch rounds products before it adds them, so that the last of 8 bits may differ
+    assert int(count) <= 3 and float(largest) < 0.04
