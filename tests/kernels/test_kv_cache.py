@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import random
 import re
 import secrets
 
@@ -92,6 +93,26 @@ def device(where, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append(case, device, seed):
     assert failures(Problem(case, seed, device)) == [], f"seed {seed}"
+
+
+@everywhere
+def test_random_calls(device, seed):
+    """Twelve calls of few builds: everything that a build leaves open is drawn."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        kv_heads = draw.choice([1, 2, 3])
+        case = Case(
+            rotary_dim=draw.choice([0, 16]),
+            batch=draw.randint(1, 6),
+            queries=draw.randint(0, 5),
+            new=draw.randint(0, 5),
+            heads=kv_heads * draw.choice([1, 2, 5]),
+            kv_heads=kv_heads,
+            length=draw.randint(5, 100),
+            page=draw.choice([0, 0, *range(1, 70)]),
+            layout=draw.choice(["apart", "by token", "by entry", "by head"]),
+        )
+        assert failures(Problem(case, draw.randrange(2**31), device)) == [], f"seed {seed}, {case}"
 
 
 @everywhere
