@@ -276,7 +276,7 @@ def append_to_cache(
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    rotated = None if rotary_cos is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     # fmt: off
     operands = (
         q if rotated is not None else None, rotated, k, v, k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens,
