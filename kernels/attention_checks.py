@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fly.errors import ArgumentTypeError, UnsupportedError
-from kernels.argument_checks import FUNCTION, check_last_stride, check_tensor, fail, flag, whole
+from fly.errors import ArgumentTypeError
+from kernels.argument_checks import check_last_stride, check_tensor, fail, flag, whole
 from kernels.dispatch import DUALWAVE, Request
 from kernels.feature_checks import check_features
 from kernels.tile_scheduler import MAX_SPLITS
@@ -86,7 +86,8 @@ def extent_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may be at one address."""
     # sorted by stride, each dimension must step past everything that the smaller ones span
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
@@ -107,18 +108,8 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     if out.device != q.device:
         fail(f"out must be on q's device {q.device}, got {out.device}")
     check_last_stride("out", out)
-    if out.numel() and _overlaps_itself(out):
+    if out.numel() and overlaps_itself(out):
         fail(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
-
-
-def check_gradients(named: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise `UnsupportedError` when one of the tensors requires a gradient (call it only in grad mode)."""
-    for name, tensor in named.items():
-        if tensor is not None and tensor.requires_grad:
-            raise UnsupportedError(
-                f"{FUNCTION}: {name} requires a gradient, but the backward is not available; call it under "
-                "torch.no_grad() or pass detached tensors (.detach())"
-            )
 
 
 class _NoTouch:
@@ -135,14 +126,18 @@ class _NoTouch:
         }
 
 
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element at one address; also when that is too hard to find out."""
+    try:
+        return np.shares_memory(np.asarray(_NoTouch(a)), np.asarray(_NoTouch(b)), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
 def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what: str = "out") -> None:
     """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
     for name, tensor in inputs.items():
-        try:
-            shared = np.shares_memory(np.asarray(_NoTouch(out)), np.asarray(_NoTouch(tensor)), max_work=100_000)
-        except np.exceptions.TooHardError:
-            shared = True
-        if shared:
+        if shares_memory(out, tensor):
             fail(f"{what} must not share memory with {name}; pass {what}=None or a separate tensor")
 
 
