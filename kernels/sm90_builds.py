@@ -128,9 +128,14 @@ def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
     return Sm90Options(*shape, consumers, **fields)
 
 
-def build_for(request: Request, units: int) -> tuple[Sm90Options, int]:
-    """The build for a request on a device with `units` multiprocessors, and the number of key splits."""
-    pack = pack_gqa_for(request.seq_len, request.num_heads // request.num_kv_heads)
+def build_for(request: Request, units: int, queries: int | None = None) -> tuple[Sm90Options, int]:
+    """The build for a request on a device with `units` multiprocessors, and the number of key splits.
+
+    `queries` are all of the packed sequences': their mean length decides about packing heads, because one long
+    sequence among many short ones loses nothing by it.
+    """
+    typical = request.seq_len if queries is None else -(-queries // request.batch)
+    pack = pack_gqa_for(typical, request.num_heads // request.num_kv_heads)
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     dims, lengths = (request.head_dim, request.value_dim), (rows, request.seq_len_kv)
     if rows <= DECODE_ROWS:

@@ -148,6 +148,14 @@ def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
     assert replace(options, pack_gqa=1) in {options_of(row) for row in TILES if row[:3] == (128, 128, True)}
 
 
+def test_packed_sequences_are_judged_by_their_mean_length():
+    """A long one among 63 of one query."""
+    mixed = request(seq_len=2048, batch=64, features=("packed",))
+    options, _ = build_for(mixed, UNITS, 2048 + 63)
+    assert (options.pack_gqa, options.consumers) == (8, 2)
+    assert build_for(mixed, UNITS, 64 * 2048)[0].pack_gqa == 1
+
+
 def test_long_sequences_are_served_as_before():
     options, splits = build_for(request(seq_len=4096), UNITS)
     assert options == options_of((128, 128, True, 2, None)) and splits == 1
