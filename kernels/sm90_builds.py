@@ -161,23 +161,19 @@ def pack_gqa_for(seq_len: int, group: int, block_m: int = 128) -> int:
 
 
 _BARRIER_BYTES = 2048
-_MAX_STAGES = 6
 
 
 def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
-    One consumer, which has no other to take turns with, and as many slots for keys as there is room for.
+    One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way before
+    the last tile is done, and as many for keys as there is room for.
     """
-    block_n = 64 if head_dim + head_dim_v > 384 else 128
-
-    def with_stages(stages: int) -> Sm90Options:
-        return Sm90Options(
-            head_dim, head_dim_v, causal, 1, block_n, stages, q_stages=1, ping_pong=False, pack_gqa=pack_gqa
-        )
-
-    room = target("sm_90a").shared_bytes - _BARRIER_BYTES
-    return with_stages(max(s for s in range(1, _MAX_STAGES + 1) if with_stages(s).tile_bytes <= room))
+    block_n = 64 if head_dim + head_dim_v > 320 else 128
+    one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
+    _, k, v = one.tiles
+    room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
+    return replace(one, stages=1 + room // (k.bytes + v.bytes))
 
 
 # In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
-from kernels.dispatch import Request
+from kernels import flash_attn_sm90
+from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
     DECODE_ROWS,
@@ -94,8 +97,9 @@ def test_decode_builds_fill_shared_memory(dims, causal):
     room = target("sm_90a").shared_bytes
     _, k, v = options.tiles
     assert options.tile_bytes + 2048 <= room
-    assert options.stages == 6 or options.tile_bytes + 2048 + k.bytes + v.bytes > room
-    assert options.stages >= 2 and options.consumers == 1 and not options.ping_pong
+    assert options.tile_bytes + 2048 + k.bytes + v.bytes > room
+    assert options.stages >= 2 and options.q_stages == 2
+    assert options.consumers == 1 and not options.ping_pong
     assert (options.causal, options.pack_gqa, options.queries) == (causal, 8, 8)
 
 
@@ -164,6 +168,24 @@ def test_long_sequences_are_served_as_before():
 def test_a_section_counts_packed_sets():
     whole, packed = (section_for(request(batch=16, seq_len_kv=32), 128, pack) for pack in (1, 8))
     assert (whole, packed) == (16 * 64, 16 * 8)
+
+
+def test_packed_heads_are_bound(monkeypatch):
+    """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
+    maps, bound = [], []
+    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tensor.shape, box)))
+    monkeypatch.setattr(flash_attn_sm90, "bind", lambda *arguments: bound.append(arguments))
+    monkeypatch.setattr(flash_attn_sm90, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
+    counters = SimpleNamespace(example=None, address=None)
+    monkeypatch.setattr(flash_attn_sm90, "counters_of", lambda device: counters)
+    q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
+    flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
+    ((_, grid, threads, arguments, statics, _),) = bound
+    options = statics["options"]
+    assert (options.pack_gqa, options.consumers) == (8, 1)
+    assert maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
+    assert (grid, threads) == (2 * 6 * 2, 256)  # 2 sequences of 6 sets of 72 rows
+    assert arguments[-4:-2] == (300, 3)
 
 
 PACK, FIRST = 4, 2  # heads 8 to 11 of 12
