@@ -166,8 +166,8 @@ _BARRIER_BYTES = 2048
 def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
-    One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way before
-    the last tile is done, and as many for keys as there is room for.
+    One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
+    before the last tile is done, and as many for keys as there is room for.
     """
     block_n = 64 if head_dim + head_dim_v > 320 else 128
     one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
