@@ -472,7 +472,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     device = q.device
     units = device_of(device).compute_units
     packed = tensors.cu_seqlens_q is not None
-    options, splits = build_for(request, units, q.shape[1] if packed else None)
+    typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
+    options, splits = build_for(request, units, typical)
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
     counters = counters_of(device)

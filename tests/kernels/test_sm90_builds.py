@@ -27,6 +27,7 @@ from kernels.sm90_builds import (
     options_of,
     pack_gqa_for,
     section_for,
+    visited,
 )
 from kernels.sm90_schedule import PackedRows, PackedVector, query_of
 from kernels.tile_scheduler import MAX_SPLITS
@@ -47,32 +48,51 @@ def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "group", "wanted"),
+    ("group", "seq_len", "wanted"),
     [
-        (1, 8, 8),
+        (8, 1, 8),
         (1, 1, 1),
-        (1, 7, 1),
-        (1, 6, 2),  # three sets of a key head
-        (1, 24, 8),
-        (3, 128, 64),
-        (64, 8, 8),
-        (100, 8, 8),  # 7 tiles instead of 8
-        (128, 8, 1),  # nothing to gain
-        (200, 8, 8),
-        (300, 4, 4),
-        (512, 8, 1),
-        (4097, 8, 1),  # little to gain
+        (7, 1, 1),
+        (6, 1, 2),  # three sets of a key head
+        (24, 1, 8),
+        (128, 3, 64),
+        (8, 64, 8),
+        (8, 100, 8),  # 7 tiles instead of 8
+        (8, 128, 1),  # nothing to gain
+        (8, 200, 8),
+        (4, 300, 4),
+        (8, 512, 1),
+        (8, 8191, 1),  # little to gain
     ],
 )
-def test_heads_are_packed_where_that_saves_tiles(seq_len, group, wanted):
-    assert pack_gqa_for(seq_len, group) == wanted
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_are_packed_where_that_saves_tiles(group, seq_len, causal, wanted):
+    assert pack_gqa_for(group, seq_len, 16384, causal, 128, 128) == wanted
 
 
-@given(st.integers(1, 5000), groups, st.sampled_from([64, 128, 192]))
-def test_packed_heads_share_a_key_head_and_never_cost_tiles(seq_len, group, block_m):
-    pack = pack_gqa_for(seq_len, group, block_m)
+@pytest.mark.parametrize(("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 1), (False, 512, 1)])
+def test_heads_are_packed_where_that_saves_keys(causal, seq_len, wanted):
+    """512 queries: 1, 2, 3 and 4 tiles of 160 keys for 128 of them; one after the other for 16 of them."""
+    assert pack_gqa_for(8, seq_len, seq_len, causal, 128, 160) == wanted
+
+
+@given(st.integers(1, 300), st.integers(0, 500), st.booleans(), st.integers(1, 200), st.integers(1, 200))
+def test_visited_tiles(seq_len, seq_len_kv, causal, queries, block_n):
+    """Those with a key that a query of the tile sees, and at least one, in which nothing is seen."""
+    wanted = 0
+    for first in range(0, seq_len, queries):
+        last = min(first + queries, seq_len) - 1
+        keys = [key for key in range(seq_len_kv) if not causal or key <= last + seq_len_kv - seq_len]
+        wanted += max(1, len({key // block_n for key in keys}))
+    assert visited(seq_len, seq_len_kv, causal, queries, block_n) == wanted
+
+
+@given(groups, st.integers(1, 3000), st.integers(0, 3000), st.booleans(), st.sampled_from([64, 128, 192]))
+def test_packed_heads_share_a_key_head_and_never_cost_tiles(group, seq_len, seq_len_kv, causal, block_m):
+    pack = pack_gqa_for(group, seq_len, seq_len_kv, causal, block_m, 128)
     assert pack in PACKS and group % pack == 0
-    assert -(-seq_len * pack // block_m) * (group // pack) <= -(-seq_len // block_m) * group
+    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, pack))
+    assert packed <= plain * pack
 
 
 def test_packs_that_no_tile_holds_are_refused():
@@ -155,9 +175,9 @@ def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
 def test_packed_sequences_are_judged_by_their_mean_length():
     """A long one among 63 of one query."""
     mixed = request(seq_len=2048, batch=64, features=("packed",))
-    options, _ = build_for(mixed, UNITS, 2048 + 63)
+    options, _ = build_for(mixed, UNITS, (33, 4096))
     assert (options.pack_gqa, options.consumers) == (8, 2)
-    assert build_for(mixed, UNITS, 64 * 2048)[0].pack_gqa == 1
+    assert build_for(mixed, UNITS, (2048, 4096))[0].pack_gqa == 1
 
 
 def test_long_sequences_are_served_as_before():
