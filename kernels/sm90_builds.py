@@ -182,7 +182,8 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
     before the last tile is done, and as many for keys as there is room for.
     """
-    block_n = 64 if head_dim + head_dim_v > 320 else 128
+    dims = head_dim + head_dim_v
+    block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
     one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
