@@ -13,8 +13,9 @@ from typing import Any
 import fly
 from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
+from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
-from kernels.tile_scheduler import Sequence, offsets_of, part, split_tiles
+from kernels.tile_scheduler import Sequence, offsets_of, paged_length, part, split_tiles
 
 NUMBERS = 8  # i32 that describe a tile
 STOP = -1
@@ -52,7 +53,7 @@ class Schedule:
 
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
-    a row block side by side.
+    a row block side by side. `given`: lengths and pages among a call's features; `page_size`: keys of a page.
     """
 
     seq_len: Any
@@ -67,10 +68,40 @@ class Schedule:
     causal: bool
     block_m: int
     block_n: int
+    given: Given = NOTHING
+    page_size: int | None = None
 
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def cut_keys(self) -> bool:
+        """Whether a sequence's keys may end before their tensor does."""
+        return self.packed or self.page_size is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether sequences have lengths of their own."""
+        return self.packed or self.cut_keys
+
+    @property
+    def page_count(self) -> int:
+        """How many pages a key tile's rows are in; 0 without pages."""
+        return 0 if self.page_size is None else max(1, self.block_n // self.page_size)
+
+    def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
+        """The pages that key tile j's rows are in, in order; the last one again behind it. None without pages."""
+        if self.page_size is None:
+            return ()
+        table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
+        rows = (j * self.block_n + i * self.page_size for i in range(self.page_count))
+        return tuple(table.load(work.batch, fly.minimum(row, last) // self.page_size) for row in rows)
+
+    def _paged_keys(self, batch: fly.Value) -> fly.Value:
+        """Length of a sequence in pages; of the last one for numbers past the launch's end."""
+        table, used = self.given.get("block_table"), self.given.get("seqused_kv")
+        return paged_length(table, self.page_size, self.cu_seqlens_kv, fly.minimum(batch, self.batch - 1), used)
 
     @property
     def total(self) -> fly.Value:
@@ -110,6 +141,7 @@ class Schedule:
         inside = number - first_slice * blocks
         block, slice_ = inside // beside, first_slice + inside % beside
         head_of_batch = slice_ // self.splits
+        keys = self.seq_len_kv if self.page_size is None else self._paged_keys(head_of_batch // self.heads)
         return (
             head_of_batch // self.heads,
             head_of_batch % self.heads,
@@ -118,7 +150,7 @@ class Schedule:
             0,
             self.seq_len,
             0,
-            self.seq_len_kv,
+            keys,
         )
 
     def _packed(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
@@ -139,7 +171,10 @@ class Schedule:
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
         q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
-        k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
+        if self.page_size is None:
+            k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
+        else:
+            k_first, k_end = fly.i32(0), self._paged_keys(batch)
         block, blocks = slot - first_slot(batch), fly.ceil_div(q_end - q_first, self.block_m)
         empty = (block < 0) | (block >= blocks)
         described = (
@@ -243,12 +278,13 @@ class Board:
     def allocate(consumer_warps: int) -> Board:
         return Board(fly.SharedMemory("work", "i32", 2 * NUMBERS), Ring.allocate("work", 2, consumer_warps))
 
-    def publish(self, at: Position, work: Work, packed: bool) -> Position:
+    def publish(self, at: Position, work: Work, bounded: bool) -> Position:
         """By one thread: let the consumers know the next tile, or that there is none."""
         self.ring.empty.wait(at.index, at.phase ^ 1)
         described = [work.batch, work.head, work.first_row, work.split]
-        if packed:
-            described += [work.q_first, work.keys.queries, work.k_first, work.keys.keys]
+        if bounded:
+            starts = (fly.i32(x) if isinstance(x, int) else x for x in (work.q_first, work.k_first))
+            described += [next(starts), work.keys.queries, next(starts), work.keys.keys]
         for i in range(0, len(described), 4):
             self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * NUMBERS + i, align=16)
         self.ring.full.arrive(at.index)
@@ -257,13 +293,13 @@ class Board:
     def read(self, at: Position, schedule: Schedule) -> tuple[Work, Position]:
         """By all threads of a consumer: the next tile."""
         self.ring.wait(at)
-        count = NUMBERS if schedule.packed else 4
+        count = NUMBERS if schedule.bounded else 4
         loaded = [
             fly.first_lane(x)
             for i in range(0, count, 4)
             for x in self.numbers.load(at.index * NUMBERS + i, 4, align=16)
         ]
         self.ring.release(at)
-        if not schedule.packed:
+        if not schedule.bounded:
             loaded += [0, schedule.seq_len, 0, schedule.seq_len_kv]
         return schedule.work(*loaded), self.ring.next(at)
