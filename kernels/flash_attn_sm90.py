@@ -49,6 +49,7 @@ from kernels.tile_counters import counters_of
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
 Slope = fly.Value | fly.RowVector | None  # ALiBi's
+Pages = tuple[fly.Value, ...]  # of a key tile, in order; empty where keys are not in pages
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ def flash_attn_sm90(
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, see `prepare`; out, lse and the offsets in the
-    dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
-    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time. With
-    `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are sets of them;
-    scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a block for each
-    multiprocessor is best.
+    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
+    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and
+    after; `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on
+    at a time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
+    sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
+    block for each multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
@@ -130,6 +131,7 @@ def flash_attn_sm90(
         block_m=options.queries,
         block_n=options.block_n,
         given=given,
+        page_size=options.page_size,
     )
     buffers = Buffers.allocate(options)
     init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
@@ -162,45 +164,56 @@ class Producer:
         schedule, board, bounded = self.schedule, self.buffers.board, self.schedule.bounded
         work = schedule.find(fly.block_id.x)
         board_at = board.publish(Position.start(), work, bounded)
-        q_at, k_at = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at)
-        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        q_at, k_at, pages = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at, pages)
+        for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             number = schedule.take()  # early: it is needed only after the loads
             rest = work.last_tile - work.first_tile
-            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
+            for i, (k_at_, v_at_, above) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
                 j = work.last_tile - 1 - i
-                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
-            k_at, v_at = loop.results
+                below = schedule.pages(work, j)  # before the wait for a slot, so that they arrive meanwhile
+                k_at_ = self._load_k(k_at_, work, j, below)
+                loop.next(k_at_, self._load_v(v_at_, work, j + 1, above), below)
+            k_at, v_at, pages = loop.results
             following = schedule.find(number)
             board_at = board.publish(board_at, following, bounded)
             # a tile's first K comes before the last V of the tile before
-            q_at, k_at = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
+            q_at, k_at, first_pages = self._open(following, q_at, k_at)
+            v_at = self._load_v(v_at, work, work.first_tile, pages)
+            tiles.next(following, q_at, k_at, v_at, board_at, first_pages)
         schedule.finish()
 
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
-        return fly.cond(
-            work.exists,
-            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
-            lambda: (q_at, k_at),
-        )
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position, Pages]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles, whose pages are given too."""
+
+        def opened() -> tuple[Position, Position, Pages]:
+            pages = self.schedule.pages(work, work.last_tile - 1)
+            return self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1, pages), pages
+
+        none = (fly.i32(0),) * self.schedule.page_count
+        return fly.cond(work.exists, opened, lambda: (q_at, k_at, none))
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
         place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, place)
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
 
-    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        place = self._keys(work, j)
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, place)
+    def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        places = self._keys(work, j, pages)
+        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places)
 
-    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        place = self._keys(work, j)
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, place)
+    def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        places = self._keys(work, j, pages)
+        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
 
-    def _keys(self, work: Work, j: Any) -> tuple[Any, ...]:
-        return work.entry, work.k_first + j * self.schedule.block_n, work.head // self.group
+    def _keys(self, work: Work, j: Any, pages: Pages) -> list[tuple[Any, ...]]:
+        """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
+        schedule = self.schedule
+        row, head = work.k_first + j * schedule.block_n, work.head // self.group
+        if schedule.page_size is None:
+            return [(work.entry, row, head)]
+        inside = row % schedule.page_size if len(pages) == 1 else 0
+        return [(page, inside, head) for page in pages]
 
     def _load(
         self,
@@ -209,14 +222,16 @@ class Producer:
         memory: fly.Pointer,
         tile: PanelTile,
         at: Position,
-        place: tuple[Any, ...],
+        places: list[tuple[Any, ...]],
     ) -> Position:
-        """A tile from `place`, (entry of the batch, row, head ...), on."""
+        """A tile in equal pieces, one above the other, which begin at `places`."""
         barrier = ring.acquire(at, tile.bytes)
         slot = memory.offset(at.index * tile.bytes)
-        for panel in range(tile.panels):
-            corner = (*place, panel * tile.panel_columns)
-            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), corner, barrier)
+        piece_bytes = tile.panel_bytes // len(places)
+        for i, place in enumerate(places):
+            for panel in range(tile.panels):
+                corner = (*place, panel * tile.panel_columns)
+                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
         return ring.next(at)
 
 
@@ -360,7 +375,7 @@ class Consumer:
         return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
 
     def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
-        """Set the rows of a V tile from `rows` on to zero: those of another sequence, whose NaN times 0 is NaN.
+        """Set the rows of a V tile from `rows` on to zero: not the sequence's, and a NaN there times 0 is NaN.
 
         Every consumer does so for itself; they store the same.
         """
@@ -531,7 +546,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     device = q.device
     units = device_of(device).compute_units
     packed = tensors.cu_seqlens_q is not None
-    typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
+    keys = k.shape[1] if request.page_size is None else request.seq_len_kv * request.batch
+    typical = (-(-q.shape[1] // request.batch), -(-keys // request.batch)) if packed else None
     options, splits = build_for(request, units, typical)
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack

@@ -34,7 +34,7 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are.
+    what the operands are; `page_size`: of keys in pages.
     """
 
     head_dim: int
@@ -49,12 +49,17 @@ class Sm90Options:
     hold: bool = False
     pack_gqa: int = 1
     features: Features = NO_FEATURES
+    page_size: int | None = None
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
+        if (self.page_size is None) == ("block_table" in self.features.operands):
+            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
+        if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
+            raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
 
     @property
     def block_m(self) -> int:
@@ -66,11 +71,16 @@ class Sm90Options:
         return self.block_m // self.pack_gqa
 
     @property
+    def key_rows(self) -> int:
+        """Keys that one bulk copy moves."""
+        return self.block_n if self.page_size is None else min(self.block_n, self.page_size)
+
+    @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
         """What one bulk copy moves of q, (B, S, H, D) or packed (B, S, H / pack_gqa, pack_gqa, D), of k and of v."""
         q, k, v = self.tiles
         heads = (1,) if self.pack_gqa == 1 else (1, self.pack_gqa)
-        return (1, self.queries, *heads, q.panel_columns), *((1, t.rows, 1, t.panel_columns) for t in (k, v))
+        return (1, self.queries, *heads, q.panel_columns), *((1, self.key_rows, 1, t.panel_columns) for t in (k, v))
 
     @property
     def threads(self) -> int:
@@ -137,6 +147,14 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
+    options, splits = _plain_build_for(request, units, typical)
+    if request.page_size is not None:
+        # a power of two, so that tiles divide into pages, or pages into tiles
+        options = replace(options, block_n=1 << options.block_n.bit_length() - 1)
+    return replace(options, features=request.asked, page_size=request.page_size), splits
+
+
+def _plain_build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
     many = options_of(key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1))
     group = request.num_heads // request.num_kv_heads
