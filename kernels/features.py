@@ -138,7 +138,7 @@ class Given:
     def sink(self, place: Place) -> fly.Value | None:
         """The head's sink; None also for a part of the keys, as the combination takes it in."""
         sink = self.get("sink")
-        return None if sink is None or place.split else sink.load(place.head)
+        return None if sink is None or place.split else sink.load(place.head).to(fly.f32)
 
     def modify(
         self, scores: fly.Fragment, scale_log2: fly.Value, rows: fly.RowVector, first_key: Any, place: Place
@@ -156,7 +156,7 @@ class Given:
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
         if (slopes := self.get("alibi_slopes")) is not None:
-            scores = _alibi(scores, slopes.load(place.batch, place.head), rows, first_key, place.keys)
+            scores = _alibi(scores, slopes.load(place.batch, place.head).to(fly.f32), rows, first_key, place.keys)
         if (bias := self.get("bias")) is not None:
 
             def add_bias(score: Any, query: Any, key: Any) -> Any:

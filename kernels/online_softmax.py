@@ -91,7 +91,7 @@ class OnlineSoftmax:
         """
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
-            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sink * math.log2(math.e))
+            return finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sink)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = self.maximum.map(
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
@@ -99,10 +99,14 @@ class OnlineSoftmax:
         return inverse, lse
 
 
-def _finish_with_sink(
+def finish_with_sink(
     maximum: fly.RowVector, total: fly.RowVector, sink: fly.Value
 ) -> tuple[fly.RowVector, fly.RowVector]:
-    """`OnlineSoftmax.finish` of a maximum and a sink in log2 units."""
+    """`OnlineSoftmax.finish` of reduced `total`s, which are sums of exp2(score - maximum).
+
+    `maximum` is in log2 units, -inf in rows without keys; `sink` in natural ones.
+    """
+    sink = sink * math.log2(math.e)
     highest = maximum.map(lambda m: fly.maximum(m, sink))
     # a sink of -inf leaves rows without keys as they are without one
     pivot = _pivot(highest, True)
