@@ -85,9 +85,7 @@ class LazySoftmax:
     total: fly.Value
     rescales: fly.Value
 
-    def finish(
-        self, layout: fly.AccumulatorLayout, sink: fly.Value | None
-    ) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(self, layout: fly.AccumulatorLayout, sink: fly.Value | None) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
         total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
         if sink is not None:
