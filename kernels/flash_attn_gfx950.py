@@ -43,6 +43,8 @@ from fly.errors import ShapeError
 from kernels.attention_launch import bind_forward, split_count
 from kernels.attention_tiles import load_queries, store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors
+from kernels.features import NO_FEATURES, Features, Given
+from kernels.online_softmax import finish_with_sink
 from kernels.tile_scheduler import Work, block_work
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
@@ -61,6 +63,7 @@ class DualWaveOptions:
     stagger: bool = True
     daz: bool = False
     waves_per_eu: int = 2
+    features: Features = NO_FEATURES
 
     def __post_init__(self):
         if self.head_dim not in (64, 128):
@@ -82,6 +85,17 @@ class LazySoftmax:
     total: fly.Value
     rescales: fly.Value
 
+    def finish(self, layout: fly.AccumulatorLayout, sink: fly.Value | None) -> tuple[fly.RowVector, fly.RowVector]:
+        """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
+        total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
+        if sink is not None:
+            # the shift of a row without any key is 0
+            maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, -self.shift))
+            return finish_with_sink(maximum, total, total.map(lambda _: sink))
+        inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
+        lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - self.shift) * math.log(2)))
+        return inverse, lse
+
 
 @fly.kernel
 def flash_attn_gfx950(
@@ -94,7 +108,7 @@ def flash_attn_gfx950(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,
-    *,
+    *operands: fly.Operand,
     options: DualWaveOptions,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
@@ -104,6 +118,7 @@ def flash_attn_gfx950(
     fly.occupancy(waves_per_eu=options.waves_per_eu)
     if options.daz:
         fly.flush_denormals()
+    given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
@@ -111,16 +126,19 @@ def flash_attn_gfx950(
         block_m=BLOCK_M,
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
+        given=given,
     )
     with work.if_any_row():
-        _attend(work, scale_log2, debug_counts, options)
+        _attend(work, scale_log2, given, debug_counts, options)
 
 
-def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, options: DualWaveOptions) -> None:
+def _attend(
+    work: Work, scale_log2: fly.Value, given: Given, debug_counts: fly.Tensor | None, options: DualWaveOptions
+) -> None:
     wave = fly.wave_id()
     wave_rows = BLOCK_M // WAVES
     wave_row = work.first_row + wave * wave_rows
-    tiles = Tiles(work, wave * wave_rows, scale_log2, options)
+    tiles = Tiles(work, wave * wave_rows, scale_log2, given, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
@@ -129,12 +147,9 @@ def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, 
         with fly.when(wave < WAVES // 2):
             s_barrier()
 
-    layout = tiles.link.layout
-    total = fly.RowVector(layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
-    inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
+    inverse, row_lse = softmax.finish(tiles.link.layout, given.sink(work))
     store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
     if work.lse is not None:
-        row_lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - softmax.shift) * math.log(2)))
         store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
     if debug_counts is not None:
         with fly.when(fly.lane_id() == 0):
@@ -148,17 +163,20 @@ class Tiles:
     Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's.
     """
 
-    def __init__(self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, options: DualWaveOptions):
+    def __init__(
+        self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
+    ):
         self.work = work
+        self.given = given
         self.options = options
-        self.scale = scale_log2
+        self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
         self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
         self.dim_steps = options.head_dim // self.link.atom.k
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
-        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
+        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / self.scale
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
@@ -228,6 +246,14 @@ class Tiles:
 
     def partial(self, tile: Any) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
+        return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
+
+    def begins(self, tile: Any) -> fly.Value:
+        """Whether a tile is among the first ones, of which some row does not see all keys for its window."""
+        return self.work.first_tile + tile < self.work.whole_from
+
+    def ends(self, tile: Any) -> fly.Value:
+        """Whether a tile is among the last ones, of which some row does not see all keys."""
         return self.work.full_tiles <= self.work.first_tile + tile
 
     # stages
@@ -237,7 +263,11 @@ class Tiles:
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
         last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        limit = fly.cond(self.partial(last), lambda: fly.f32(-math.inf), lambda: softmax.limit)
+        partial, limit = self.ends(last), softmax.limit
+        if self.given.features.windowed:
+            # the first tiles' limit goes up again behind them
+            partial, limit = partial | self.begins(tile.number), softmax.maximum + self.margin
+        limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
         return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
@@ -420,6 +450,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.causal,
         daz=bool(tuning.get("daz")),
         waves_per_eu=tuning.get("waves_per_eu") or 2,
+        features=request.asked,
         **{name: value for name, value in given.items() if value is not None},
     )
     return bind_forward(

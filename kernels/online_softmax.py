@@ -95,8 +95,7 @@ class OnlineSoftmax:
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            sinks = sinks.map(lambda s: s * math.log2(math.e))
-            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
+            return finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = self.maximum.map(
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
@@ -104,10 +103,14 @@ class OnlineSoftmax:
         return inverse, lse
 
 
-def _finish_with_sink(
+def finish_with_sink(
     maximum: fly.RowVector, total: fly.RowVector, sink: fly.RowVector
 ) -> tuple[fly.RowVector, fly.RowVector]:
-    """`OnlineSoftmax.finish` of maxima and sinks in log2 units."""
+    """`OnlineSoftmax.finish` of reduced `total`s, which are sums of exp2(score - maximum).
+
+    `maximum` is in log2 units, -inf in rows without keys; `sink` in natural ones.
+    """
+    sink = sink.map(lambda s: s * math.log2(math.e))
     highest = maximum.map(fly.maximum, sink)
     # a sink of -inf leaves rows without keys as they are without one
     pivot = _pivot(highest, True)

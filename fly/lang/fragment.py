@@ -260,39 +260,44 @@ class Fragment:
 
         return self.map(add)
 
-    def keep_columns_from(self, starts: RowVector, fill: float) -> Fragment:
-        """Elements whose column index is at least their row's i32 start; `fill` elsewhere."""
-        layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
-        hidden = [self.spread(starts.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
-
-        def mask(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return select(columns < hidden[r], fill, tile)
-
-        return self.map(mask)
-
     def keep_columns_below(
-        self, limits: RowVector, fill: float, between: Callable[[], None] | None = None
+        self,
+        limits: RowVector,
+        fill: float,
+        between: Callable[[], None] | None = None,
+        starts: RowVector | None = None,
     ) -> Fragment:
-        """Elements whose column index is below their row's i32 limit; `fill` elsewhere.
+        """Elements whose column index is below their row's i32 limit; `fill` elsewhere, and below the row's start.
 
-        `between()` is called after the comparisons and after the selections of every tile: a line for the scheduler,
-        where a selection should not follow its comparison at once.
+        `between()` is called after the comparisons and after the selections of every tile, with `starts` of every
+        half: a line for the scheduler, where a selection should not follow its comparison at once.
         """
         layout = self.layout
         lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
-        remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        def spread(bounds: RowVector) -> list[Value]:
+            return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        remaining = spread(limits)
+        skipped = None if starts is None else spread(starts)
+
+        def keep(elements: Value, seen: Value) -> Value:
+            if between is None:
+                return select(seen, elements, fill)
+            between()
+            kept = select(seen, elements, fill)
+            between()
+            return kept
 
         def mask(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            below = columns < remaining[r]
-            if between is None:
-                return select(below, tile, fill)
-            between()
-            kept = select(below, tile, fill)
-            between()
-            return kept
+            if skipped is None:
+                return keep(tile, columns < remaining[r])
+            half = layout.values // 2
+            parts = [slice(0, half), slice(half, layout.values)]
+            return concat(
+                [keep(tile[p], (columns[p] < remaining[r][p]) & (columns[p] >= skipped[r][p])) for p in parts]
+            )
 
         return self.map(mask)
 

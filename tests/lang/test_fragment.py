@@ -73,6 +73,8 @@ def row_operations(
     index: fly.Tensor,
     changed: fly.Tensor,
     masked: fly.Tensor,
+    starts: fly.Tensor,
+    cut: fly.Tensor,
     *,
     layout: AccumulatorLayout,
 ):
@@ -107,7 +109,9 @@ def row_operations(
             for value, row in zip(value_tile, row_tile, strict=True):
                 found.store(value, row)
     store(fragment.fma_rows(fly.f32(2.0), row_max).scale_rows(row_max), changed)
-    store(fragment.keep_columns_below(rows.map(lambda row: limits.load(row)), -1.0), masked)
+    bounds, begins = (rows.map(lambda row, tensor=tensor: tensor.load(row)) for tensor in (limits, starts))
+    store(fragment.keep_columns_below(bounds, -1.0), masked)
+    store(fragment.keep_columns_below(bounds, -1.0, starts=begins), cut)
 
 
 @EVERY_LAYOUT
@@ -115,19 +119,21 @@ def test_row_operations_compute_what_they_say(arch, layout):
     shape = rows, columns = ROW_TILES * layout.rows, COLUMN_TILES * layout.columns
     random = np.random.default_rng(0)
     source = random.integers(-99, 99, shape).astype(np.float32)
-    limits = random.integers(-2, columns + 2, rows).astype(np.int32)
+    limits, starts = (random.integers(-2, columns + 2, rows).astype(np.int32) for _ in range(2))
     maxima, sums, index = np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    changed, masked = np.zeros_like(source), np.zeros_like(source)
+    changed, masked, cut = (np.zeros_like(source) for _ in range(3))
     full, vector, ints = matrix("f32", 2), matrix("f32"), matrix("i32")
-    specs = (full, ints, vector, vector, ints, full, full)
+    specs = (full, ints, vector, vector, ints, full, full, ints, full)
     module = trace(row_operations, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
-    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked))
+    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked, starts, cut))
     largest = source.max(axis=1)
     np.testing.assert_array_equal(maxima, largest)
     np.testing.assert_array_equal(sums, source.sum(axis=1))
     np.testing.assert_array_equal(index, np.arange(rows))
     np.testing.assert_array_equal(changed, (source * 2 + largest[:, None]) * largest[:, None])
-    np.testing.assert_array_equal(masked, np.where(np.arange(columns) < limits[:, None], source, -1))
+    seen = np.arange(columns) < limits[:, None]
+    np.testing.assert_array_equal(masked, np.where(seen, source, -1))
+    np.testing.assert_array_equal(cut, np.where(seen & (np.arange(columns) >= starts[:, None]), source, -1))
 
 
 def store_runs(out: fly.Tensor, *, layout: AccumulatorLayout, columns: int):
