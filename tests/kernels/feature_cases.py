@@ -29,6 +29,7 @@ class Inputs:
     head_dim: int = 32
     dtype: str = "bf16"
     packed: bool = False
+    head_dim_v: int | None = None
     seed: int = 0
     device: str = "cpu"
 
@@ -59,7 +60,7 @@ class Inputs:
         return (
             self.floats(*q, self.heads, self.head_dim, dtype=element),
             self.floats(*k, self.kv_heads, self.head_dim, dtype=element),
-            self.floats(*v, self.kv_heads, self.head_dim, dtype=element),
+            self.floats(*v, self.kv_heads, self.head_dim_v or self.head_dim, dtype=element),
         )
 
     def form(self) -> dict[str, torch.Tensor]:
@@ -121,8 +122,9 @@ def damped() -> Pair:
 
 
 def _used(inputs: Inputs) -> dict[str, torch.Tensor]:
-    used_q = [inputs.queries[0] - 3, *inputs.queries[1:]]
-    used_kv = [inputs.keys[0] // 2, *inputs.keys[1:-1], 0]
+    """All but three queries and half of the keys; of the last of several sequences no key."""
+    used_q = [max(n - 3, 0) for n in inputs.queries]
+    used_kv = [n // 2 for n in inputs.keys[:-1]] + [0 if inputs.batch > 1 else inputs.keys[0] // 2]
     make = {"dtype": torch.int32, "device": inputs.device}
     return {"seqused_q": torch.tensor(used_q, **make), "seqused_kv": torch.tensor(used_kv, **make)}
 
@@ -130,7 +132,7 @@ def _used(inputs: Inputs) -> dict[str, torch.Tensor]:
 def _bias(inputs: Inputs) -> torch.Tensor:
     bias = inputs.floats(inputs.batch, 1, inputs.queries[0], inputs.keys[0])
     bias[0, :, :, : inputs.keys[0] // 2] = -math.inf
-    bias[-1, :, 2] = -math.inf  # a row that sees nothing
+    bias[-1, :, -1] = -math.inf  # a row that sees nothing
     return bias
 
 

@@ -93,10 +93,8 @@ def test_everything_at_once(arch, causal, splits, seed):
 
 
 def test_features_can_have_another_value_dimension(seed):
-    inputs = Inputs([9, 9], [70, 70], seed=seed)
-    q, k, _ = inputs.tensors()
-    v = inputs.floats(2, 70, 1, 48, dtype=torch.bfloat16)
-    report = compare(q, k, v, True, bias=inputs.floats(9, 70), window_size=(20, 0), sink=inputs.floats(2))
+    inputs = Inputs([9, 9], [70, 70], head_dim_v=48, seed=seed)
+    report = compare(*inputs.tensors(), True, bias=inputs.floats(9, 70), window_size=(20, 0), sink=inputs.floats(2))
     assert report.ok, f"seed {seed}: {report}"
 
 
