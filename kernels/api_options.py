@@ -118,8 +118,7 @@ def window_of(function: str, window_size: Any, causal: bool) -> tuple[int, int]:
 def options_of(
     function: str,
     accepted: tuple[str, ...],
-    *,
-    dropout_p: float = 0.0,
+    dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
     window_size: Any,
@@ -218,23 +217,26 @@ SMALLEST_HEAD_DIM = 32
 
 
 def _padded_dim(head_dim: int) -> int:
-    return max(SMALLEST_HEAD_DIM, -(-head_dim // 8) * 8)
+    return SMALLEST_HEAD_DIM if head_dim < SMALLEST_HEAD_DIM else (head_dim + 7) // 8 * 8
 
 
 def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """With elements of a row side by side and `head_dim` of them, zeros last: copied where it is not so."""
-    missing = head_dim - tensor.shape[-1]
+    missing = head_dim - tensor.size(-1)
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _are_rows(q: Any, k: Any, v: Any) -> bool:
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        return False
-    if not (q.dim() and k.dim() and v.dim()):
-        return False
-    return q.shape[-1] == k.shape[-1] > 0 and v.shape[-1] > 0
+def _needs_copies(q: Any, k: Any, v: Any) -> bool:
+    """Whether kernels do not take these tensors as they are; not of what no copy makes better."""
+    try:
+        head_dim, value_dim = q.size(-1), v.size(-1)
+        if head_dim % 8 == value_dim % 8 == 0 and head_dim >= SMALLEST_HEAD_DIM <= value_dim:
+            return not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        return 0 < head_dim == k.size(-1) and value_dim > 0
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        return False  # what has no such sizes and strides is refused by name later
 
 
 def attend(
@@ -252,7 +254,7 @@ def attend(
     Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
     tensor then, both as in FlashAttention-2. Returns out, or (out, lse) with `return_lse`.
     """
-    if not _are_rows(q, k, v):  # the call below says what is wrong with them
+    if not _needs_copies(q, k, v):
         return attention(q, k, v, causal, out=out, return_lse=return_lse, **options)
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width, value_width = _padded_dim(head_dim), _padded_dim(value_dim)

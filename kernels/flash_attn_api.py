@@ -67,13 +67,13 @@ def flash_attn_func(
     options = options_of(
         "flash_attn_func",
         DENSE,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        extras=extras,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
     )
     return _attend(q, k, v, causal, options, return_attn_probs)
 
@@ -169,13 +169,13 @@ def flash_attn_varlen_func(
     options = options_of(
         "flash_attn_varlen_func",
         PACKED,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        extras=extras,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
     )
     add_packing(
         "flash_attn_varlen_func", options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
@@ -299,12 +299,13 @@ def flash_attn_with_kvcache(
     options = options_of(
         name,
         CACHE,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        extras=extras,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
     )
     options["num_kv_splits"] = num_splits
     if (pages := one_of(name, "block_table", block_table, options)) is not None:
