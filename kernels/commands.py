@@ -131,6 +131,7 @@ def verdicts(arch: str, request: Request) -> str:
     return "\n".join(lines)
 
 
+FLAGS = tuple(name for name in FEATURES if name not in ("packed", "split_kv", "debug_counts"))
 _BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
 # flags that describe a call: (name, default, help)
 _SIZES = (
@@ -162,6 +163,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=None, help="(causal)")
     parser.add_argument("--packed", action="store_true", default=None, help="packed sequences (cu_seqlens)")
     parser.add_argument("--debug-counts", action="store_true", default=None, help="count rescales")
+    parser.add_argument("--feature", action="append", choices=FLAGS, help="what else the call asks for")
     parser.add_argument("--tuning", action="append", metavar="NAME", help="a tuning option, such as waves_per_eu")
     parser.set_defaults(run=paths)
 
@@ -169,7 +171,7 @@ def add_commands(commands: Any) -> None:
 def request_of(options: argparse.Namespace) -> Request | None:
     """The call that the flags describe; None when they describe none."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    described = {*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "tuning"}
+    described = {*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "feature", "tuning"}
     if not described & set(given):
         return None
     size = {name: default for name, default, _ in _SIZES} | {n: v for n, v in given.items() if n in described}
@@ -181,6 +183,7 @@ def request_of(options: argparse.Namespace) -> Request | None:
         "packed": "packed" in given,
         "split_kv": size["num_kv_splits"] > 1,
         "debug_counts": "debug_counts" in given,
+        **{name: name in given.get("feature", ()) for name in FLAGS},
     }
     row = size["head_dim"] * _BYTES[dtype]
     return Request(

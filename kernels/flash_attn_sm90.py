@@ -36,13 +36,13 @@ from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels.attention_launch import launch_of, split_count
+from kernels.attention_launch import launch_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.features import LOG2_E
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, key_for, options_of, section_for
-from kernels.sm90_schedule import Board, Schedule, Work
+from kernels.sm90_builds import Sm90Options, build_for, section_for
+from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
 from kernels.tile_counters import counters_of
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
@@ -104,16 +104,18 @@ def flash_attn_sm90(
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, see `prepare`; out, lse and the offsets in the
     dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
-    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time;
+    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time. With
+    `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are sets of them;
     scale_log2: softmax_scale * log2(e). Any one-dimensional grid: a block for each multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
     *leading, seq_len, heads, _ = out.shape
+    pack = options.pack_gqa
     schedule = Schedule(
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
-        heads=heads,
+        heads=heads if pack == 1 else heads // pack,
         batch=leading[-1] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
         splits=out.shape[0] if split else 1,
         section=section,
@@ -121,7 +123,7 @@ def flash_attn_sm90(
         cu_seqlens_kv=cu_seqlens_kv,
         counters=counters,
         causal=options.causal,
-        block_m=options.block_m,
+        block_m=options.queries,
         block_n=options.block_n,
     )
     buffers = Buffers.allocate(options)
@@ -131,7 +133,7 @@ def flash_attn_sm90(
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            Producer(schedule, buffers, q, k, v, group).run()
+            Producer(schedule, buffers, q, k, v, group, pack).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         Consumer(schedule, buffers, options, warpgroup - 1, scale_log2, dtype_of(q.spec.dtype)).run(out, lse, split)
@@ -147,6 +149,7 @@ class Producer:
     k: fly.TensorMap
     v: fly.TensorMap
     group: Any
+    pack: int
 
     def run(self) -> None:
         """All of the block's tiles."""
@@ -178,8 +181,8 @@ class Producer:
         )
 
     def _load_q(self, at: Position, work: Work) -> Position:
-        row = work.q_first + work.first_row
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, work, row, work.head)
+        row, head = work.q_first + work.first_row, (work.head,) if self.pack == 1 else (work.head, 0)
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, work, row, *head)
 
     def _load_k(self, at: Position, work: Work, j: Any) -> Position:
         row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
@@ -198,13 +201,13 @@ class Producer:
         at: Position,
         work: Work,
         row: Any,
-        head: Any,
+        *head: Any,
     ) -> Position:
         barrier = ring.acquire(at, tile.bytes)
         slot = memory.offset(at.index * tile.bytes)
         batch = 0 if self.schedule.packed else work.batch
         for panel in range(tile.panels):
-            place = (batch, row, head, panel * tile.panel_columns)
+            place = (batch, row, *head, panel * tile.panel_columns)
             tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), place, barrier)
         return ring.next(at)
 
@@ -259,12 +262,11 @@ class Consumer:
             )
             inverse, row_lse = state.softmax.finish(self.scale)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            sequence = self.schedule.queries_of(work)
-            view = sequence.matrix(self.schedule.part(out, work, split), work.head)
+            view = self.schedule.rows_of(work, self.schedule.part(out, work, split), self.options.pack_gqa)
             (self.store_parts if split else self.store)(view, work, output)
             if lse is not None:
-                vector = sequence.vector(self.schedule.part(lse, work, split), work.head)
-                store_lse(vector, row_lse, self.rows(work), work.keys.queries)
+                vector = self.schedule.vector_of(work, self.schedule.part(lse, work, split), self.options.pack_gqa)
+                store_lse(vector, row_lse, self.rows(work), self.count(work))
             tiles.next(following, next_state, board_at)
 
     def _first_if_any(self, work: Work, start: tuple) -> State:
@@ -281,9 +283,20 @@ class Consumer:
         """The output's accumulators as a fragment of 64 rows."""
         return fly.Fragment(self.output_layout, ((output,),))
 
+    def first_row(self, work: Work) -> fly.Value:
+        """The consumer's first row; a row is a query, or with packed heads a query and a head."""
+        return self._in_rows(work.first_row) + self.index * 64
+
+    def count(self, work: Work) -> fly.Value:
+        """Rows of the tile's sequence."""
+        return self._in_rows(work.keys.queries)
+
+    def _in_rows(self, queries: fly.Value) -> fly.Value:
+        return queries if self.options.pack_gqa == 1 else queries * self.options.pack_gqa
+
     def rows(self, work: Work) -> fly.RowVector:
-        """Query index of each row that the thread holds."""
-        first = work.first_row + self.index * 64
+        """Index of each row that the thread holds."""
+        first = self.first_row(work)
         return fly.RowVector.full(self.score_layout, 1, 0.0).rows().map(lambda r: r + first)
 
     def pass_turn(self) -> None:
@@ -328,7 +341,8 @@ class Consumer:
             barrier_sync(self.index + CLEARED, WARPGROUP)
 
     def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
-        return work.keys.apply(scores, self.rows(work), j * self.options.block_n)
+        queries = self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
+        return work.keys.apply(scores, queries, j * self.options.block_n)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -431,20 +445,20 @@ class Consumer:
         (output,) = wgmma.wait(0, self._accumulate(work, work.first_tile, output, state))
         return output, state
 
-    def store(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+    def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""
         rows, column, pieces = wgmma.runs(output.tiles[0][0].to(self.dtype))
-        first = work.first_row + self.index * 64
+        first, count = self.first_row(work), self.count(work)
         for row, row_pieces in zip(rows, pieces, strict=True):
-            with fly.when(first + row < work.keys.queries):
+            with fly.when(first + row < count):
                 for i, piece in enumerate(row_pieces):
                     fly.store(piece, view.at(first + row, column + 32 * i), align=16)
 
-    def store_parts(self, view: fly.Tensor, work: Work, output: fly.Fragment) -> None:
+    def store_parts(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Store a split's part, f32; rows past the end are dropped."""
-        first = work.first_row + self.index * 64
+        first, count = self.first_row(work), self.count(work)
         for row, column, values in output.runs():
-            with fly.when(first + row < work.keys.queries):
+            with fly.when(first + row < count):
                 fly.store(values, view.at(first + row, column), align=8)
 
 
@@ -456,24 +470,26 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
-    device, head_dim_v = q.device, request.value_dim
+    device = q.device
     units = device_of(device).compute_units
-    splits = split_count(request, device, 128, 128)
-    slices = request.batch * request.num_heads * splits
-    shape = (request.head_dim, head_dim_v, request.causal, request.seq_len, request.seq_len_kv)
-    options = options_of(key_for(*shape, slices, units))
+    options, splits = build_for(request, units)
+    pack = options.pack_gqa
+    sets = request.num_heads // pack
     counters = counters_of(device)
     packed = tensors.cu_seqlens_q is not None
-    blocks = q.shape[1] // options.block_m + request.batch if packed else -(-q.shape[1] // options.block_m) * len(q)
-    grid = min(units, blocks * request.num_heads * splits)
+    queries = options.queries
+    blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
+    grid = min(units, blocks * sets * splits)
     maps = tuple(
-        fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
-        for tensor, tile in zip((q, k, v), options.tiles, strict=True)
+        fly.tensor_map(tensor, box, swizzle=tile.swizzle)
+        for tensor, box, tile in zip(
+            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.tiles, strict=True
+        )
     )
     scalars = (
         k.shape[1],
-        request.num_heads // request.num_kv_heads,
-        section_for(request, head_dim_v) * splits,
+        sets // request.num_kv_heads,
+        section_for(request, request.value_dim, pack) * splits,
         request.softmax_scale * LOG2_E,
     )
 

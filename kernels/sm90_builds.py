@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
+from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels.dispatch import Request
 from kernels.flash_attn_sm90_tiles import TILES
+from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # as many rows as a consumer has hold whole queries of any
+DECODE_ROWS = 64  # of one consumer
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Sm90Options:
 
     `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
-    maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product.
+    maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
+    power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa.
     """
 
     head_dim: int
@@ -40,14 +45,29 @@ class Sm90Options:
     ping_pong: bool = True
     lazy_rescale: bool = True
     hold: bool = False
+    pack_gqa: int = 1
 
     def __post_init__(self):
+        if self.pack_gqa not in PACKS:
+            raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
 
     @property
     def block_m(self) -> int:
         return 64 * self.consumers
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile; of every one, `pack_gqa` heads."""
+        return self.block_m // self.pack_gqa
+
+    @property
+    def boxes(self) -> tuple[tuple[int, ...], ...]:
+        """What one bulk copy moves of q, (B, S, H, D) or packed (B, S, H / pack_gqa, pack_gqa, D), of k and of v."""
+        q, k, v = self.tiles
+        heads = (1,) if self.pack_gqa == 1 else (1, self.pack_gqa)
+        return (1, self.queries, *heads, q.panel_columns), *((1, t.rows, 1, t.panel_columns) for t in (k, v))
 
     @property
     def threads(self) -> int:
@@ -108,17 +128,88 @@ def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
     return Sm90Options(*shape, consumers, **fields)
 
 
+def build_for(request: Request, units: int) -> tuple[Sm90Options, int]:
+    """The build for a request on a device with `units` multiprocessors, and the number of key splits."""
+    pack = pack_gqa_for(request.seq_len, request.num_heads // request.num_kv_heads)
+    slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
+    dims, lengths = (request.head_dim, request.value_dim), (rows, request.seq_len_kv)
+    if rows <= DECODE_ROWS:
+        # a sequence's only query sees all keys
+        causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
+        options = decode_options(*dims, causal, pack)
+        automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
+        return options, request.num_kv_splits or automatic
+    splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
+    return replace(
+        options_of(key_for(*dims, request.causal, *lengths, slices * splits, units)), pack_gqa=pack
+    ), splits
+
+
+def pack_gqa_for(seq_len: int, group: int, block_m: int = 128) -> int:
+    """How many of the `group` query heads of a key head to pack into tiles, for sequences of `seq_len` queries.
+
+    The largest power of two that divides the group, or 1 where that leaves more than 7/8 of the tiles: long sequences
+    fill their tiles anyway.
+    """
+    pack = min(group & -group, PACKS[-1])
+    return pack if 8 * -(-seq_len * pack // block_m) <= 7 * -(-seq_len // block_m) * pack else 1
+
+
+_BARRIER_BYTES = 2048
+_MAX_STAGES = 6
+
+
+def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
+    """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
+
+    One consumer, which has no other to take turns with, and as many slots for keys as there is room for.
+    """
+    block_n = 64 if head_dim + head_dim_v > 384 else 128
+
+    def with_stages(stages: int) -> Sm90Options:
+        return Sm90Options(
+            head_dim, head_dim_v, causal, 1, block_n, stages, q_stages=1, ping_pong=False, pack_gqa=pack_gqa
+        )
+
+    room = target("sm_90a").shared_bytes - _BARRIER_BYTES
+    return with_stages(max(s for s in range(1, _MAX_STAGES + 1) if with_stages(s).tile_bytes <= room))
+
+
+# In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part
+# costs at its start and end, and what combining costs at all and for each split. Estimates from floors, not measured.
+_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
+_ENOUGH = 1.03
+
+
+def decode_splits(blocks: int, key_tiles: int, units: int) -> int:
+    """How many parts the keys of a launch that memory bounds are best split into: the fewest that are fast enough.
+
+    `blocks` of `key_tiles` each on `units` multiprocessors. Unlike where arithmetic decides, a last round in which
+    many of the multiprocessors work is as fast for each tile as a full one; one in which few work is not.
+    """
+
+    def cost(splits: int) -> float:
+        rounds, last = divmod(blocks * splits, units)
+        rounds += max(last / units, _ALONE) if last else 0.0
+        combination = _COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0
+        return rounds * (-(-key_tiles // splits) + _PART) + combination
+
+    choices = range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1)
+    best = min(map(cost, choices))
+    return next(splits for splits in choices if cost(splits) <= _ENOUGH * best)
+
+
 _SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality
 _LEAST_CAUSAL = 32
 
 
-def section_for(request: Request, head_dim_v: int) -> int:
-    """How many heads to work on at a time: those whose K and V stay in the second-level cache.
+def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
+    """How many heads, or packed sets, to work on at a time: those whose K and V stay in the second-level cache.
 
     Causal tiles differ in length: with fewer than 32 heads a section ends with too few blocks at work. Measured on an
     H200 for 512 to 16384 keys.
     """
-    heads = request.batch * request.num_heads
+    heads = request.batch * request.num_heads // pack_gqa
     head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
     section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
     return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)

@@ -22,11 +22,11 @@ STOP = -1
 
 @dataclass(frozen=True)
 class Work:
-    """One tile: `block_m` query rows of one head of one sequence, against key tiles [first_tile, last_tile).
+    """One tile: the rows of one head of one sequence, against key tiles [first_tile, last_tile).
 
-    `first_row` counts from the sequence's first query; `q_first` and `k_first` are where the sequence starts in
-    packed tensors (0 in others). Key tiles up to `full_tiles` are seen whole by every row. A tile without any key is
-    computed like the others, all masked.
+    `head` numbers sets of heads where heads are packed. `first_row` is a query and counts from the sequence's first;
+    `q_first` and `k_first` are where the sequence starts in packed tensors (0 in others). Key tiles up to
+    `full_tiles` are seen whole by every row. A tile without any key is computed like the others, all masked.
     """
 
     batch: fly.Value
@@ -50,8 +50,9 @@ class Work:
 class Schedule:
     """The launch's sizes (i32 values and tensors), and how its tiles are numbered.
 
-    `section` heads at a time, row block after row block, the longest first; packed sequences one after the other,
-    all heads of a row block side by side.
+    A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
+    heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
+    a row block side by side.
     """
 
     seq_len: Any
@@ -173,11 +174,62 @@ class Schedule:
 
     def queries_of(self, work: Work) -> Sequence:
         """A tile's sequence in the tensors of queries, to be indexed by row and head."""
-        return Sequence(work.batch, work.q_first if self.packed else None, work.keys.queries)
+        if self.packed:
+            return Sequence(None, work.q_first, work.keys.queries)
+        return Sequence(work.batch, None, work.keys.queries)
 
     def part(self, tensor: fly.Tensor, work: Work, split: bool) -> fly.Tensor:
         """A result tensor, or a split's part of one."""
         return part(tensor, work.split) if split else tensor
+
+    def rows_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedRows:
+        """A tile's rows of (B, S, H, D) or (total, H, D), by (row, column)."""
+        sequence = self.queries_of(work)
+        if pack == 1:
+            return sequence.matrix(tensor, work.head)
+        return PackedRows(sequence.matrix(tensor, slice(None)), work.head * pack, pack)
+
+    def vector_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedVector:
+        """A tile's rows of (B, H, S) or (H, total)."""
+        if pack == 1:
+            return self.queries_of(work).vector(tensor, work.head)
+        heads = tensor if self.packed else tensor[work.batch, :, :]
+        return PackedVector(heads, work.q_first, work.head * pack, pack)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """`pack` heads of an (S, H, D) tensor from head `first` on, as one matrix: row r is query r // pack's.
+
+    `pack` is a power of two.
+    """
+
+    tensor: fly.Tensor
+    first: fly.Value
+    pack: int
+
+    def at(self, row: fly.Value, column: Any) -> fly.Pointer:
+        """The address of an element."""
+        return self.tensor.at(query_of(row, self.pack), self.first + (row & (self.pack - 1)), column)
+
+
+@dataclass(frozen=True)
+class PackedVector:
+    """The same of an (H, S) tensor, whose queries start at `start`, as one vector."""
+
+    tensor: fly.Tensor
+    start: Any
+    first: fly.Value
+    pack: int
+
+    def store(self, value: fly.Value, row: fly.Value) -> None:
+        """Store one row's number."""
+        self.tensor.store(value, self.first + (row & (self.pack - 1)), query_of(row, self.pack) + self.start)
+
+
+def query_of(row: fly.Value, pack: int) -> fly.Value:
+    """The query of a row where `pack` rows, a power of two, are one query's heads."""
+    return row >> (pack.bit_length() - 1) if pack > 1 else row
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
 from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import Key, Sm90Options, options_of
+from kernels.sm90_builds import Key, Sm90Options, decode_options, options_of
 from tests.backends.builds import needs_ptxas, run_ptxas
 
 IDS = [f"{d}x{dv}-{'causal' if causal else 'full'}-{n}x64-{longest or 'any'}" for d, dv, causal, n, longest in TILES]
@@ -36,17 +37,21 @@ def specs(options: Sm90Options, form: str, dtype: str) -> list:
         "cu_seqlens_kv": offsets,
         "counters": TensorSpec("i32", 1, 16, True),
     }
-    maps = iter([TensorMapSpec(dtype, (1, t.rows, 1, t.panel_columns), t.swizzle) for t in options.tiles])
+    maps = iter([TensorMapSpec(dtype, box, t.swizzle) for box, t in zip(options.boxes, options.tiles, strict=True)])
     return [
         next(maps) if p.kind == "map" else ScalarSpec(p.dtype) if p.kind == "scalar" else by_name[p.name]
         for p in flash_attn_sm90.signature.parameters
     ]
 
 
-@functools.cache
 def compiled(row: Key, form: str = "dense", dtype: str = "bf16") -> Artefact:
+    """A row's build."""
+    return build(options_of(row), form, dtype)
+
+
+@functools.cache
+def build(options: Sm90Options, form: str = "dense", dtype: str = "bf16") -> Artefact:
     """One build; test processes share the cache."""
-    options = options_of(row)
     arguments = tuple(specs(options, form, dtype))
     return compile_kernel(flash_attn_sm90, arguments, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
@@ -88,6 +93,44 @@ def test_products_are_no_more_than_the_mathematics_needs(row):
     loops = 2 if options.causal else 1
     assert len(found) == (loops + 2) * (scores + output)
     assert starts == 2 * (loops + 2)
+
+
+# head dimensions, causal, heads a tile, form
+DECODE = [
+    (64, 64, True, 4, "dense"),
+    (96, 96, False, 8, "dense"),
+    (128, 128, False, 1, "dense"),
+    (128, 128, False, 8, "split"),
+    (128, 128, True, 16, "packed"),
+    (192, 128, True, 64, "split"),
+    (192, 192, False, 2, "packed"),
+    (256, 256, True, 8, "split"),
+]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "pack", "form"), DECODE)
+def test_decode_builds_are_accepted_too(head_dim, head_dim_v, causal, pack, form, tmp_path):
+    options = decode_options(head_dim, head_dim_v, causal, pack)
+    accept(build(options, form), options, tmp_path)
+
+
+@needs_ptxas
+@pytest.mark.parametrize("form", ["dense", "packed", "split"])
+@pytest.mark.parametrize("row", [FORM_ROW, (64, 64, False, 3, None)], ids=str)
+def test_packed_heads_are_accepted_too(row, form, tmp_path):
+    options = replace(options_of(row), pack_gqa=8)
+    accept(build(options, form), options, tmp_path)
+
+
+def test_packed_heads_are_loaded_by_boxes_of_five_dimensions():
+    row = (128, 128, False, 2, None)
+    plain, packed = compiled(row).isa, build(replace(options_of(row), pack_gqa=4)).isa
+    assert "tensor.5d" not in plain
+    queries = re.findall(r"cp\.async\.bulk\.tensor\.5d", packed)
+    # a panel of 64 columns each, before the loop over tiles and in it
+    assert len(queries) == 2 * 2
+    assert packed.count("tensor.4d") == plain.count("tensor.4d") - len(queries)
 
 
 @every_row

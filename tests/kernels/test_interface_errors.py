@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, ConfigError, FlyError, UnsupportedError
-from kernels import attention_checks
+from kernels import argument_checks
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 
@@ -403,7 +403,7 @@ def test_errors_are_the_standard_ones_too():
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_devices_that_differ(name, monkeypatch):
     stubs.install(monkeypatch)
-    monkeypatch.setattr(attention_checks, "DEVICE_TYPES", ("cuda", "cpu", "meta"))
+    monkeypatch.setattr(argument_checks, "DEVICE_TYPES", ("cuda", "cpu", "meta"))
     call = good()
     call[name] = call[name].to("meta")
     message = f"q, k and v must be on one device, got q on cpu and {name} on meta"
@@ -413,7 +413,7 @@ def test_devices_that_differ(name, monkeypatch):
 
 def test_out_on_another_device(monkeypatch):
     stubs.install(monkeypatch)
-    monkeypatch.setattr(attention_checks, "DEVICE_TYPES", ("cuda", "cpu", "meta"))
+    monkeypatch.setattr(argument_checks, "DEVICE_TYPES", ("cuda", "cpu", "meta"))
     with pytest.raises(ArgumentError, match="out must be on q's device cpu, got meta"):
         flydsl_flash_attn_func(**good(), out=tensor(B, SQ, H, D, device="meta"))
 

@@ -1,0 +1,180 @@
+"""Which build of the Hopper kernel serves what: packed heads, decoding, key splits; and where packed rows lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fly
+from fly.backends.target import target
+from fly.errors import ShapeError
+from kernels.dispatch import Request
+from kernels.flash_attn_sm90_tiles import TILES
+from kernels.sm90_builds import (
+    DECODE_ROWS,
+    PACKS,
+    Sm90Options,
+    build_for,
+    decode_options,
+    decode_splits,
+    options_of,
+    pack_gqa_for,
+    section_for,
+)
+from kernels.sm90_schedule import PackedRows, PackedVector, query_of
+from kernels.tile_scheduler import MAX_SPLITS
+from tests.simulator import Machine, Program, flat
+from tests.tracing import matrix, trace
+
+UNITS = 132
+DIMS = sorted({row[:2] for row in TILES})
+groups = st.integers(1, 128)
+
+
+def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes) -> Request:
+    """A decoding call, or a change of it."""
+    dims = {"head_dim": 128, "dtype": "bf16", "causal": True, "cross_seqlen": True, "return_lse": False}
+    lengths = {"seq_len": seq_len, "seq_len_kv": seq_len_kv, "batch": batch}
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "softmax_scale": 1.0, "num_kv_splits": 0}
+    return Request(**dims | lengths | sizes | changes)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "group", "wanted"),
+    [
+        (1, 8, 8),
+        (1, 1, 1),
+        (1, 7, 1),
+        (1, 6, 2),  # three sets of a key head
+        (1, 24, 8),
+        (3, 128, 64),
+        (64, 8, 8),
+        (100, 8, 8),  # 7 tiles instead of 8
+        (128, 8, 1),  # nothing to gain
+        (200, 8, 8),
+        (300, 4, 4),
+        (512, 8, 1),
+        (4097, 8, 1),  # little to gain
+    ],
+)
+def test_heads_are_packed_where_that_saves_tiles(seq_len, group, wanted):
+    assert pack_gqa_for(seq_len, group) == wanted
+
+
+@given(st.integers(1, 5000), groups, st.sampled_from([64, 128, 192]))
+def test_packed_heads_share_a_key_head_and_never_cost_tiles(seq_len, group, block_m):
+    pack = pack_gqa_for(seq_len, group, block_m)
+    assert pack in PACKS and group % pack == 0
+    assert -(-seq_len * pack // block_m) * (group // pack) <= -(-seq_len // block_m) * group
+
+
+def test_packs_that_no_tile_holds_are_refused():
+    with pytest.raises(ShapeError, match=r"pack_gqa is 3; expected one of 1, 2, 4, 8, 16, 32, 64"):
+        Sm90Options(128, 128, False, 1, 128, 2, 1, pack_gqa=3)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_the_boxes_are_the_tiles(pack, consumers):
+    options = Sm90Options(128, 128, False, consumers, 96, 2, 1, pack_gqa=pack)
+    q, k, v = options.boxes
+    assert q[0] == q[2] == 1 and q[1:] == ((options.queries, 1, pack, 64) if pack > 1 else (64 * consumers, 1, 64))
+    assert options.queries * pack == options.block_m
+    assert k == v == (1, 96, 1, 64)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_decode_builds_fill_shared_memory(dims, causal):
+    options = decode_options(*dims, causal, 8)
+    room = target("sm_90a").shared_bytes
+    _, k, v = options.tiles
+    assert options.tile_bytes + 2048 <= room
+    assert options.stages == 6 or options.tile_bytes + 2048 + k.bytes + v.bytes > room
+    assert options.stages >= 2 and options.consumers == 1 and not options.ping_pong
+    assert (options.causal, options.pack_gqa, options.queries) == (causal, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "key_tiles", "wanted"),
+    [
+        (8, 1024, 16),  # one round of 128 blocks
+        (32, 1024, 4),
+        (128, 1024, 1),
+        (8, 32, 16),
+        (24, 256, 5),  # a round of 120 blocks: one of 144 would take two
+        (2, 4, 1),  # combining costs more than it saves
+        (1, 1024, MAX_SPLITS),
+        (8, 1, 1),
+        (8, 0, 1),
+        (1056, 128, 1),  # whole rounds
+    ],
+)
+def test_decode_splits(blocks, key_tiles, wanted):
+    assert decode_splits(blocks, key_tiles, UNITS) == wanted
+
+
+def test_a_little_more_than_a_round_is_split():
+    """136 blocks of which 4 would run alone."""
+    splits = decode_splits(136, 1024, UNITS)
+    assert splits > 1
+    assert -(-136 * splits // UNITS) * UNITS <= 1.1 * 136 * splits
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 200))
+def test_splits_have_keys(blocks, key_tiles, units):
+    assert 1 <= decode_splits(blocks, key_tiles, units) <= max(1, min(MAX_SPLITS, key_tiles))
+
+
+def test_decoding_takes_its_build():
+    options, splits = build_for(request(seq_len_kv=131072), UNITS)
+    assert options == decode_options(128, 128, False, 8)  # one query sees all keys
+    assert splits == 16
+    packed = request(features=("packed",))  # lengths may be anything
+    assert build_for(packed, UNITS)[0] == decode_options(128, 128, True, 8)
+    assert build_for(request(seq_len=8), UNITS)[0] == decode_options(128, 128, True, 8)
+    assert build_for(request(kv_heads=64), UNITS)[0] == decode_options(128, 128, False)
+    assert build_for(request(num_kv_splits=5), UNITS)[1] == 5
+
+
+def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
+    rows = DECODE_ROWS // 8 + 1
+    options, _ = build_for(request(seq_len=rows), UNITS)
+    assert options.pack_gqa == 8
+    assert replace(options, pack_gqa=1) in {options_of(row) for row in TILES if row[:3] == (128, 128, True)}
+
+
+def test_long_sequences_are_served_as_before():
+    options, splits = build_for(request(seq_len=4096), UNITS)
+    assert options == options_of((128, 128, True, 2, None)) and splits == 1
+
+
+def test_a_section_counts_packed_sets():
+    whole, packed = (section_for(request(batch=16, seq_len_kv=32), 128, pack) for pack in (1, 8))
+    assert (whole, packed) == (16 * 64, 16 * 8)
+
+
+PACK, FIRST = 4, 2  # heads 8 to 11 of 12
+
+
+def places(rows: fly.Tensor, vector: fly.Tensor, queries: fly.Tensor):
+    """Every thread stores its row's number where the row lies."""
+    row = fly.thread_id.x
+    fly.store(row, PackedRows(rows, fly.i32(FIRST * PACK), PACK).at(row, 1), align=4)
+    PackedVector(vector, 3, fly.i32(FIRST * PACK), PACK).store(row, row)
+    queries.store(query_of(row, PACK), row)
+
+
+def test_rows_are_a_querys_heads_one_after_the_other():
+    module = trace(places, matrix("i32", 3), matrix("i32", 2), matrix("i32"), arch="sm_80")
+    rows, vector, queries = (np.full(shape, -1, np.int32) for shape in ((8, 12, 2), (12, 11), (32,)))
+    Machine(Program(module, target("sm_80")))(flat(rows, vector, queries), (1, 1, 1))
+    wanted = np.arange(32).reshape(8, PACK)
+    heads = slice(FIRST * PACK, (FIRST + 1) * PACK)
+    assert (rows[:, heads, 1] == wanted).all() and (vector[heads, 3:] == wanted.T).all()
+    assert (queries == np.arange(32) // PACK).all()
+    assert (rows >= 0).sum() == (vector >= 0).sum() == 32
