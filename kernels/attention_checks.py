@@ -86,7 +86,8 @@ def extent_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may be at one address."""
     # sorted by stride, each dimension must step past everything that the smaller ones span
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
@@ -107,7 +108,7 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     if out.device != q.device:
         fail(f"out must be on q's device {q.device}, got {out.device}")
     check_last_stride("out", out)
-    if out.numel() and _overlaps_itself(out):
+    if out.numel() and overlaps_itself(out):
         fail(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
 
 
@@ -135,14 +136,18 @@ class _NoTouch:
         }
 
 
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element at one address; also when that is too hard to find out."""
+    try:
+        return np.shares_memory(np.asarray(_NoTouch(a)), np.asarray(_NoTouch(b)), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
 def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what: str = "out") -> None:
     """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
     for name, tensor in inputs.items():
-        try:
-            shared = np.shares_memory(np.asarray(_NoTouch(out)), np.asarray(_NoTouch(tensor)), max_work=100_000)
-        except np.exceptions.TooHardError:
-            shared = True
-        if shared:
+        if shares_memory(out, tensor):
             fail(f"{what} must not share memory with {name}; pass {what}=None or a separate tensor")
 
 

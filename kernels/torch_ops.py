@@ -7,13 +7,13 @@ costs microseconds on the host and is gone through only where a compiler traces.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
 from kernels.attention_checks import check_gradients
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.kv_cache import append_to_cache
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, bool causal"
 _OPTIONS = (
@@ -76,11 +76,6 @@ def append(
         return append_to_cache(*arguments, rotate_each_query=rotate_each_query)
     rotated = torch.ops.fly.append_to_cache(*arguments, rotate_each_query=rotate_each_query)
     return q if rotary_cos is None else rotated
-
-
-def append_to_cache(*arguments: Any, **options: Any) -> torch.Tensor:
-    """`kernels.kv_cache.append_to_cache`, loaded by the first call that needs it."""
-    return importlib.import_module("kernels.kv_cache").append_to_cache(*arguments, **options)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]) -> tuple:
