@@ -200,6 +200,19 @@ def add_packing(
     options["seqused_kv"] = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
 
 
+def check_rank_4(function: str, **tensors: Any) -> None:
+    """They are tensors of four dimensions.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: one is not.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ArgumentError(f"{function}: {name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
+
+
 def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
     """The `count` tensors stacked in dimension `dim` of `packed`, as views.
 

@@ -31,7 +31,19 @@ from typing import Any, Unpack
 
 import torch
 
-from kernels.api_options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of
+from kernels.api_options import (
+    CACHE,
+    DENSE,
+    PACKED,
+    Extras,
+    add_packing,
+    attend,
+    check_rank_4,
+    one_of,
+    options_of,
+    parts_of,
+)
+from kernels.kv_cache_checks import check_length
 from kernels.torch_ops import append
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -296,6 +308,7 @@ def flash_attn_with_kvcache(
     is raised: see the module.
     """
     name = "flash_attn_with_kvcache"
+    check_rank_4(name, q=q, k_cache=k_cache, v_cache=v_cache)
     options = options_of(
         name,
         CACHE,
@@ -310,10 +323,10 @@ def flash_attn_with_kvcache(
     options["num_kv_splits"] = num_splits
     if (pages := one_of(name, "block_table", block_table, options)) is not None:
         options["block_table"] = pages
-    elif cache_batch_idx is None and isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor):
-        # the first entries are the sequences' own
+    elif cache_batch_idx is None:  # the first entries are the sequences' own
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     if isinstance(cache_seqlens, int):
+        check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if any(tensor is not None for tensor in (k, v, rotary_cos, rotary_sin)):
         q = append(

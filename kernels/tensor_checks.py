@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from kernels.attention_checks import DEVICE_TYPES
+from kernels.argument_checks import DEVICE_TYPES
 
 
 @dataclass(frozen=True)
