@@ -138,7 +138,7 @@ class Given:
     def sink(self, place: Place) -> fly.Value | None:
         """The head's sink; None also for a part of the keys, as the combination takes it in."""
         sink = self.get("sink")
-        return None if sink is None or place.split else sink.load(place.head)
+        return None if sink is None or place.split else sink.load(place.head).to(fly.f32)
 
     def modify(
         self, scores: fly.Fragment, scale_log2: fly.Value, rows: fly.RowVector, first_key: Any, place: Place
