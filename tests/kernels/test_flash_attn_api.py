@@ -249,6 +249,13 @@ def test_queries_without_keys(seed):
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("batch, queries", [(0, 5), (2, 0)])
+def test_nothing_to_compute(batch, queries):
+    q, k = random(batch, queries, 4, 32), random(batch, 7, 2, 32)
+    out, lse, _ = api.flash_attn_func(q, k, k, return_attn_probs=True)
+    assert (out.shape, lse.shape) == (q.shape, (batch, 4, queries))
+
+
 def test_a_window_wider_than_the_keys_still_hides_them(seed):
     # by the formula the first queries stand too far before the keys; FlashAttention-2 drops such a limit
     q, k = random(1, 10, 2, 32), random(1, 2, 2, 32)

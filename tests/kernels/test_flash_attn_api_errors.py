@@ -132,6 +132,20 @@ MISTAKES = {
         VALUE,
         "rotary_cos and rotary_sin need k and v",
     ),
+    "index of pages": (
+        cached,
+        {
+            "k_cache": PAGES,
+            "v_cache": PAGES,
+            "k": K,
+            "v": K,
+            "cache_seqlens": 1,
+            "block_table": TABLE,
+            "cache_batch_idx": int32(0, 1),
+        },
+        VALUE,
+        "cache_batch_idx is not for pages",
+    ),
     "dropout of a cache": (cached, {"dropout_p": 0.1}, TYPE, "unexpected keyword argument 'dropout_p'"),
     "vllm: no lengths": (
         paged,
