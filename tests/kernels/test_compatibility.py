@@ -1,4 +1,4 @@
-"""docs/compatibility.md: every line of its tables names tests that exist, and the sources that it cites are listed."""
+"""docs/compatibility.md: every line of its tables names tests that exist, and what it cites is listed."""
 
 from __future__ import annotations
 
