@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fly.errors import ArgumentTypeError, UnsupportedError
-from kernels.argument_checks import FUNCTION, check_last_stride, check_tensor, fail, flag, whole
+from fly.errors import ArgumentTypeError
+from kernels.argument_checks import check_last_stride, check_tensor, fail, flag, whole
 from kernels.dispatch import DUALWAVE, Request
 from kernels.feature_checks import check_features
 from kernels.tile_scheduler import MAX_SPLITS
@@ -110,16 +110,6 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     check_last_stride("out", out)
     if out.numel() and overlaps_itself(out):
         fail(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
-
-
-def check_gradients(named: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise `UnsupportedError` when one of the tensors requires a gradient (call it only in grad mode)."""
-    for name, tensor in named.items():
-        if tensor is not None and tensor.requires_grad:
-            raise UnsupportedError(
-                f"{FUNCTION}: {name} requires a gradient, but the backward is not available; call it under "
-                "torch.no_grad() or pass detached tensors (.detach())"
-            )
 
 
 class _NoTouch:

@@ -21,11 +21,11 @@ import torch
 from fly import config
 from fly.errors import ArgumentTypeError
 from kernels import dispatch
+from kernels.argument_checks import check_gradients
 from kernels.attention_checks import (
     ALIGNMENT,
     Call,
     check_call,
-    check_gradients,
     check_no_overlap,
     check_workspace,
     extent_bytes,

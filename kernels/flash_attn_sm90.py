@@ -472,12 +472,12 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
     device = q.device
     units = device_of(device).compute_units
-    options, splits = build_for(request, units)
-    pack = options.pack_gqa
+    packed = tensors.cu_seqlens_q is not None
+    typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
+    options, splits = build_for(request, units, typical)
+    pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
     counters = counters_of(device)
-    packed = tensors.cu_seqlens_q is not None
-    queries = options.queries
     blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
     grid = min(units, blocks * sets * splits)
     maps = tuple(

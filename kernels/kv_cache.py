@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ from kernels.rotary import VECTOR, Rotary
 
 THREADS = 256
 MAX_PLANS = 1024
+
+# the variable that a plan depends on; `os.environ.get` takes 1 µs for one that is not set
+_environment = getattr(os.environ, "_data", os.environ).get
+_ARCH = os.fsencode(config.ARCH.name) if hasattr(os.environ, "_data") else config.ARCH.name
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,13 @@ def rotate_and_append(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prepared kind of call; `launch` is None when there is nothing to do. `extents`: bytes that tensors span."""
+    """A prepared kind of call; `launch` is None when there is nothing to do.
+
+    `extents` are the bytes that the given tensors span in memory.
+    """
 
     launch: Prepared | None
-    extents: dict[str, int]
+    extents: tuple[int, ...]
 
 
 _plans: dict[tuple, Plan] = {}
@@ -230,48 +238,68 @@ def append_to_cache(
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
         UnsupportedError: a tensor that needs a gradient.
     """
-    tensors = Arguments(
+    # fmt: off
+    given = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     )
+    # fmt: on
+    geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH)]
+    addresses: list[int] = []
+    needs_gradient = False
     try:
-        arch = os.environ.get(config.ARCH.name) if q.device.type == "cpu" else None
-        key = (*map(_geometry, tensors), rotary_interleaved, rotate_each_query, arch)
+        for x in given:
+            if x is None or isinstance(x, int):
+                geometry.append(x.__class__)
+                continue
+            address = x.data_ptr()
+            geometry += (x.__class__, x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT)
+            addresses.append(address)
+            needs_gradient |= x.requires_grad
+        key = tuple(geometry)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # something here is no tensor, or one without memory: the checks say what
     if plan is None:
-        check_append(tensors, rotary_interleaved, rotate_each_query)
-        extents = {name: extent_bytes(t) for name, t in tensors._asdict().items() if isinstance(t, torch.Tensor)}
+        arguments = Arguments(*given)
+        check_append(arguments, rotary_interleaved, rotate_each_query)
+        extents = tuple(extent_bytes(x) for x in given if isinstance(x, torch.Tensor))
     else:
         extents = plan.extents
     if k is None:
         return q
 
     # what the key does not hold is checked every time
-    if torch.is_grad_enabled():
-        check_gradients(tensors)
-    check_memory(tensors, extents)
+    if needs_gradient and torch.is_grad_enabled():
+        check_gradients(Arguments(*given))
+    if _may_overlap(addresses, extents):
+        check_memory(Arguments(*given))
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    rotated = None if rotary_cos is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries = (None, None) if rotated is None else (q, rotated)
-    arguments = (
-        *queries, k, v, k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table
-    )  # fmt: skip
+    rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    # fmt: off
+    operands = (
+        q if rotated is not None else None, rotated, k, v, k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens,
+        cache_batch_idx, block_table,
+    )
+    # fmt: on
     if plan is None:
-        plan = Plan(_prepare(arguments, rotary_interleaved, rotate_each_query), extents)
+        plan = Plan(_prepare(operands, rotary_interleaved, rotate_each_query), extents)
         _remember(key, plan)
     if plan.launch is not None:
-        plan.launch(*[tensor.data_ptr() for tensor in arguments if tensor is not None])
+        plan.launch(*[x.data_ptr() for x in operands if x is not None])
     return q if rotated is None else rotated
 
 
-def _geometry(tensor: torch.Tensor | int | None) -> tuple | type | None:
-    if tensor is None or isinstance(tensor, int):
-        return type(tensor)
-    address = tensor.data_ptr() % ALIGNMENT
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address
+def _may_overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
+    """Whether a cache, second or third of the tensors, lies within the span of another tensor."""
+    for cache in (1, 2):
+        start = addresses[cache]
+        end = start + extents[cache]
+        for i, address in enumerate(addresses):
+            if address < end and start < address + extents[i] and i != cache:
+                return True
+    return False
 
 
 def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each_query: bool) -> Prepared | None:

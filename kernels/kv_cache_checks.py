@@ -5,15 +5,14 @@ Every check names the argument, the value and what is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from fly.errors import ArgumentTypeError
+from kernels.argument_checks import Checks
 from kernels.attention_checks import overlaps_itself, shares_memory
 from kernels.rotary import DIM_STEP, VECTOR
-from kernels.tensor_checks import Checks
 
 CHECKS = Checks("append_to_cache")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -54,7 +53,7 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
     cache = "(num_pages, page_size, Hkv, D)" if paged else "(B_cache, S_cache, Hkv, D)"
     shapes = dict.fromkeys(("k_cache", "v_cache"), cache) | {"q": "(B, Sq, H, D)"}
     for name in HEAD_TENSORS:
-        if named[name] is not None:
+        if named[name] is not None or name not in ("k", "v"):
             CHECKS.tensor(name, named[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
             CHECKS.unit_last_stride(name, named[name])
     for name in TABLES:
@@ -162,14 +161,11 @@ def check_gradients(given: Arguments) -> None:
     CHECKS.no_gradients(given._asdict())
 
 
-def check_memory(given: Arguments, extents: Mapping[str, int]) -> None:
-    """What is written shares no memory with anything else; interleaved views are fine.
-
-    `extents`: bytes that each tensor spans, by name.
-    """
-    places = [(name, t, t.data_ptr(), extents[name]) for name, t in zip(given._fields, given) if name in extents]
-    for i, (name, cache, start, size) in enumerate(places[1:3], 1):
-        end = start + size
-        for other, tensor, address, length in (places[0], *places[i + 1 :]):
-            if address < end and start < address + length and length and shares_memory(cache, tensor):
+def check_memory(given: Arguments) -> None:
+    """What is written shares no memory with anything else; interleaved views are fine."""
+    named = {name: value for name, value in given._asdict().items() if isinstance(value, torch.Tensor)}
+    for name in ("k_cache", "v_cache"):
+        cache = named.pop(name)
+        for other, tensor in named.items():
+            if shares_memory(cache, tensor):
                 CHECKS.fail(f"{name} must not share memory with {other}; pass a copy of {other} (.clone())")

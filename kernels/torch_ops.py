@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention_checks import check_gradients
+from kernels.argument_checks import check_gradients
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.kv_cache import append_to_cache
 

@@ -161,7 +161,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 def wrong(result: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> int:
     """How many elements are not the exact ones rounded once, up to the errors of f32; untouched ones bit for bit."""
     info = torch.finfo(result.dtype)
-    rounding = torch.maximum(exact.abs() * info.eps / 2, torch.tensor(info.smallest_normal * info.eps / 2))
+    rounding = (exact.abs() * info.eps / 2).clamp(min=info.smallest_normal * info.eps / 2)
     good = (result.double() - exact).abs() <= rounding + size * 2.0**-22
     return int((~torch.where(size == 0, result.double() == exact, good)).sum())
 

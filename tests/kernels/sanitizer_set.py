@@ -21,10 +21,16 @@ import torch
 
 from fly import config
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.kv_cache_cases import Case, Problem
 
 SHAPES = ((130, 130, 2, 2), (65, 257, 7, 1), (129, 31, 8, 1), (1, 1, 1, 1))  # Sq, Skv, H, Hkv
 PADDINGS = (4, 1)  # elements a row is longer than head_dim: 8- and 2-byte alignment
-
+# with lengths that reach past the cache, and before it
+APPENDS = (
+    (Case(rotary_dim=16, page=16, new=5), [0, 38, -3]),
+    (Case(head_dim=40, rotary_dim=32, interleaved=True, batch_idx=True, shift=1), [39, 2**31 - 1, 7]),
+    (Case(head_dim=128, head_dim_v=64, new=33, layout="apart"), [20, 0, -40]),
+)
 
 KERNELS = {"generic": (64, 128, 72), "sm90": (64, 128, 256)}  # head dims
 
@@ -40,6 +46,8 @@ def main() -> None:
     for kernel in KERNELS if hopper else ("generic",):
         os.environ[config.KERNEL.name] = kernel
         calls(kernel)
+    for case, lengths in APPENDS:
+        Problem(case, 0, "cuda", lengths).call()
     torch.cuda.synchronize()
 
 

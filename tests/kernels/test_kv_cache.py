@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import random
+import re
 import secrets
 
 import pytest
 import torch
 
+from benchmarks import kv_cache as benchmark
 from fly.errors import ArgumentError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
@@ -89,6 +93,26 @@ def device(where, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append(case, device, seed):
     assert failures(Problem(case, seed, device)) == [], f"seed {seed}"
+
+
+@everywhere
+def test_random_calls(device, seed):
+    """Twelve calls of few builds: everything that a build leaves open is drawn."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        kv_heads = draw.choice([1, 2, 3])
+        case = Case(
+            rotary_dim=draw.choice([0, 16]),
+            batch=draw.randint(1, 6),
+            queries=draw.randint(0, 5),
+            new=draw.randint(0, 5),
+            heads=kv_heads * draw.choice([1, 2, 5]),
+            kv_heads=kv_heads,
+            length=draw.randint(5, 100),
+            page=draw.choice([0, 0, *range(1, 70)]),
+            layout=draw.choice(["apart", "by token", "by entry", "by head"]),
+        )
+        assert failures(Problem(case, draw.randrange(2**31), device)) == [], f"seed {seed}, {case}"
 
 
 @everywhere
@@ -251,6 +275,15 @@ def test_plans_are_bounded(device, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["gfx950"])
+def test_a_parameter_and_an_enumerated_length(device):
+    """Subclasses of torch.Tensor and int are as good."""
+    problem = Problem(Case(rotary_dim=16, one_length=True), 0)
+    problem.cos = torch.nn.Parameter(problem.cos, requires_grad=False)
+    problem.seqlens = enum.IntEnum("Length", {"now": problem.lengths[0]}).now
+    assert failures(problem) == []
+
+
+@pytest.mark.parametrize("where", ["gfx950"])
 def test_a_length_is_checked_in_every_call(device):
     problem = Problem(Case(one_length=True), 0)
     problem.call()
@@ -334,3 +367,12 @@ def test_nvidia_code_moves_16_bytes_at_a_time(interleaved):
 def test_ptxas_finds_registers(interleaved, alignment, head_dim, tmp_path):
     report = run_ptxas(build("sm_90a", interleaved, alignment, head_dim).isa, "sm_90a", tmp_path)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize("where", ["gfx950"])
+def test_the_benchmark_runs(device, capsys):
+    benchmark.main(["--device", device])
+    line = capsys.readouterr().out.splitlines()[-1]
+    count, largest = re.search(r"halves +16 +(\d+) +(\d\.\de[+-]\d\d) ", line).groups()
+    # torch rounds products before it adds them, so that the last of 8 bits may differ
+    assert int(count) <= 3 and float(largest) < 0.04

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
-from kernels.dispatch import Request
+from kernels import flash_attn_sm90
+from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
     DECODE_ROWS,
@@ -24,6 +27,7 @@ from kernels.sm90_builds import (
     options_of,
     pack_gqa_for,
     section_for,
+    visited,
 )
 from kernels.sm90_schedule import PackedRows, PackedVector, query_of
 from kernels.tile_scheduler import MAX_SPLITS
@@ -44,32 +48,51 @@ def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "group", "wanted"),
+    ("group", "seq_len", "wanted"),
     [
-        (1, 8, 8),
+        (8, 1, 8),
         (1, 1, 1),
-        (1, 7, 1),
-        (1, 6, 2),  # three sets of a key head
-        (1, 24, 8),
-        (3, 128, 64),
-        (64, 8, 8),
-        (100, 8, 8),  # 7 tiles instead of 8
-        (128, 8, 1),  # nothing to gain
-        (200, 8, 8),
-        (300, 4, 4),
-        (512, 8, 1),
-        (4097, 8, 1),  # little to gain
+        (7, 1, 1),
+        (6, 1, 2),  # three sets of a key head
+        (24, 1, 8),
+        (128, 3, 64),
+        (8, 64, 8),
+        (8, 100, 8),  # 7 tiles instead of 8
+        (8, 128, 1),  # nothing to gain
+        (8, 200, 8),
+        (4, 300, 4),
+        (8, 512, 1),
+        (8, 8191, 1),  # little to gain
     ],
 )
-def test_heads_are_packed_where_that_saves_tiles(seq_len, group, wanted):
-    assert pack_gqa_for(seq_len, group) == wanted
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_are_packed_where_that_saves_tiles(group, seq_len, causal, wanted):
+    assert pack_gqa_for(group, seq_len, 16384, causal, 128, 128) == wanted
 
 
-@given(st.integers(1, 5000), groups, st.sampled_from([64, 128, 192]))
-def test_packed_heads_share_a_key_head_and_never_cost_tiles(seq_len, group, block_m):
-    pack = pack_gqa_for(seq_len, group, block_m)
+@pytest.mark.parametrize(("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 1), (False, 512, 1)])
+def test_heads_are_packed_where_that_saves_keys(causal, seq_len, wanted):
+    """512 queries: 1, 2, 3 and 4 tiles of 160 keys for 128 of them; one after the other for 16 of them."""
+    assert pack_gqa_for(8, seq_len, seq_len, causal, 128, 160) == wanted
+
+
+@given(st.integers(1, 300), st.integers(0, 500), st.booleans(), st.integers(1, 200), st.integers(1, 200))
+def test_visited_tiles(seq_len, seq_len_kv, causal, queries, block_n):
+    """Those with a key that a query of the tile sees, and at least one, in which nothing is seen."""
+    wanted = 0
+    for first in range(0, seq_len, queries):
+        last = min(first + queries, seq_len) - 1
+        keys = [key for key in range(seq_len_kv) if not causal or key <= last + seq_len_kv - seq_len]
+        wanted += max(1, len({key // block_n for key in keys}))
+    assert visited(seq_len, seq_len_kv, causal, queries, block_n) == wanted
+
+
+@given(groups, st.integers(1, 3000), st.integers(0, 3000), st.booleans(), st.sampled_from([64, 128, 192]))
+def test_packed_heads_share_a_key_head_and_never_cost_tiles(group, seq_len, seq_len_kv, causal, block_m):
+    pack = pack_gqa_for(group, seq_len, seq_len_kv, causal, block_m, 128)
     assert pack in PACKS and group % pack == 0
-    assert -(-seq_len * pack // block_m) * (group // pack) <= -(-seq_len // block_m) * group
+    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, pack))
+    assert packed <= plain * pack
 
 
 def test_packs_that_no_tile_holds_are_refused():
@@ -94,8 +117,9 @@ def test_decode_builds_fill_shared_memory(dims, causal):
     room = target("sm_90a").shared_bytes
     _, k, v = options.tiles
     assert options.tile_bytes + 2048 <= room
-    assert options.stages == 6 or options.tile_bytes + 2048 + k.bytes + v.bytes > room
-    assert options.stages >= 2 and options.consumers == 1 and not options.ping_pong
+    assert options.tile_bytes + 2048 + k.bytes + v.bytes > room
+    assert options.stages >= 2 and options.q_stages == 2
+    assert options.consumers == 1 and not options.ping_pong
     assert (options.causal, options.pack_gqa, options.queries) == (causal, 8, 8)
 
 
@@ -148,6 +172,14 @@ def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
     assert replace(options, pack_gqa=1) in {options_of(row) for row in TILES if row[:3] == (128, 128, True)}
 
 
+def test_packed_sequences_are_judged_by_their_mean_length():
+    """A long one among 63 of one query."""
+    mixed = request(seq_len=2048, batch=64, features=("packed",))
+    options, _ = build_for(mixed, UNITS, (33, 4096))
+    assert (options.pack_gqa, options.consumers) == (8, 2)
+    assert build_for(mixed, UNITS, (2048, 4096))[0].pack_gqa == 1
+
+
 def test_long_sequences_are_served_as_before():
     options, splits = build_for(request(seq_len=4096), UNITS)
     assert options == options_of((128, 128, True, 2, None)) and splits == 1
@@ -156,6 +188,24 @@ def test_long_sequences_are_served_as_before():
 def test_a_section_counts_packed_sets():
     whole, packed = (section_for(request(batch=16, seq_len_kv=32), 128, pack) for pack in (1, 8))
     assert (whole, packed) == (16 * 64, 16 * 8)
+
+
+def test_packed_heads_are_bound(monkeypatch):
+    """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
+    maps, bound = [], []
+    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tensor.shape, box)))
+    monkeypatch.setattr(flash_attn_sm90, "bind", lambda *arguments: bound.append(arguments))
+    monkeypatch.setattr(flash_attn_sm90, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
+    counters = SimpleNamespace(example=None, address=None)
+    monkeypatch.setattr(flash_attn_sm90, "counters_of", lambda device: counters)
+    q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
+    flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
+    ((_, grid, threads, arguments, statics, _),) = bound
+    options = statics["options"]
+    assert (options.pack_gqa, options.consumers) == (8, 1)
+    assert maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
+    assert (grid, threads) == (2 * 6 * 2, 256)  # 2 sequences of 6 sets of 72 rows
+    assert arguments[-4:-2] == (300, 3)
 
 
 PACK, FIRST = 4, 2  # heads 8 to 11 of 12
