@@ -34,6 +34,7 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "seqused": ("lengths in use (seqused_q, seqused_kv)", "cut the sequences, or pack them with cu_seqlens"),
     "cache_leftpad": ("padding at the left (cache_leftpad)", "cut it off k and v, or pack sequences with cu_seqlens"),
     "kv_batch_idx": ("entries of a cache (kv_batch_idx)", "pass k[kv_batch_idx] and v[kv_batch_idx]"),
+    "paged": ("keys in pages (block_table)", "gather a sequence's pages into k and v"),
     "window": ("sliding windows (window_size)", "a mask_mod gives the same result"),
     "softcap": ("softcap", "a score_mod gives the same result"),
     "alibi": ("ALiBi (alibi_slopes)", "a score_mod gives the same result"),
@@ -49,9 +50,10 @@ class Tensors(NamedTuple):
     """The tensors of a call, in the order in which kernels take them; None where the call has none.
 
     Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
-    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. v and out may have another D than q
-    and k. `debug_counts`: (2,) float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and
-    numbers of the request's `asked` features, then auxiliary tensors.
+    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. With pages, either form's q, out and
+    lse, and k, v (pages, page_size, Hkv, D). v and out may have another D than q and k. `debug_counts`: (2,)
+    float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and numbers of the request's
+    `asked` features, then auxiliary tensors.
     """
 
     q: torch.Tensor
@@ -74,7 +76,7 @@ class Request:
     counts sequences; `cross_seqlen`: queries and keys of a sequence may differ in number. `num_kv_splits` 0 leaves
     the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
-    two; `q_pitch`: of q and out.
+    two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
     `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of v and out,
     None when it is `head_dim`. `asked`: what the operands are.
     """
@@ -95,6 +97,7 @@ class Request:
     kv_alignment: int = 16
     q_pitch: int = 0
     kv_pitch: int = 0
+    page_size: int | None = None
     features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim_v: int | None = None

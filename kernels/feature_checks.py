@@ -17,6 +17,7 @@ from kernels.argument_checks import check_last_stride, check_tensor, fail
 from kernels.features import OPERANDS, Features, Mod
 
 NO_WINDOW = (-1, -1)
+MIN_PAGE = 16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
 # keyword arguments by the name under which `kernels.dispatch.FEATURES` has them
@@ -24,6 +25,7 @@ NAMES = {
     "seqused": ("seqused_q", "seqused_kv"),
     "cache_leftpad": ("cache_leftpad",),
     "kv_batch_idx": ("kv_batch_idx",),
+    "paged": ("block_table",),
     "window": ("window_left", "window_right"),
     "softcap": ("softcap",),
     "alibi": ("alibi_slopes",),
@@ -62,6 +64,35 @@ def _check_counts(name: str, value: Any, batch: int, device: torch.device) -> No
             f"{name} must hold {batch} contiguous int32 numbers on {device}, got shape {tuple(value.shape)}, dtype "
             f"{value.dtype} on {value.device}"
         )
+
+
+def _check_block_table(table: Any, k: torch.Tensor, batch: int, options: Mapping[str, Any]) -> None:
+    if table.shape[0] != batch:
+        fail(f"block_table must have a row for each of {batch} sequences, got shape {tuple(table.shape)}")
+    if options["seqused_kv"] is None and options["cu_seqlens_kv"] is None:
+        fail("block_table needs the sequences' lengths: pass seqused_kv, (B,) int32")
+    if options["cu_seqlens_kv"] is not None and options["cu_seqlens_q"] is None:
+        fail("cu_seqlens_kv with block_table is for packed queries (cu_seqlens_q); pass seqused_kv, (B,) int32")
+    for name, instead in (
+        ("cache_leftpad", "pages that start with a sequence's first key"),
+        ("kv_batch_idx", "block_table[kv_batch_idx]"),
+    ):
+        if options[name] is not None:
+            fail(f"{name} does not go with block_table; pass {instead}")
+    size = k.shape[1]
+    if size < MIN_PAGE or size & (size - 1):
+        fail(f"pages of k and v must have a power of two of at least {MIN_PAGE} keys, got {size}")
+
+
+def check_table(table: Any, device: torch.device) -> None:
+    """It is a table of pages: (B, pages of a sequence) int32, each row contiguous."""
+    check_tensor("block_table", table)
+    if table.dim() != 2 or table.dtype != torch.int32 or table.device != device:
+        fail(
+            f"block_table must be (B, pages of a sequence) int32 on {device}, got shape {tuple(table.shape)}, dtype "
+            f"{table.dtype} on {table.device}"
+        )
+    check_last_stride("block_table", table)
 
 
 def _check_floats(name: str, value: Any, device: torch.device) -> None:
@@ -135,19 +166,25 @@ def check_features(
         if options[name] is not None:
             _check_counts(name, options[name], batch, device)
             found[name] = options[name]
+    keys = k.shape[1]
+    if (table := options["block_table"]) is not None:
+        _check_block_table(table, k, batch, options)
+        found["block_table"] = table
+        keys *= table.shape[1]
     for name in ("cache_leftpad", "kv_batch_idx"):
         if name in found and packed:
             fail(f"{name} is for (B, S, Hkv, D) keys; packed ones have cu_seqlens_kv and seqused_kv")
     if options["alibi_slopes"] is not None:
         found["alibi_slopes"] = _slopes(options["alibi_slopes"], batch, heads, device)
     if options["bias"] is not None:
-        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], k.shape[1]), packed, device)
+        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], keys), packed, device)
     if options["sink"] is not None:
         found["sink"] = _sink(options["sink"], heads, device)
     score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
     asked = Features(names, score_mod, mask_mod)
-    wanted = [feature for feature, operands in NAMES.items() if any(name in names for name in operands)]
+    told = [name for name in names if name != "seqused_kv" or "block_table" not in found]  # pages imply lengths
+    wanted = [feature for feature, operands in NAMES.items() if any(name in told for name in operands)]
     wanted += [name for name in ("score_mod", "mask_mod") if getattr(asked, name) is not None]
     return asked, (*(found[name] for name in names), *aux), tuple(wanted)

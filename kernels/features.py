@@ -31,6 +31,7 @@ OPERANDS = (
     "seqused_kv",
     "cache_leftpad",
     "kv_batch_idx",
+    "block_table",
     "window_left",
     "window_right",
     "softcap",

@@ -50,7 +50,8 @@ class GenericOptions:
     at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
     `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
     computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
-    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are.
+    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are; `page_size`: of keys in
+    pages.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -72,6 +73,7 @@ class GenericOptions:
     overlap: bool = False
     lazy: bool = False
     features: Features = NO_FEATURES
+    page_size: int | None = None
 
     def __post_init__(self):
         for name in ("head_dim", "head_dim_v"):
@@ -89,6 +91,8 @@ class GenericOptions:
             raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
         if self.overlap and self.stages < 2:
             raise ShapeError(f"overlap needs two stages or more, not {self.stages}")
+        if (self.page_size is None) == ("block_table" in self.features.operands):
+            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.queries == "shared" and not self.asynchronous:
             raise ShapeError("queries in shared memory need asynchronous copies: two stages or more, or alternate")
 
@@ -133,6 +137,7 @@ def flash_attn_generic(
         block_m=options.block_m,
         block_n=options.block_n,
         given=given,
+        page_size=options.page_size,
     )
     with work.if_any_row():
         output, softmax, rows = _attend(work, scale_log2, given, options)
@@ -254,6 +259,7 @@ def options_for(
     tuning: Mapping[str, Any] | None = None,
     head_dim_v: int | None = None,
     features: Features = NO_FEATURES,
+    page_size: int | None = None,
 ) -> GenericOptions:
     """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
 
@@ -271,9 +277,8 @@ def options_for(
         tiles = dict(UNALIGNED_TILES[dim])
     if "waves_per_eu" in tuning:
         tiles["waves_per_eu"] = tuning["waves_per_eu"]
-    return GenericOptions(
-        head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), features=features, **tiles
-    )
+    tiles["daz"] = bool(tuning.get("daz"))
+    return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, features=features, page_size=page_size, **tiles)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -293,6 +298,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.tuning,
         request.head_dim_v,
         request.asked,
+        request.page_size,
     )
     return bind_forward(
         flash_attn_generic,

@@ -92,6 +92,7 @@ def flydsl_flash_attn_func(
     seqused_kv: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     kv_batch_idx: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
     waves_per_eu: int | None = None,
     daz: bool | None = None,
     dualwave_swp_lazy_rescale: bool | None = None,
@@ -140,6 +141,11 @@ def flydsl_flash_attn_func(
         seqused_q, seqused_kv: (B,) int32, how many of each sequence's tokens count; others have no output.
         cache_leftpad: (B,) int32, how many of the tokens that count are left out at the start of k and v.
         kv_batch_idx: (B,) int32, the batch entry of k and v for each sequence; they may have any batch then.
+        block_table: keys and values in pages: (B, pages of a sequence) int32 on q's device, and k and v are (pages,
+            page_size, Hkv, D), page_size a power of two from 16 on. The keys of sequence b are rows 0 to
+            seqused_kv[b] of the pages block_table[b], in order. Needs seqused_kv, or with packed queries
+            cu_seqlens_kv, whose differences are lengths then. Table entries behind a length's pages are not
+            used. max_seqlen_kv may be given, for the choice of splits.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
         dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
             all on by default; another kernel refuses them.
@@ -173,10 +179,11 @@ def flydsl_flash_attn_func(
         operands: tuple[Any, ...] = ()
         if not (
             alibi_slopes is bias is sink is score_mod is mask_mod is seqused_q is seqused_kv is cache_leftpad
-            is kv_batch_idx is None
+            is kv_batch_idx is block_table is None
             and softcap == 0.0 and window_size == NO_WINDOW and not aux_tensors
         ):  # fmt: skip
-            operands = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, alibi_slopes, bias, sink, *aux_tensors)
+            placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
+            operands = (*placed, alibi_slopes, bias, sink, *aux_tensors)
             functions = tuple(None if mod is None else Mod.of(mod) for mod in (score_mod, mask_mod))
             geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
             key = (*key, tuple(window_size), softcap, *functions, *geometry)
@@ -215,6 +222,7 @@ def flydsl_flash_attn_func(
             "seqused_kv": seqused_kv,
             "cache_leftpad": cache_leftpad,
             "kv_batch_idx": kv_batch_idx,
+            "block_table": block_table,
         }
         call = check_call(q, k, v, causal, out, options)
         kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
