@@ -185,19 +185,15 @@ def add_packing(
     """Add to `options` what says where sequences are: packed keys, or pages with lengths of their own.
 
     Raises:
-        ArgumentError: neither or both of two things that say the same.
+        ArgumentError: two tables of pages.
     """
     pages = one_of(function, "block_table", block_table, options)
     options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_k}
-    if pages is None:
-        options["cu_seqlens_kv"] = cu_seqlens_k
-        return
-    options["block_table"] = pages
-    if "seqused_kv" in options:
-        return  # pages are not one behind the other, so that offsets into them say no more than lengths do
-    if cu_seqlens_k is None:
-        raise ArgumentError(f"{function}: pages need the sequences' lengths: pass seqused_k or cu_seqlens_k")
-    options["seqused_kv"] = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    if pages is not None:
+        options["block_table"] = pages
+        if "seqused_kv" in options:
+            return  # pages are not one behind the other: offsets of keys say no more than lengths do
+    options["cu_seqlens_kv"] = cu_seqlens_k
 
 
 def check_rank_4(function: str, **tensors: Any) -> None:

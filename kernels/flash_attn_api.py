@@ -323,6 +323,8 @@ def flash_attn_with_kvcache(
     options["num_kv_splits"] = num_splits
     if (pages := one_of(name, "block_table", block_table, options)) is not None:
         options["block_table"] = pages
+        if cache_seqlens is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
+            cache_seqlens = pages.shape[1] * k_cache.shape[1]
     elif cache_batch_idx is None:  # the first entries are the sequences' own
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     if isinstance(cache_seqlens, int):

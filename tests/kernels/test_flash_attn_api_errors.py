@@ -108,7 +108,7 @@ MISTAKES = {
         varlen,
         {"k": PAGES, "v": PAGES, "block_table": TABLE, "cu_seqlens_k": None},
         VALUE,
-        "flash_attn_varlen_func: pages need the sequences' lengths: pass seqused_k or cu_seqlens_k",
+        "block_table needs the sequences' lengths: pass seqused_kv",
     ),
     "q of a cache is None": (
         cached,
@@ -145,6 +145,24 @@ MISTAKES = {
         },
         VALUE,
         "cache_batch_idx is not for pages",
+    ),
+    "left padding of pages": (
+        cached,
+        {
+            "k_cache": PAGES,
+            "v_cache": PAGES,
+            "cache_seqlens": 1,
+            "block_table": TABLE,
+            "cache_leftpad": int32(0, 1),
+        },
+        VALUE,
+        "cache_leftpad does not go with block_table",
+    ),
+    "pages of 24 keys": (
+        cached,
+        {"k_cache": tensor(4, 24, 2, 32), "v_cache": tensor(4, 24, 2, 32), "block_table": TABLE},
+        VALUE,
+        "pages of k and v must have a power of two of at least 16 keys, got 24",
     ),
     "dropout of a cache": (cached, {"dropout_p": 0.1}, TYPE, "unexpected keyword argument 'dropout_p'"),
     "vllm: no lengths": (

@@ -15,18 +15,18 @@ ENTRIES, LENGTH, KV_HEADS, HEADS, DIM = 3, 24, 2, 4, 32
 
 
 @pytest.fixture(autouse=True)
-def inference():
+def inference(record_property):
+    seed = secrets.randbits(31)
+    record_property("seed", seed)
+    torch.manual_seed(seed)
+    print(f"seed {seed}")
     with torch.no_grad():
         yield
 
 
 @pytest.fixture
-def caches(record_property):
+def caches():
     """(q (2, 3, H, D), k_cache, v_cache) of random numbers."""
-    seed = secrets.randbits(31)
-    record_property("seed", seed)
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
     return random(2, 3, HEADS, DIM), *(random(ENTRIES, LENGTH, KV_HEADS, DIM) for _ in range(2))
 
 
@@ -164,3 +164,37 @@ def test_queries_and_new_keys_are_rotated(caches, interleaved, causal, window_si
     torch.testing.assert_close(k, k_after, rtol=2**-7, atol=1e-6)
     options = {"causal": causal, "window_size": window_size, "keys": [(0, 8), (0, 20)]}
     right(result, dense(turned_q, k[:2], v[:2], **options))
+
+
+def paged(cache, size, order):
+    """(pages, block_table) of the first two entries of a cache, and pages that are not theirs; `order` of pages."""
+    each = cache.shape[1] // size
+    pages = torch.randn(len(order) + 2, size, *cache.shape[2:]).bfloat16()
+    table = torch.tensor(order, dtype=torch.int32).view(2, each)
+    pages[table.long().flatten()] = cache[:2].unflatten(1, (each, size)).flatten(0, 1)
+    return pages, table
+
+
+@pytest.mark.parametrize("lengths", [(32, 17), None], ids=["lengths", "all"])
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+def test_pages(lengths, name):
+    q, k, v = random(2, 3, HEADS, DIM), random(2, 32, KV_HEADS, DIM), random(2, 32, KV_HEADS, DIM)
+    (k_pages, table), (v_pages, _) = (paged(cache, 16, [4, 1, 0, 5]) for cache in (k, v))
+    given = lengths and int32(*lengths)
+    result = flash_attn_with_kvcache(
+        q, k_pages, v_pages, cache_seqlens=given, causal=True, return_softmax_lse=True, **{name: table}
+    )
+    right(result, dense(q, k, v, causal=True, keys=[(0, n) for n in lengths or (32, 32)]))
+
+
+def test_new_keys_are_written_into_pages():
+    q, k, v = random(2, 3, HEADS, DIM), random(2, 32, KV_HEADS, DIM), random(2, 32, KV_HEADS, DIM)
+    new_k, new_v = random(2, 3, KV_HEADS, DIM), random(2, 3, KV_HEADS, DIM)
+    (k_pages, table), (v_pages, _) = (paged(cache, 16, [4, 1, 0, 5]) for cache in (k, v))
+    k_after, v_after = appended(k, new_k, (14, 0)), appended(v, new_v, (14, 0))  # one goes over a page's end
+    result = flash_attn_with_kvcache(
+        q, k_pages, v_pages, new_k, new_v, cache_seqlens=int32(14, 0), block_table=table, causal=True
+    )
+    for pages, after in ((k_pages, k_after), (v_pages, v_after)):
+        assert torch.equal(pages[table.long()].flatten(1, 2), after)
+    right(result, dense(q, k_after, v_after, causal=True, keys=[(0, 17), (0, 3)]))

@@ -116,6 +116,24 @@ def test_vllm_packed_keys_into_out(random, head_dim):
     right((out, lse), packed(q, k, v, queries, keys, causal=True, window_size=(4, -1), sink=sink))
 
 
+def test_vllm_pages_of_ragged_lengths(random):
+    lengths, queries = [33, 16, 0, 5], [1, 4, 1, 2]
+    q, k, v = random(8, 4, 32), random(6, 16, 2, 32), random(6, 16, 2, 32)
+    table = int32(5, 0, 3, 2, 77, 77, 77, 77, 77, 1, -1, -1).view(4, 3)  # pages past a length are not read
+    rows = [
+        torch.cat([pages[row.clamp(0, 5).long()].flatten(0, 1)[:n] for row, n in zip(table, lengths)])
+        for pages in (k, v)
+    ]
+    out = torch.empty_like(q)
+    result, lse = vllm.flash_attn_varlen_func(
+        q, k, v, 4, int32(0, 1, 5, 6, 8), 48, seqused_k=int32(*lengths), block_table=table, causal=True, out=out,
+        return_softmax_lse=True, num_splits=2,
+    )  # fmt: skip
+    assert result.data_ptr() == out.data_ptr()
+    right((out, lse), packed(q, *rows, queries, lengths, causal=True))
+    assert not out[5].any() and (lse[:, 5] == -torch.inf).all()
+
+
 LAYER = SimpleNamespace(is_causal=True)
 
 

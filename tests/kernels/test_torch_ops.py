@@ -62,6 +62,12 @@ CALLS = {
     "lse": ("flash_attn", QKV, (False,), {"return_lse": True, "softmax_scale": 0.3, "num_kv_splits": 2}),
     "packed": ("flash_attn", ROWS, (True,), OFFSETS | {"return_lse": True}),
     "window": ("flash_attn", QKV, (False,), {"window_size": [3, 1], "softcap": 9.0, "seqused_kv": (9, 4)}),
+    "pages": (
+        "flash_attn",
+        [(8, 4, 32), (4, 16, 2, 32), (4, 16, 2, 32)],
+        (True,),
+        {"cu_seqlens_q": (0, 3, 8), "max_seqlen_q": 5, "seqused_kv": (20, 3), "block_table": ((2, 0), (1, 3))},
+    ),
     "out": ("flash_attn_out", [*QKV, QKV[0]], (True,), {"return_lse": True}),
     "out of packed": ("flash_attn_out", [*ROWS, ROWS[0]], (True,), OFFSETS),
 }
