@@ -196,8 +196,8 @@ def add_packing(
     options["cu_seqlens_kv"] = cu_seqlens_k
 
 
-def check_rank_4(function: str, **tensors: Any) -> None:
-    """They are tensors of four dimensions.
+def check_cache(function: str, **tensors: Any) -> None:
+    """q, k_cache and v_cache are tensors of four dimensions, and the caches can be used without a copy.
 
     Raises:
         ArgumentTypeError, ArgumentError: one is not.
@@ -207,6 +207,15 @@ def check_rank_4(function: str, **tensors: Any) -> None:
             raise ArgumentTypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ArgumentError(f"{function}: {name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
+        if name != "q" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ArgumentError(
+                f"{function}: {name}'s last dimension must be contiguous (stride 1), got strides {tensor.stride()}"
+            )
+
+
+def with_rows(tensor: Any) -> Any:
+    """A tensor whose last stride is 1, copied where it is not; anything else as it is."""
+    return tensor.contiguous() if isinstance(tensor, torch.Tensor) and tensor.stride(-1) != 1 else tensor
 
 
 def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
@@ -234,7 +243,7 @@ def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     missing = head_dim - tensor.size(-1)
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return with_rows(tensor)
 
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:

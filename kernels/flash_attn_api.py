@@ -38,10 +38,11 @@ from kernels.api_options import (
     Extras,
     add_packing,
     attend,
-    check_rank_4,
+    check_cache,
     one_of,
     options_of,
     parts_of,
+    with_rows,
 )
 from kernels.kv_cache_checks import check_length
 from kernels.torch_ops import append
@@ -308,7 +309,7 @@ def flash_attn_with_kvcache(
     is raised: see the module.
     """
     name = "flash_attn_with_kvcache"
-    check_rank_4(name, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_cache(name, q=q, k_cache=k_cache, v_cache=v_cache)
     options = options_of(
         name,
         CACHE,
@@ -332,11 +333,11 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if any(tensor is not None for tensor in (k, v, rotary_cos, rotary_sin)):
         q = append(
-            q,
+            with_rows(q),
             k_cache,
             v_cache,
-            k,
-            v,
+            with_rows(k),
+            with_rows(v),
             rotary_cos,
             rotary_sin,
             cache_seqlens,

@@ -122,6 +122,12 @@ MISTAKES = {
         VALUE,
         "v_cache must have 4 dimensions, got shape",
     ),
+    "a cache by columns": (
+        cached,
+        {"k_cache": tensor(2, 8, 32, 2).transpose(2, 3)},
+        VALUE,
+        "k_cache's last dimension must be contiguous (stride 1), got strides (512, 64, 1, 2)",
+    ),
     "negative length": (cached, {"cache_seqlens": -1}, VALUE, "cache_seqlens must be from 0 to 2147483647, got -1"),
     "length is True": (cached, {"cache_seqlens": True}, TYPE, "cache_seqlens must be an int, got True"),
     "k without v": (cached, {"k": K, "cache_seqlens": 1}, VALUE, "k and v go together, got only k"),

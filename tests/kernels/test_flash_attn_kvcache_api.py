@@ -133,6 +133,15 @@ def test_new_keys_are_written_and_seen(caches, entries, lengths):
         assert given.tolist() == list(lengths)  # the caller's own stay as they are
 
 
+def test_new_rows_that_are_not_contiguous(caches):
+    q, k, v = caches
+    new_k, new_v, q = (random(2, DIM, heads, 3).permute(0, 3, 2, 1) for heads in (KV_HEADS, KV_HEADS, HEADS))
+    k_after, v_after = appended(k, new_k, (5, 17)), appended(v, new_v, (5, 17))
+    result = flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=int32(5, 17), causal=True)
+    assert torch.equal(k, k_after) and torch.equal(v, v_after)
+    right(result, dense(q, k, v, causal=True, keys=[(0, 8), (0, 20)]))
+
+
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize("causal, window_size", [(True, (-1, -1)), (False, (-1, -1)), (False, (9, 3))])
 def test_queries_and_new_keys_are_rotated(caches, interleaved, causal, window_size):
