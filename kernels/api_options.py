@@ -77,7 +77,7 @@ UNAVAILABLE: Mapping[str, tuple[Any, str]] = {
     "rotary_seqlens": (None, "positions are cache_seqlens: rotate q and k before the call"),
     "score_mod": (None, _MOD),
     "mask_mod": (None, _MOD),
-    "block_sparse_tensors": (None, "flydsl_flash_attn_func takes a block_mask"),
+    "block_sparse_tensors": (None, "pass a mask_mod to flydsl_flash_attn_func"),
     "aux_tensors": (None, _MOD),
 }
 
@@ -143,7 +143,7 @@ def options_of(
         window = window_of(function, window_size, causal)
         if window != (-1, -1):
             options["window_size"] = window
-    if softcap and softcap > 0:  # FlashAttention takes any other number for none
+    if softcap and not (isinstance(softcap, int | float) and softcap < 0):  # FlashAttention takes these for none
         options["softcap"] = softcap
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes

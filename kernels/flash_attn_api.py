@@ -44,6 +44,7 @@ from kernels.api_options import (
     parts_of,
     with_rows,
 )
+from kernels.argument_checks import flag
 from kernels.kv_cache_checks import check_length
 from kernels.torch_ops import append
 
@@ -310,6 +311,7 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     check_cache(name, q=q, k_cache=k_cache, v_cache=v_cache)
+    flag("causal", causal)
     options = options_of(
         name,
         CACHE,
@@ -326,7 +328,7 @@ def flash_attn_with_kvcache(
         options["block_table"] = pages
         if cache_seqlens is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
             cache_seqlens = pages.shape[1] * k_cache.shape[1]
-    elif cache_batch_idx is None:  # the first entries are the sequences' own
+    elif cache_batch_idx is None and k_cache.shape[0] > q.shape[0]:  # the first entries are the sequences' own
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)

@@ -68,6 +68,8 @@ MISTAKES = {
         "window_size must be two ints (left, right), got (1",
     ),
     "window is a number": (dense, {"window_size": 7}, TYPE, "window_size must be two ints (left, right), got 7"),
+    "softcap is a string": (dense, {"softcap": "10"}, TYPE, "softcap must be a Python number, got '10' (str)"),
+    "softcap is no number": (dense, {"softcap": float("nan")}, VALUE, "softcap must be a finite positive number"),
     "unknown keyword": (
         dense,
         {"windows": 1},
@@ -122,6 +124,7 @@ MISTAKES = {
         VALUE,
         "v_cache must have 4 dimensions, got shape",
     ),
+    "causal is a number": (cached, {"causal": 1}, TYPE, "causal must be True or False, got 1"),
     "a cache by columns": (
         cached,
         {"k_cache": tensor(2, 8, 32, 2).transpose(2, 3)},
