@@ -17,6 +17,7 @@ from fly.backends.nvvm.wgmma import PanelTile
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels.dispatch import Request
+from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
@@ -32,7 +33,8 @@ class Sm90Options:
     `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
-    power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa.
+    power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
+    what the operands are.
     """
 
     head_dim: int
@@ -46,6 +48,7 @@ class Sm90Options:
     lazy_rescale: bool = True
     hold: bool = False
     pack_gqa: int = 1
+    features: Features = NO_FEATURES
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:
@@ -182,7 +185,8 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
     before the last tile is done, and as many for keys as there is room for.
     """
-    block_n = 64 if head_dim + head_dim_v > 320 else 128
+    dims = head_dim + head_dim_v
+    block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
     one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
