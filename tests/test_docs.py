@@ -105,7 +105,7 @@ def test_commands_of_the_readme_run(command, capsys):
 @pytest.mark.skipif(find_spec("fly.emulator") is None, reason="needs the emulator (fly.emulator)")
 def test_code_of_the_readme_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     program = tmp_path / "tour.py"
     program.write_text("\n".join(blocks))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
