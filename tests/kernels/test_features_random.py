@@ -90,7 +90,8 @@ def check(case: Case) -> None:
     except Exception as error:
         error.add_note(f"to see it again:\n{program}")
         raise
-    assert report.ok, f"{report}\nto see it again:\n{program}"
+    if not report.ok:
+        raise AssertionError(f"{report}\nto see it again:\n{program}")
 
 
 @st.composite
@@ -181,7 +182,7 @@ def test_a_failure_can_be_pasted(monkeypatch):
     with pytest.raises(AssertionError) as caught:
         check(case)
     monkeypatch.undo()
-    program = str(caught.value).split("to see it again:\n")[1].split("\nassert")[0]
+    program = str(caught.value).split("to see it again:\n")[1]
     found = {}
     exec(program.replace("print(run(", "found = (run("), found)
     assert found["found"] == run(case) and found["found"].ok

@@ -166,3 +166,35 @@ def test_a_fragment_has_tiles():
 
 def test_layouts_are_static_to_loops():
     assert AccumulatorLayout.is_static and MmaAtom.__dataclass_params__.frozen
+
+
+def numbered(source: fly.Tensor, limits: fly.Tensor, out: fly.Tensor, *, layout: AccumulatorLayout):
+    """out = source + limit of the row + 1000 * column, where `map_places` says that an element is."""
+    lane = fly.lane_of(layout.atom.lanes)
+    row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
+    layouts = list(zip(layout.value_rows, layout.value_columns, strict=True))
+
+    def places(r: int, c: int) -> list[tuple[fly.Value, fly.Value]]:
+        return [(row0 + (r * layout.rows + i), column0 + (c * layout.columns + j)) for i, j in layouts]
+
+    start = fly.Fragment.zeros(layout, ROW_TILES, COLUMN_TILES)
+    fragment = start.map(lambda t, r, c: fly.from_elements([source.load(*place) for place in places(r, c)]))
+    rows = start.row_max().rows().map(lambda row: limits.load(row))
+    result = fragment.map_places(rows, lambda tile, row, column: tile + (row + column * 1000).to(fly.f32))
+    for r, tiles in enumerate(result.tiles):
+        for c, tile in enumerate(tiles):
+            for value, place in zip(tile, places(r, c), strict=True):
+                out.store(value, *place)
+
+
+@EVERY_LAYOUT
+def test_map_places_tells_rows_and_columns(arch, layout):
+    shape = rows, columns = ROW_TILES * layout.rows, COLUMN_TILES * layout.columns
+    random = np.random.default_rng(0)
+    source = random.integers(-99, 99, shape).astype(np.float32)
+    limits = random.integers(-99, 99, rows).astype(np.int32)
+    out = np.zeros_like(source)
+    specs = (matrix("f32", 2), matrix("i32"), matrix("f32", 2))
+    module = trace(numbered, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
+    Machine(Program(module, target(arch)))(flat(source, limits, out))
+    np.testing.assert_array_equal(out, source + limits[:, None] + 1000 * np.arange(columns))
