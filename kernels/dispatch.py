@@ -297,7 +297,7 @@ def choose(arch: str, request: Request) -> Kernel:
         if forced:
             raise UnsupportedError(
                 f"{config.KERNEL.name}={forced}: the {forced} kernel {why}; unset {config.KERNEL.name}, and "
-                "flash attention chooses its kernel"
+                f"flash attention chooses its kernel for target {arch}"
             )
         if arch in kernel.archs:
             refusals[kernel.name] = why
