@@ -207,7 +207,10 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
-        features=("packed", "split_kv", "paged"),
+        features=(
+            *("packed", "split_kv", "paged", "seqused", "cache_leftpad", "kv_batch_idx", "window", "softcap", "alibi"),
+            *("bias", "sink", "score_mod", "mask_mod"),
+        ),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16),),

@@ -114,6 +114,11 @@ class Features:
         return self.score_mod is not None or any(name in self.operands for name in SCORE_OPERANDS)
 
     @property
+    def elementwise(self) -> bool:
+        """Whether there is code for every score alone."""
+        return self.score_mod is not None or self.mask_mod is not None or "bias" in self.operands
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands

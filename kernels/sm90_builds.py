@@ -165,12 +165,19 @@ def _plain_build_for(request: Request, units: int, typical: tuple[int, int] | No
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return options, request.num_kv_splits or automatic
+        return with_features(options, request.asked), request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return replace(options_of(key), pack_gqa=pack), splits
+    return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
 
 
+def with_features(options: Sm90Options, features: Features) -> Sm90Options:
+    """The build with features: smaller tiles where what is computed for every score alone needs registers."""
+    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if features.elementwise else options.block_n
+    return replace(options, features=features, block_n=block_n)
+
+
+_ELEMENTWISE_KEYS = 64
 _MANY = 1 << 20  # query rows that fill any device
 
 
