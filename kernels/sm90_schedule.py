@@ -85,17 +85,10 @@ class Schedule:
         """Whether sequences have lengths of their own."""
         return self.packed or self.cut_keys
 
-    @property
-    def page_count(self) -> int:
-        """How many pages a key tile's rows are in; 0 without pages."""
-        return 0 if self.page_size is None else max(1, self.block_n // self.page_size)
-
     def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
-        """The pages that key tile j's rows are in, in order; the last one again behind it. None without pages."""
-        if self.page_size is None:
-            return ()
+        """The pages that key tile j's rows are in, in order; for rows past the end the last one's."""
         table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
-        rows = (j * self.block_n + i * self.page_size for i in range(self.page_count))
+        rows = (j * self.block_n + i for i in range(0, self.block_n, self.page_size))
         return tuple(table.load(work.batch, fly.minimum(row, last) // self.page_size) for row in rows)
 
     def _paged_keys(self, batch: fly.Value) -> fly.Value:
