@@ -49,7 +49,6 @@ from kernels.tile_counters import counters_of
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
 Slope = fly.Value | fly.RowVector | None  # ALiBi's
-Pages = tuple[fly.Value, ...]  # of a key tile, in order; empty where keys are not in pages
 
 
 @dataclass(frozen=True)
@@ -164,54 +163,51 @@ class Producer:
         schedule, board, bounded = self.schedule, self.buffers.board, self.schedule.bounded
         work = schedule.find(fly.block_id.x)
         board_at = board.publish(Position.start(), work, bounded)
-        q_at, k_at, pages = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at, pages)
-        for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        q_at, k_at = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at)
+        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             number = schedule.take()  # early: it is needed only after the loads
             rest = work.last_tile - work.first_tile
-            for i, (k_at_, v_at_, above) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
+            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
                 j = work.last_tile - 1 - i
-                below = schedule.pages(work, j)  # before the wait for a slot, so that they arrive meanwhile
-                k_at_ = self._load_k(k_at_, work, j, below)
-                loop.next(k_at_, self._load_v(v_at_, work, j + 1, above), below)
-            k_at, v_at, pages = loop.results
+                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
+            k_at, v_at = loop.results
             following = schedule.find(number)
             board_at = board.publish(board_at, following, bounded)
             # a tile's first K comes before the last V of the tile before
-            q_at, k_at, first_pages = self._open(following, q_at, k_at)
-            v_at = self._load_v(v_at, work, work.first_tile, pages)
-            tiles.next(following, q_at, k_at, v_at, board_at, first_pages)
+            q_at, k_at = self._open(following, q_at, k_at)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
         schedule.finish()
 
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position, Pages]:
-        """Start on a tile, if it is one: its Q, and the last of its K tiles, whose pages are given too."""
-
-        def opened() -> tuple[Position, Position, Pages]:
-            pages = self.schedule.pages(work, work.last_tile - 1)
-            return self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1, pages), pages
-
-        none = (fly.i32(0),) * self.schedule.page_count
-        return fly.cond(work.exists, opened, lambda: (q_at, k_at, none))
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
+        return fly.cond(
+            work.exists,
+            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
+            lambda: (q_at, k_at),
+        )
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
         place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
         return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
 
-    def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
-        places = self._keys(work, j, pages)
+    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
+        places = self._keys(work, j)
         return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places)
 
-    def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
-        places = self._keys(work, j, pages)
+    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+        places = self._keys(work, j)
         return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
 
-    def _keys(self, work: Work, j: Any, pages: Pages) -> list[tuple[Any, ...]]:
+    def _keys(self, work: Work, j: Any) -> list[tuple[Any, ...]]:
         """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
         schedule = self.schedule
         row, head = work.k_first + j * schedule.block_n, work.head // self.group
         if schedule.page_size is None:
             return [(work.entry, row, head)]
+        # loaded before the wait for a slot, so that they arrive meanwhile; for V again, which holds fewer registers
+        pages = schedule.pages(work, j)
         inside = row % schedule.page_size if len(pages) == 1 else 0
         return [(page, inside, head) for page in pages]
 

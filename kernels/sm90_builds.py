@@ -58,6 +58,8 @@ class Sm90Options:
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
+        if self.page_size is not None and self.consumers == 3:
+            raise ShapeError("consumers is 3; expected 1 or 2 with keys in pages, whose producer takes registers")
         if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
 
@@ -104,6 +106,8 @@ class Sm90Options:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
+        if self.page_size is not None:  # the producer holds the pages of a key tile
+            return {1: (96, 256), 2: (72, 216)}[self.consumers]
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
@@ -150,7 +154,7 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
     options, splits = _plain_build_for(request, units, typical)
     if request.page_size is not None:
         # a power of two, so that tiles divide into pages, or pages into tiles
-        options = replace(options, block_n=1 << options.block_n.bit_length() - 1)
+        options = replace(options, consumers=min(2, options.consumers), block_n=1 << options.block_n.bit_length() - 1)
     return replace(options, features=request.asked, page_size=request.page_size), splits
 
 

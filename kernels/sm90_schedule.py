@@ -95,17 +95,10 @@ class Schedule:
         """Whether a sequence's keys may end before their tensor does."""
         return self.packed or self.page_size is not None or self.given.get("seqused_kv") is not None
 
-    @property
-    def page_count(self) -> int:
-        """How many pages a key tile's rows are in; 0 without pages."""
-        return 0 if self.page_size is None else max(1, self.block_n // self.page_size)
-
     def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
-        """The pages that key tile j's rows are in, in order; the last one again behind it. None without pages."""
-        if self.page_size is None:
-            return ()
+        """The pages that key tile j's rows are in, in order; for rows past the end the last one's."""
         table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
-        rows = (j * self.block_n + i * self.page_size for i in range(self.page_count))
+        rows = (j * self.block_n + i for i in range(0, self.block_n, self.page_size))
         return tuple(table.load(work.batch, fly.minimum(row, last) // self.page_size) for row in rows)
 
     @property
