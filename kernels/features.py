@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import fly
@@ -92,6 +92,11 @@ class Features:
         return self.score_mod is not None or any(name in self.operands for name in SCORE_OPERANDS)
 
     @property
+    def per_score(self) -> bool:
+        """Whether every tile of scores takes code of its own."""
+        return self.modifies or self.mask_mod is not None
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands
@@ -140,10 +145,18 @@ class Given:
         sink = self.get("sink")
         return None if sink is None or place.split else sink.load(place.head).to(fly.f32)
 
+    def at(self, place: Place) -> Given:
+        """With what is one number in the whole block loaded, so that no tile loads it again."""
+        slopes = self.get("alibi_slopes")
+        if slopes is None:
+            return self
+        slope = slopes.load(place.batch, place.head).to(fly.f32)
+        return replace(self, operands={**self.operands, "alibi_slopes": slope})
+
     def modify(
         self, scores: fly.Fragment, scale_log2: fly.Value, rows: fly.RowVector, first_key: Any, place: Place
     ) -> fly.Fragment:
-        """Raw scores as the softmax takes them (see `scale`), not masked.
+        """Raw scores as the softmax takes them (see `scale`), not masked; of a `Given` that is `at` the place.
 
         `rows`: query indices; columns start at `first_key`.
         """
@@ -155,8 +168,8 @@ class Given:
             scores = scores.map(lambda tile, r, c: fly.tanh(tile * inverse) * cap)
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
-        if (slopes := self.get("alibi_slopes")) is not None:
-            scores = _alibi(scores, slopes.load(place.batch, place.head).to(fly.f32), rows, first_key, place.keys)
+        if (slope := self.get("alibi_slopes")) is not None:
+            scores = _alibi(scores, slope, rows, first_key, place.keys)
         if (bias := self.get("bias")) is not None:
 
             def add_bias(score: Any, query: Any, key: Any) -> Any:
@@ -206,13 +219,13 @@ class Aux:
 def _alibi(
     scores: fly.Fragment, slope: fly.Value, rows: fly.RowVector, first_key: Any, keys: KeyRange
 ) -> fly.Fragment:
-    positions = rows.map(lambda row: row + (keys.keys - keys.queries) - first_key)
+    first_distance = rows.map(lambda row: first_key - (row + (keys.keys - keys.queries)))
     factor = -slope
 
-    def lower(score: fly.Value, position: fly.Value, column: fly.Value) -> fly.Value:
-        return fly.fma(fly.absolute((column - position).to(fly.f32)), factor, score)
+    def lower(score: fly.Value, row: fly.Value, distance: fly.Value) -> fly.Value:
+        return fly.fma(fly.absolute(distance.to(fly.f32)), factor, score)
 
-    return scores.map_places(positions, lower)
+    return scores.map_places(rows, lower, first_distance)
 
 
 def _each(
@@ -226,10 +239,10 @@ def _each(
     queries = rows.map(lambda row: fly.minimum(row, last_row))
 
     def elements(tile: fly.Value, query: fly.Value, column: fly.Value) -> fly.Value:
-        key = fly.minimum(column + first_key, last_key)
+        key = fly.minimum(column, last_key)
         return fly.from_elements([function(tile[i], query[i], key[i]) for i in range(tile.length)])
 
-    return scores.map_places(queries, elements)
+    return scores.map_places(queries, elements, first_key)
 
 
 def _f32(value: Any, mod: Mod) -> fly.Value:

@@ -227,19 +227,29 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
-    def map_places(self, rows: RowVector, function: Callable[[Value, Value, Value], Value]) -> Fragment:
+    def map_places(
+        self,
+        rows: RowVector,
+        function: Callable[[Value, Value, Value], Value],
+        first_column: Value | int | RowVector = 0,
+    ) -> Fragment:
         """`function(elements, rows, columns)` on every tile's vectors.
 
-        `rows` has an i32 for each row; its elements come spread over the tile. Columns are i32, counted from the
-        fragment's first.
+        `rows` has an i32 for each row; its elements come spread over the tile. Columns are i32, of which the
+        fragment's first is `first_column`; a row vector has one for each row.
         """
         layout = self.layout
-        lane_column = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)), layout.values)
-        spread = [self.spread(rows, r) for r in range(len(self.tiles))]
+        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
+        if not isinstance(first_column, RowVector):
+            first_column = rows.map(lambda row, first=first_column: lane_column + first)
+        else:
+            first_column = first_column.map(lambda first: lane_column + first)
+        # one sum a row, then constants: a loop over columns has nothing here to keep in registers from turn to turn
+        spread, first = ([self.spread(v, r) for r in range(len(self.tiles))] for v in (rows, first_column))
 
         def at(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return function(tile, spread[r], columns + lane_column)
+            return function(tile, spread[r], columns + first[r])
 
         return self.map(at)
 
