@@ -43,7 +43,6 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
     "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
 }
-LENGTHS = ("seqused", "cache_leftpad", "kv_batch_idx")
 EVERY_FEATURE = tuple(name for name in FEATURES if name != "debug_counts")
 
 
@@ -195,7 +194,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=("packed", "split_kv", "debug_counts", *LENGTHS, "window", "sink"),
+        features=tuple(FEATURES),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(aligned(4), keys_within(2**32, ahead=200)),
@@ -208,7 +207,17 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
         features=(
-            *("packed", "split_kv", "paged", "seqused", "cache_leftpad", "kv_batch_idx", "window", "softcap", "alibi"),
+            *(
+                "packed",
+                "split_kv",
+                "paged",
+                "seqused",
+                "cache_leftpad",
+                "kv_batch_idx",
+                "window",
+                "softcap",
+                "alibi",
+            ),
             *("bias", "sink", "score_mod", "mask_mod"),
         ),
         tuning={},

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
@@ -119,6 +119,11 @@ class Features:
         return self.score_mod is not None or self.mask_mod is not None or "bias" in self.operands
 
     @property
+    def per_score(self) -> bool:
+        """Whether every tile of scores takes code of its own."""
+        return self.modifies or self.mask_mod is not None
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands
@@ -170,9 +175,14 @@ class Given:
     def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
         """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""
         slopes = self.get("alibi_slopes")
-        if slopes is None:
-            return None
+        if not isinstance(slopes, fly.Tensor):
+            return slopes
         return _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
+
+    def at(self, place: Place) -> Given:
+        """With what is one number for the head loaded, so that no tile of a block with one place loads it again."""
+        slope = self.slope(place)
+        return self if slope is None else replace(self, operands={**self.operands, "alibi_slopes": slope})
 
     def modify(
         self,
@@ -272,10 +282,10 @@ def _each(
     heads = place.head if isinstance(place.head, fly.RowVector) else rows.map(lambda _: place.head)
 
     def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
-        key = fly.minimum(column + first_key, last_key)
+        key = fly.minimum(column, last_key)
         return fly.from_elements([function(tile[i], head[i], query[i], key[i]) for i in range(tile.length)])
 
-    return scores.map_places(queries, elements, heads)
+    return scores.map_places(queries, elements, heads, first_column=first_key)
 
 
 def _f32(value: Any, mod: Mod) -> fly.Value:

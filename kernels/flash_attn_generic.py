@@ -30,7 +30,7 @@ from typing import Any
 import fly
 from fly.backends.target import Target, target
 from fly.errors import ShapeError
-from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from kernels.attention_tiles import store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors, target_of
@@ -140,7 +140,7 @@ def flash_attn_generic(
         page_size=options.page_size,
     )
     with work.if_any_row():
-        output, softmax, rows = _attend(work, scale_log2, given, options)
+        output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work))
         store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
         if work.lse is not None:
@@ -289,6 +289,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     Raises:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
+    tensors, request = heads_as_rows(tensors, request)
     description = target(target_of(tensors.q.device))
     options = options_for(
         description,

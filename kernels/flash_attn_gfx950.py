@@ -40,7 +40,7 @@ from fly.backends.rocdl.intrinsics import (
     sched_groups,
 )
 from fly.errors import ShapeError
-from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_tiles import load_queries, store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors
 from kernels.features import NO_FEATURES, Features, Given
@@ -129,7 +129,7 @@ def flash_attn_gfx950(
         given=given,
     )
     with work.if_any_row():
-        _attend(work, scale_log2, given, debug_counts, options)
+        _attend(work, scale_log2, given.at(work), debug_counts, options)
 
 
 def _attend(
@@ -169,6 +169,7 @@ class Tiles:
         self.work = work
         self.given = given
         self.options = options
+        self.scale_log2 = scale_log2
         self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
         self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
@@ -206,6 +207,10 @@ class Tiles:
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
+        scores, featured = "raw_early raw_late", []
+        if self.given.features.per_score:
+            featured = [stage("features", self.featured, scores, "new_early new_late", delay=1, cluster=2)]
+            scores = "new_early new_late"
         # fmt: off
         return fly.Pipeline(
             [
@@ -217,12 +222,13 @@ class Tiles:
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
+                *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
                 stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
-                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax",
+                stage("maximum", self.raise_maximum, f"{scores} output softmax",
                       "s_early s_late output softmax", delay=1, cluster=3),
             ],
             running=("k_at", "v_at", "output", "softmax"),
@@ -322,6 +328,13 @@ class Tiles:
         for t in range(self.dim_steps):
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
+
+    def featured(self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value) -> tuple[fly.Value, ...]:
+        """Scores as the softmax takes them; of the masks, that which is a function."""
+        first_key = (self.work.first_tile + tile.number) * BLOCK_N
+        scores = fly.Fragment(self.link.layout, ((early, late),))
+        scores = self.given.modify(scores, self.scale_log2, self.rows, first_key, self.work)
+        return self.given.mask(scores, self.rows, first_key, self.work).tiles[0]
 
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
@@ -442,6 +455,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     Raises:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
     """
+    tensors, request = heads_as_rows(tensors, request)
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}

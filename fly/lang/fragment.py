@@ -227,19 +227,26 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
-    def map_places(self, rows: RowVector, function: Callable[..., Value], *more: RowVector) -> Fragment:
+    def map_places(
+        self,
+        rows: RowVector,
+        function: Callable[..., Value],
+        *more: RowVector,
+        first_column: Value | int = 0,
+    ) -> Fragment:
         """`function(elements, rows, columns, *more)` on every tile's vectors.
 
-        `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32,
-        counted from the fragment's first.
+        `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32, of
+        which the fragment's first is `first_column`.
         """
         layout = self.layout
-        lane_column = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)), layout.values)
+        # one sum, then constants: a loop over columns has nothing here to keep in registers from turn to turn
+        first = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)) + first_column, layout.values)
         spread = [[self.spread(x, r) for x in (rows, *more)] for r in range(len(self.tiles))]
 
         def at(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return function(tile, spread[r][0], columns + lane_column, *spread[r][1:])
+            return function(tile, spread[r][0], columns + first, *spread[r][1:])
 
         return self.map(at)
 
