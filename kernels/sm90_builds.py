@@ -152,10 +152,12 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
     among many short ones loses nothing by it.
     """
     options, splits = _plain_build_for(request, units, typical)
+    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if request.asked.elementwise else options.block_n
     if request.page_size is not None:
         # a power of two, so that tiles divide into pages, or pages into tiles
-        options = replace(options, consumers=min(2, options.consumers), block_n=1 << options.block_n.bit_length() - 1)
-    return replace(options, features=request.asked, page_size=request.page_size), splits
+        options = replace(options, consumers=min(2, options.consumers))
+        block_n = 1 << block_n.bit_length() - 1
+    return replace(options, block_n=block_n, features=request.asked, page_size=request.page_size), splits
 
 
 def _plain_build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
@@ -169,19 +171,13 @@ def _plain_build_for(request: Request, units: int, typical: tuple[int, int] | No
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return with_features(options, request.asked), request.num_kv_splits or automatic
+        return options, request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
+    return replace(options_of(key), pack_gqa=pack), splits
 
 
-def with_features(options: Sm90Options, features: Features) -> Sm90Options:
-    """The build with features: smaller tiles where what is computed for every score alone needs registers."""
-    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if features.elementwise else options.block_n
-    return replace(options, features=features, block_n=block_n)
-
-
-_ELEMENTWISE_KEYS = 64
+_ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
 _MANY = 1 << 20  # query rows that fill any device
 
 

@@ -177,6 +177,7 @@ _RULES = {
     "fly.rcp": per_element("llvm.nvvm.rcp.approx.ftz.f"),
     "math.exp2": per_element("llvm.nvvm.ex2.approx.ftz.f"),
     "math.log2": per_element("llvm.nvvm.lg2.approx.ftz.f"),
+    "math.tanh": per_element("llvm.nvvm.tanh.approx.f32"),
 }
 
 
