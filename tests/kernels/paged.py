@@ -81,8 +81,3 @@ class Paged:
         (k, packed_k), (v, packed_v) = one(head_dims[0]), one(head_dims[1])
         counted = torch.tensor(list(lengths), dtype=torch.int32, device=device)
         return Paged(k, v, table, counted, packed_k, packed_v)
-
-
-def dense_queries(q: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """(B, Sq, H, D) queries as packed ones, and the length of each sequence."""
-    return q.flatten(0, 1), [q.shape[1]] * q.shape[0]
