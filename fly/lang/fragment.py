@@ -262,8 +262,14 @@ class Fragment:
         distances, spread = ([self.spread(x, r) for r in range(len(self.tiles))] for x in (first, factors))
 
         def add(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns], f32)
-            return fma(absolute(columns + distances[r]), spread[r], tile)
+            offset = c * layout.columns
+            if offset and layout.values >= 16:
+                # a sum a tile, so that large tiles share their constants: each would take a scalar register
+                distance, offset = distances[r] + float(offset), 0
+            else:
+                distance = distances[r]
+            columns = _static_vector([offset + column for column in layout.value_columns], f32)
+            return fma(absolute(columns + distance), spread[r], tile)
 
         return self.map(add)
 
