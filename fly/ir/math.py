@@ -47,8 +47,8 @@ def exp(x: Any) -> Value:
 def tanh(x: Any) -> Value:
     """Hyperbolic tangent, f32, the fast way of the target.
 
-    NVIDIA: the hardware's instruction, to 2**-11 of the result (PTX ISA, `tanh.approx.f32`). Others: 1 - 2 / (exp(2 x)
-    + 1), to about 2**-22 absolutely, exact at both ends.
+    NVIDIA: the hardware's instruction, to 2**-11 of the result (PTX ISA, `tanh.approx.f32`). Others:
+    1 - 2 / (exp(2 x) + 1), to about 2**-22 absolutely, exact at both ends.
     """
     if current().target.backend == "nvvm":
         return _unary("math.tanh", "tanh", x, f32_only=True)

@@ -1,6 +1,6 @@
-"""Keys and values in pages: the generic kernel's machine code, emulated with all checks on, and what callers get wrong.
+"""Keys and values in pages: the generic kernel's machine code, emulated with all checks on, and mistakes of callers.
 
-Unused rows of pages hold NaN and unused entries of the table name no page: using either shows. A finding of the checks
+Unused rows of pages hold NaN and unused entries of the table name no page: using either shows. What the checks find
 raises, so that a test that passes has had none.
 """
 
