@@ -110,11 +110,11 @@ class Features:
 class Place(Protocol):
     """Which sequence and query head a block's scores belong to, i32 values, and which keys its rows see.
 
-    `split`: the block takes a part of the keys.
+    `head` is a vector where rows differ in it. `split`: the block takes a part of the keys.
     """
 
     batch: fly.Value
-    head: fly.Value
+    head: fly.Value | fly.RowVector
     keys: KeyRange
     split: bool
 
@@ -135,17 +135,30 @@ class Given:
         """What the softmax multiplies scores by: modified ones are scaled already."""
         return fly.f32(LOG2_E) if self.features.modifies else scale_log2
 
-    def sink(self, place: Place) -> fly.Value | None:
+    def sink(self, place: Place) -> fly.Value | fly.RowVector | None:
         """The head's sink; None also for a part of the keys, as the combination takes it in."""
         sink = self.get("sink")
-        return None if sink is None or place.split else sink.load(place.head)
+        return None if sink is None or place.split else _of_head(place, lambda head: sink.load(head).to(fly.f32))
+
+    def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
+        """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""
+        slopes = self.get("alibi_slopes")
+        if slopes is None:
+            return None
+        return _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
 
     def modify(
-        self, scores: fly.Fragment, scale_log2: fly.Value, rows: fly.RowVector, first_key: Any, place: Place
+        self,
+        scores: fly.Fragment,
+        scale_log2: fly.Value,
+        rows: fly.RowVector,
+        first_key: Any,
+        place: Place,
+        slope: fly.Value | fly.RowVector | None = None,
     ) -> fly.Fragment:
         """Raw scores as the softmax takes them (see `scale`), not masked.
 
-        `rows`: query indices; columns start at `first_key`.
+        `rows`: query indices; columns start at `first_key`. `slope`: of `place`, where it has been loaded.
         """
         if not self.features.modifies:
             return scores
@@ -155,20 +168,21 @@ class Given:
             scores = scores.map(lambda tile, r, c: fly.tanh(tile * inverse) * cap)
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
-        if (slopes := self.get("alibi_slopes")) is not None:
-            scores = _alibi(scores, slopes.load(place.batch, place.head), rows, first_key, place.keys)
+        if self.get("alibi_slopes") is not None:
+            slope = self.slope(place) if slope is None else slope
+            scores = _alibi(scores, slope, rows, first_key, place.keys)
         if (bias := self.get("bias")) is not None:
 
-            def add_bias(score: Any, query: Any, key: Any) -> Any:
-                return score + bias.load(place.batch, place.head, query, key)
+            def add_bias(score: Any, head: Any, query: Any, key: Any) -> Any:
+                return score + bias.load(place.batch, head, query, key)
 
-            scores = _each(scores, rows, first_key, place.keys, add_bias)
+            scores = _each(scores, rows, first_key, place, add_bias)
         if (mod := self.features.score_mod) is not None:
 
-            def call(score: Any, query: Any, key: Any) -> Any:
-                return _f32(mod.function(score, place.batch, place.head, query, key, *map(Aux, self.aux)), mod)
+            def call(score: Any, head: Any, query: Any, key: Any) -> Any:
+                return _f32(mod.function(score, place.batch, head, query, key, *map(Aux, self.aux)), mod)
 
-            scores = _each(scores, rows, first_key, place.keys, call)
+            scores = _each(scores, rows, first_key, place, call)
         return scores
 
     def mask(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place) -> fly.Fragment:
@@ -177,15 +191,15 @@ class Given:
         if mod is None:
             return scores
 
-        def seen(score: Any, query: Any, key: Any) -> Any:
-            keep = mod.function(place.batch, place.head, query, key, *map(Aux, self.aux))
+        def seen(score: Any, head: Any, query: Any, key: Any) -> Any:
+            keep = mod.function(place.batch, head, query, key, *map(Aux, self.aux))
             if isinstance(keep, bool):
                 return score if keep else fly.f32(-math.inf)
             if not isinstance(keep, fly.Value) or keep.dtype is not fly.i1:
                 raise DTypeError(f"mask_mod {mod.function!r} returned {keep!r}; expected a comparison's result")
             return fly.select(keep, score, -math.inf)
 
-        return _each(scores, rows, first_key, place.keys, seen)
+        return _each(scores, rows, first_key, place, seen)
 
 
 NO_FEATURES = Features()
@@ -203,33 +217,38 @@ class Aux:
         return value.to(fly.f32) if value.dtype.is_float else value
 
 
+def _of_head(place: Place, load: Callable[[fly.Value], fly.Value]) -> fly.Value | fly.RowVector:
+    """What is loaded for the head, or for each row's."""
+    return place.head.map(load) if isinstance(place.head, fly.RowVector) else load(place.head)
+
+
 def _alibi(
-    scores: fly.Fragment, slope: fly.Value, rows: fly.RowVector, first_key: Any, keys: KeyRange
+    scores: fly.Fragment, slope: fly.Value | fly.RowVector, rows: fly.RowVector, first_key: Any, keys: KeyRange
 ) -> fly.Fragment:
+    if isinstance(slope, fly.Value):
+        slope = rows.map(lambda _: slope)
     positions = rows.map(lambda row: row + (keys.keys - keys.queries) - first_key)
-    factor = -slope
-
-    def lower(score: fly.Value, position: fly.Value, column: fly.Value) -> fly.Value:
-        return fly.fma(fly.absolute((column - position).to(fly.f32)), factor, score)
-
-    return scores.map_places(positions, lower)
+    return scores.add_distances(positions, slope.map(lambda s: -s))
 
 
 def _each(
-    scores: fly.Fragment, rows: fly.RowVector, first_key: Any, keys: KeyRange, function: Callable[..., Any]
+    scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place, function: Callable[..., Any]
 ) -> fly.Fragment:
-    """`function(score, query, key)` of every score alone.
+    """`function(score, head, query, key)` of every score alone.
 
     Queries and keys are cut to those that exist: what is computed for others is not used, but may load.
     """
+    keys = place.keys
     last_row, last_key = fly.maximum(keys.queries - 1, 0), fly.maximum(keys.keys - 1, 0)
     queries = rows.map(lambda row: fly.minimum(row, last_row))
 
-    def elements(tile: fly.Value, query: fly.Value, column: fly.Value) -> fly.Value:
-        key = fly.minimum(column + first_key, last_key)
-        return fly.from_elements([function(tile[i], query[i], key[i]) for i in range(tile.length)])
+    heads = place.head if isinstance(place.head, fly.RowVector) else rows.map(lambda _: place.head)
 
-    return scores.map_places(queries, elements)
+    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
+        key = fly.minimum(column + first_key, last_key)
+        return fly.from_elements([function(tile[i], head[i], query[i], key[i]) for i in range(tile.length)])
+
+    return scores.map_places(queries, elements, heads)
 
 
 def _f32(value: Any, mod: Mod) -> fly.Value:

@@ -39,7 +39,8 @@ from fly.runtime.prepared import Prepared, bind
 from kernels.attention_launch import launch_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import LOG2_E
+from kernels.features import LOG2_E, Given
+from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, section_for
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
@@ -47,6 +48,7 @@ from kernels.tile_counters import counters_of
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
+Slope = fly.Value | fly.RowVector | None  # ALiBi's
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def flash_attn_sm90(
     group: fly.i32,
     section: fly.i32,
     scale_log2: fly.f32,
-    *,
+    *operands: fly.Operand,
     options: Sm90Options,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
@@ -106,12 +108,14 @@ def flash_attn_sm90(
     dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
     is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time. With
     `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are sets of them;
-    scale_log2: softmax_scale * log2(e). Any one-dimensional grid: a block for each multiprocessor is best.
+    scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a block for each
+    multiprocessor is best.
     """
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
     *leading, seq_len, heads, _ = out.shape
     pack = options.pack_gqa
+    given = options.features.bind(operands)
     schedule = Schedule(
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
@@ -125,6 +129,7 @@ def flash_attn_sm90(
         causal=options.causal,
         block_m=options.queries,
         block_n=options.block_n,
+        given=given,
     )
     buffers = Buffers.allocate(options)
     init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
@@ -136,7 +141,8 @@ def flash_attn_sm90(
             Producer(schedule, buffers, q, k, v, group, pack).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
-        Consumer(schedule, buffers, options, warpgroup - 1, scale_log2, dtype_of(q.spec.dtype)).run(out, lse, split)
+        dtype = dtype_of(q.spec.dtype)
+        Consumer(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,9 @@ class Producer:
 
     def run(self) -> None:
         """All of the block's tiles."""
-        schedule, board, packed = self.schedule, self.buffers.board, self.schedule.packed
+        schedule, board, bounded = self.schedule, self.buffers.board, self.schedule.bounded
         work = schedule.find(fly.block_id.x)
-        board_at = board.publish(Position.start(), work, packed)
+        board_at = board.publish(Position.start(), work, bounded)
         q_at, k_at = self._open(work, Position.start(), Position.start())
         carry = (work, q_at, k_at, Position.start(), board_at)
         for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
@@ -166,7 +172,7 @@ class Producer:
                 loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
             k_at, v_at = loop.results
             following = schedule.find(number)
-            board_at = board.publish(board_at, following, packed)
+            board_at = board.publish(board_at, following, bounded)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at = self._open(following, q_at, k_at)
             tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
@@ -181,16 +187,20 @@ class Producer:
         )
 
     def _load_q(self, at: Position, work: Work) -> Position:
-        row, head = work.q_first + work.first_row, (work.head,) if self.pack == 1 else (work.head, 0)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, work, row, *head)
+        head = (work.head,) if self.pack == 1 else (work.head, 0)
+        place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, place)
 
     def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, work, row, head)
+        place = self._keys(work, j)
+        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, place)
 
     def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        row, head = work.k_first + j * self.schedule.block_n, work.head // self.group
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, work, row, head)
+        place = self._keys(work, j)
+        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, place)
+
+    def _keys(self, work: Work, j: Any) -> tuple[Any, ...]:
+        return work.entry, work.k_first + j * self.schedule.block_n, work.head // self.group
 
     def _load(
         self,
@@ -199,16 +209,14 @@ class Producer:
         memory: fly.Pointer,
         tile: PanelTile,
         at: Position,
-        work: Work,
-        row: Any,
-        *head: Any,
+        place: tuple[Any, ...],
     ) -> Position:
+        """A tile from `place`, (entry of the batch, row, head ...), on."""
         barrier = ring.acquire(at, tile.bytes)
         slot = memory.offset(at.index * tile.bytes)
-        batch = 0 if self.schedule.packed else work.batch
         for panel in range(tile.panels):
-            place = (batch, row, *head, panel * tile.panel_columns)
-            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), place, barrier)
+            corner = (*place, panel * tile.panel_columns)
+            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), corner, barrier)
         return ring.next(at)
 
 
@@ -223,6 +231,16 @@ class State:
     v_at: Position
 
 
+@dataclass(frozen=True)
+class HeadPlace:
+    """Whose scores a tile's are; see `kernels.features.Place`."""
+
+    batch: fly.Value
+    head: fly.Value | fly.RowVector
+    keys: KeyRange
+    split: bool
+
+
 class Consumer:
     """One consumer warpgroup: its rows of all of the block's tiles."""
 
@@ -231,18 +249,25 @@ class Consumer:
         schedule: Schedule,
         buffers: Buffers,
         options: Sm90Options,
+        given: Given,
         index: fly.Value,
-        scale: fly.Value,
+        scale_log2: fly.Value,
         dtype: fly.DType,
+        split: bool,
     ):
         self.schedule, self.buffers, self.options = schedule, buffers, options
-        self.index, self.scale, self.dtype = index, scale, dtype
+        self.given, self.index, self.dtype, self.split = given, index, dtype, split
+        self.scale_log2, self.scale = scale_log2, given.scale(scale_log2)
+        self.features = features = options.features
+        # which tiles need a mask: none but a sequence's last, those along a diagonal, or all of them
+        self.every_mask = features.mask_mod is not None
+        self.diagonal = options.causal or "window_right" in features.operands
         self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
 
-    def run(self, out: fly.Tensor, lse: fly.Tensor | None, split: bool) -> None:
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None) -> None:
         """All of the block's tiles."""
         board = self.buffers.board
         if self.options.ping_pong:
@@ -250,7 +275,7 @@ class Consumer:
                 self.pass_turn()
         work, board_at = board.read(Position.start(), self.schedule)
         start = (Position.start(), Position.start(), Position.start())
-        state = self._first_if_any(work, start) if self.schedule.packed else self.first(work, *start)
+        state = self._first_if_any(work, start) if self.schedule.ragged else self.first(work, *start)
         carry = (work, state, board_at)
         for work, state, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             output, state = self.middle(work, state)
@@ -260,12 +285,14 @@ class Consumer:
                 lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
                 lambda w=work, o=output, s=state: self.last(w, o, s),
             )
-            inverse, row_lse = state.softmax.finish(self.scale)
+            inverse, row_lse = state.softmax.finish(self.scale, self.given.sink(self.place(work)))
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            view = self.schedule.rows_of(work, self.schedule.part(out, work, split), self.options.pack_gqa)
-            (self.store_parts if split else self.store)(view, work, output)
+            view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
+            (self.store_parts if self.split else self.store)(view, work, output)
             if lse is not None:
-                vector = self.schedule.vector_of(work, self.schedule.part(lse, work, split), self.options.pack_gqa)
+                vector = self.schedule.vector_of(
+                    work, self.schedule.part(lse, work, self.split), self.options.pack_gqa
+                )
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
             tiles.next(following, next_state, board_at)
 
@@ -299,6 +326,13 @@ class Consumer:
         first = self.first_row(work)
         return fly.RowVector.full(self.score_layout, 1, 0.0).rows().map(lambda r: r + first)
 
+    def place(self, work: Work) -> HeadPlace:
+        """Whose scores the tile's are."""
+        pack, head = self.options.pack_gqa, work.head
+        if pack > 1:
+            head = self.rows(work).map(lambda row: work.head * pack + (row & (pack - 1)))
+        return HeadPlace(work.batch, head, work.keys, self.split)
+
     def pass_turn(self) -> None:
         """Let the next consumer start its products."""
         following = fly.select(self.index == self.options.consumers - 1, 0, self.index + 1)
@@ -320,7 +354,7 @@ class Consumer:
         tile = self.buffers.v_tile
         memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
         self.buffers.v_ring.wait(state.v_at)
-        if self.schedule.packed:
+        if self.schedule.cut_keys:
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
         values = Operand(memory, tile, along_rows=True)
         return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
@@ -340,19 +374,32 @@ class Consumer:
             fence_async_shared()
             barrier_sync(self.index + CLEARED, WARPGROUP)
 
+    def _queries(self, work: Work) -> fly.RowVector:
+        return self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
+
     def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
-        queries = self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
-        return work.keys.apply(scores, queries, j * self.options.block_n)
+        queries, first_key = self._queries(work), j * self.options.block_n
+        scores = work.keys.apply(scores, queries, first_key)
+        return self.given.mask(scores, queries, first_key, self.place(work)) if self.every_mask else scores
+
+    def _modified(self, work: Work, j: Any, scores: fly.Value, slope: Slope) -> fly.Fragment:
+        """Scores of key tile j as the softmax takes them, not masked."""
+        fragment = fly.Fragment(self.score_layout, ((scores,),))
+        if not self.features.modifies:
+            return fragment
+        first_key = j * self.options.block_n
+        return self.given.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), slope)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
-    def _start(self, work: Work, scores: fly.Value) -> tuple[OnlineSoftmax, fly.Fragment]:
+    def _start(self, work: Work, scores: fly.Value, slope: Slope) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile."""
-        j, fragment = work.last_tile - 1, fly.Fragment(self.score_layout, ((scores,),))
-        if self.options.causal:
+        j = work.last_tile - 1
+        fragment = self._modified(work, j, scores, slope)
+        if self.diagonal or self.every_mask or self.features.windowed:
             fragment = self._mask(work, j, fragment)
         else:
             fragment = fly.cond(
@@ -370,27 +417,36 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
+        slope = self.given.slope(self.place(work))
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, scores)
+        softmax, probabilities = self._start(work, scores, slope)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
-        end = work.last_tile - 1
-        if self.options.causal:
+        slope = self.given.slope(self.place(work))
+        end, begin = work.last_tile - 1, work.first_tile
+        if self.diagonal and not self.every_mask:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, *carried, masked=True))
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, slope, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
-        for i, carried in (loop := fly.range(end - work.first_tile, carry=carry)):
-            loop.next(self.step(work, end - 1 - i, *carried, masked=False))
+        if self.features.windowed and not self.every_mask:
+            begin = fly.minimum(work.whole_from, end)
+        for i, carried in (loop := fly.range(end - begin, carry=carry)):
+            loop.next(self.step(work, end - 1 - i, *carried, slope, masked=self.every_mask))
+        if self.features.windowed and not self.every_mask:
+            for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
+                loop.next(self.step(work, begin - 1 - i, *carried, slope, masked=True))
         return loop.results
 
-    def step(self, work: Work, j: Any, output: fly.Value, state: State, masked: bool) -> tuple[fly.Value, State]:
+    def step(
+        self, work: Work, j: Any, output: fly.Value, state: State, slope: Slope, masked: bool
+    ) -> tuple[fly.Value, State]:
         """Key tile j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
         buffers.k_ring.wait(state.k_at)
@@ -402,11 +458,12 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = fly.Fragment(self.score_layout, ((scores,),))
+        fragment = self._modified(work, j, scores, slope)
         if masked:
             fragment = self._mask(work, j, fragment)
+        hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = state.softmax.advance(
-            fragment, self.scale, masked=masked, lazy=self.options.lazy_rescale
+            fragment, self.scale, masked=hides, lazy=self.options.lazy_rescale
         )
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
@@ -423,6 +480,7 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
+        slope = self.given.slope(self.place(following))
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
@@ -434,7 +492,7 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, scores)
+        softmax, probabilities = self._start(following, scores, slope)
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
@@ -494,7 +552,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     )
 
     def bound(out: Any, lse: Any) -> Prepared:
-        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars)
+        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars, *tensors.operands)
         return bind(flash_attn_sm90, grid, options.threads, arguments, {"options": options}, compile_kernel)
 
     return launch_of(bound, tensors, request, splits, counters.address)

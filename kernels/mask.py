@@ -71,4 +71,4 @@ class KeyRange:
         if self.left is None:
             return scores
         starts = rows.map(lambda row: self.start(row) - first_key)
-        return scores.map_places(starts, lambda s, start, column: fly.select(column < start, float("-inf"), s))
+        return scores.keep_columns_from(starts, float("-inf"))

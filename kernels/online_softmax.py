@@ -84,14 +84,19 @@ class OnlineSoftmax:
         grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
         return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
 
-    def finish(self, scale_log2: fly.Value, sink: fly.Value | None = None) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(
+        self, scale_log2: fly.Value, sink: fly.Value | fly.RowVector | None = None
+    ) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm.
 
-        `sink`: one more score of every row, in natural units, whose value is zero; rows without keys have it too.
+        `sink`: one more score of every row, or each row's own, in natural units, whose value is zero; rows without
+        keys have it too.
         """
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
-            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sink * math.log2(math.e))
+            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
+            sinks = sinks.map(lambda s: s * math.log2(math.e))
+            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = self.maximum.map(
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
@@ -100,14 +105,14 @@ class OnlineSoftmax:
 
 
 def _finish_with_sink(
-    maximum: fly.RowVector, total: fly.RowVector, sink: fly.Value
+    maximum: fly.RowVector, total: fly.RowVector, sink: fly.RowVector
 ) -> tuple[fly.RowVector, fly.RowVector]:
-    """`OnlineSoftmax.finish` of a maximum and a sink in log2 units."""
-    highest = maximum.map(lambda m: fly.maximum(m, sink))
+    """`OnlineSoftmax.finish` of maxima and sinks in log2 units."""
+    highest = maximum.map(fly.maximum, sink)
     # a sink of -inf leaves rows without keys as they are without one
     pivot = _pivot(highest, True)
     weight = maximum.map(lambda m, p: fly.exp2(m - p), pivot)
-    whole = total.map(lambda t, w, p: fly.fma(t, w, fly.exp2(sink - p)), weight, pivot)
+    whole = total.map(lambda t, w, p, s: fly.fma(t, w, fly.exp2(s - p)), weight, pivot, sink)
     inverse = weight.map(lambda w, t: fly.select(t == 0.0, 0.0, w * fly.rcp(t)), whole)
     lse = whole.map(
         lambda t, p: fly.select(t == 0.0, -math.inf, (p + fly.log2(t)) * math.log(2)),

@@ -17,6 +17,7 @@ from fly.backends.nvvm.wgmma import PanelTile
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels.dispatch import Request
+from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
@@ -32,7 +33,8 @@ class Sm90Options:
     `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
-    power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa.
+    power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
+    what the operands are.
     """
 
     head_dim: int
@@ -46,6 +48,7 @@ class Sm90Options:
     lazy_rescale: bool = True
     hold: bool = False
     pack_gqa: int = 1
+    features: Features = NO_FEATURES
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:

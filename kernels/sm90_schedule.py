@@ -7,12 +7,13 @@ tile is, and publishes it to the block's consumers through shared memory. So blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
 from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
+from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
 from kernels.tile_scheduler import Sequence, offsets_of, part, split_tiles
 
@@ -25,8 +26,10 @@ class Work:
     """One tile: the rows of one head of one sequence, against key tiles [first_tile, last_tile).
 
     `head` numbers sets of heads where heads are packed. `first_row` is a query and counts from the sequence's first;
-    `q_first` and `k_first` are where the sequence starts in packed tensors (0 in others). Key tiles up to
-    `full_tiles` are seen whole by every row. A tile without any key is computed like the others, all masked.
+    `q_first` and `k_first` are where the sequence starts in packed tensors, or after padding at the left (0 in
+    others); `entry` is the batch's entry with its keys, for the producer only. Key tiles [whole_from, full_tiles) are
+    seen whole by every row; `whole_from` is `first_tile` without a window. A tile without any key is computed like
+    the others, all masked.
     """
 
     batch: fly.Value
@@ -37,8 +40,10 @@ class Work:
     k_first: Any
     keys: KeyRange
     first_tile: fly.Value
+    whole_from: fly.Value
     full_tiles: fly.Value
     last_tile: fly.Value
+    entry: Any = 0
 
     @property
     def exists(self) -> fly.Value:
@@ -52,7 +57,7 @@ class Schedule:
 
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
-    a row block side by side.
+    a row block side by side. `given`: lengths, windows and entries of the batch among a call's features.
     """
 
     seq_len: Any
@@ -67,10 +72,26 @@ class Schedule:
     causal: bool
     block_m: int
     block_n: int
+    given: Given = NOTHING
 
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether tiles of the launch may have no query."""
+        return self.packed or self.given.get("seqused_q") is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether sequences have lengths of their own."""
+        return self.ragged or self.cut_keys or self.given.get("cache_leftpad") is not None
+
+    @property
+    def cut_keys(self) -> bool:
+        """Whether a sequence's keys may end before their tensor does."""
+        return self.packed or self.given.get("seqused_kv") is not None
 
     @property
     def total(self) -> fly.Value:
@@ -90,18 +111,46 @@ class Schedule:
 
     def find(self, number: fly.Value) -> Work:
         """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none."""
-        if not self.packed:
+        if not self.ragged:
             return self._stopped(number, self._dense(number))
-        start = (number, *self._packed(number))
+        describe = self._packed if self.packed else self._dense_in_use
+        start = (number, *describe(number))
         for _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
             following = self.take()
-            search.next(following, *self._packed(following))
+            search.next(following, *describe(following))
         number, _, described = search.results
         return self._stopped(number, described)
 
     def _stopped(self, number: fly.Value, described: tuple[Any, ...]) -> Work:
         batch, *rest = described
-        return self.work(fly.select(number < self.total, batch, STOP), *rest)
+        work = self.work(fly.select(number < self.total, batch, STOP), *rest)
+        entries = self.given.get("kv_batch_idx")
+        if entries is None:
+            return replace(work, entry=0 if self.packed else work.batch)
+        return replace(work, entry=entries.load(self._existing(batch)))
+
+    def _existing(self, batch: fly.Value) -> fly.Value:
+        """A sequence that exists, for numbers past the launch's end too."""
+        return fly.minimum(fly.maximum(batch, 0), self.batch - 1)
+
+    def _in_use(self, batch: fly.Value, queries: Any, k_first: Any, keys: Any) -> tuple[Any, Any, Any]:
+        """(queries, first key, keys) of a sequence that count, of those that it has."""
+        batch = self._existing(batch)
+
+        def cut(name: str, length: Any) -> Any:
+            used = self.given.get(name)
+            return length if used is None else fly.minimum(fly.maximum(used.load(batch), 0), length)
+
+        queries, keys = cut("seqused_q", queries), cut("seqused_kv", keys)
+        if self.given.get("cache_leftpad") is None:
+            return queries, k_first, keys
+        skipped = cut("cache_leftpad", keys)
+        return queries, k_first + skipped, keys - skipped
+
+    def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
+        """Whether the tile is empty, and what it is."""
+        described = self._dense(number)
+        return described[2] >= described[5], described
 
     def _dense(self, number: fly.Value) -> tuple[Any, ...]:
         slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
@@ -110,15 +159,19 @@ class Schedule:
         inside = number - first_slice * blocks
         block, slice_ = inside // beside, first_slice + inside % beside
         head_of_batch = slice_ // self.splits
+        q_first, queries, k_first, keys = 0, self.seq_len, 0, self.seq_len_kv
+        if self.bounded:
+            q_first = k_first = fly.i32(0)
+            queries, k_first, keys = self._in_use(head_of_batch // self.heads, queries, k_first, keys)
         return (
             head_of_batch // self.heads,
             head_of_batch % self.heads,
             (blocks - 1 - block if self.causal else block) * self.block_m,
             slice_ % self.splits,
-            0,
-            self.seq_len,
-            0,
-            self.seq_len_kv,
+            q_first,
+            queries,
+            k_first,
+            keys,
         )
 
     def _packed(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
@@ -140,7 +193,10 @@ class Schedule:
         batch, _ = search.results
         q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
         k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
-        block, blocks = slot - first_slot(batch), fly.ceil_div(q_end - q_first, self.block_m)
+        block, queries, keys = slot - first_slot(batch), q_end - q_first, k_end - k_first
+        if not {"seqused_q", "seqused_kv"}.isdisjoint(self.given.features.operands):
+            queries, k_first, keys = self._in_use(batch, queries, k_first, keys)
+        blocks = fly.ceil_div(queries, self.block_m)
         empty = (block < 0) | (block >= blocks)
         described = (
             batch,
@@ -148,9 +204,9 @@ class Schedule:
             (blocks - 1 - block if self.causal else block) * self.block_m,
             inside % self.splits,
             q_first,
-            q_end - q_first,
+            queries,
             k_first,
-            k_end - k_first,
+            keys,
         )
         return empty, described
 
@@ -166,11 +222,19 @@ class Schedule:
         keys: Any,
     ) -> Work:
         """The tile that these numbers describe."""
-        range_ = KeyRange(queries, keys, self.causal)
+        left, right = self.given.get("window_left"), self.given.get("window_right")
+        range_ = KeyRange(queries, keys, self.causal, left=left, right=right)
         full, last = range_.tiles(first_row, self.block_m, self.block_n)
-        first, full, end = split_tiles(full, last, split, self.splits)
-        range_ = KeyRange(queries, keys, self.causal, fly.minimum(end * self.block_n, keys))
-        return Work(batch, head, first_row, split, q_first, k_first, range_, first, full, fly.maximum(end, first + 1))
+        if left is None:
+            first, full, end = split_tiles(full, last, split, self.splits)
+            whole = first
+        else:
+            unseen, whole = range_.skipped(first_row, self.block_m, self.block_n)
+            first, full, end = split_tiles(full, last, split, self.splits, unseen)
+            whole = fly.minimum(fly.maximum(whole, first), end)
+        range_ = replace(range_, stop=fly.minimum(end * self.block_n, keys))
+        last = fly.maximum(end, first + 1)
+        return Work(batch, head, first_row, split, q_first, k_first, range_, first, whole, full, last)
 
     def queries_of(self, work: Work) -> Sequence:
         """A tile's sequence in the tensors of queries, to be indexed by row and head."""
@@ -243,11 +307,11 @@ class Board:
     def allocate(consumer_warps: int) -> Board:
         return Board(fly.SharedMemory("work", "i32", 2 * NUMBERS), Ring.allocate("work", 2, consumer_warps))
 
-    def publish(self, at: Position, work: Work, packed: bool) -> Position:
+    def publish(self, at: Position, work: Work, bounded: bool) -> Position:
         """By one thread: let the consumers know the next tile, or that there is none."""
         self.ring.empty.wait(at.index, at.phase ^ 1)
         described = [work.batch, work.head, work.first_row, work.split]
-        if packed:
+        if bounded:
             described += [work.q_first, work.keys.queries, work.k_first, work.keys.keys]
         for i in range(0, len(described), 4):
             self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * NUMBERS + i, align=16)
@@ -257,13 +321,13 @@ class Board:
     def read(self, at: Position, schedule: Schedule) -> tuple[Work, Position]:
         """By all threads of a consumer: the next tile."""
         self.ring.wait(at)
-        count = NUMBERS if schedule.packed else 4
+        count = NUMBERS if schedule.bounded else 4
         loaded = [
             fly.first_lane(x)
             for i in range(0, count, 4)
             for x in self.numbers.load(at.index * NUMBERS + i, 4, align=16)
         ]
         self.ring.release(at)
-        if not schedule.packed:
+        if not schedule.bounded:
             loaded += [0, schedule.seq_len, 0, schedule.seq_len_kv]
         return schedule.work(*loaded), self.ring.next(at)

@@ -16,8 +16,8 @@ from mlir import ir
 
 from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, emit
-from fly.ir.dtypes import dtype, f32, i32
-from fly.ir.math import fma, reduce_max, reduce_sum
+from fly.ir.dtypes import DType, dtype, f32, i32
+from fly.ir.math import absolute, fma, reduce_max, reduce_sum
 from fly.ir.value import Value, broadcast, concat, constant, from_elements, select
 from fly.lang.atoms import MmaAtom
 from fly.lang.ids import lane_of
@@ -227,21 +227,50 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
-    def map_places(self, rows: RowVector, function: Callable[[Value, Value, Value], Value]) -> Fragment:
-        """`function(elements, rows, columns)` on every tile's vectors.
+    def map_places(self, rows: RowVector, function: Callable[..., Value], *more: RowVector) -> Fragment:
+        """`function(elements, rows, columns, *more)` on every tile's vectors.
 
-        `rows` has an i32 for each row; its elements come spread over the tile. Columns are i32, counted from the
-        fragment's first.
+        `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32,
+        counted from the fragment's first.
         """
         layout = self.layout
         lane_column = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)), layout.values)
-        spread = [self.spread(rows, r) for r in range(len(self.tiles))]
+        spread = [[self.spread(x, r) for x in (rows, *more)] for r in range(len(self.tiles))]
 
         def at(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return function(tile, spread[r], columns + lane_column)
+            return function(tile, spread[r][0], columns + lane_column, *spread[r][1:])
 
         return self.map(at)
+
+    def add_distances(self, positions: RowVector, factors: RowVector) -> Fragment:
+        """Elements plus |column - their row's i32 position| times their row's f32 factor.
+
+        Distances below 2**24 are exact.
+        """
+        layout = self.layout
+        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
+        # one conversion a row: those of every element would take as long as exponentials
+        first = positions.map(lambda position: (lane_column - position).to(f32))
+        distances, spread = ([self.spread(x, r) for r in range(len(self.tiles))] for x in (first, factors))
+
+        def add(tile: Value, r: int, c: int) -> Value:
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns], f32)
+            return fma(absolute(columns + distances[r]), spread[r], tile)
+
+        return self.map(add)
+
+    def keep_columns_from(self, starts: RowVector, fill: float) -> Fragment:
+        """Elements whose column index is at least their row's i32 start; `fill` elsewhere."""
+        layout = self.layout
+        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
+        hidden = [self.spread(starts.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        def mask(tile: Value, r: int, c: int) -> Value:
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+            return select(columns < hidden[r], fill, tile)
+
+        return self.map(mask)
 
     def keep_columns_below(
         self, limits: RowVector, fill: float, between: Callable[[], None] | None = None
@@ -275,15 +304,16 @@ def from_registers(tile: Value, registers: tuple[int, ...]) -> Value:
     return tile if registers == tuple(range(len(tile))) else shuffle(tile, tile, registers)
 
 
-def _static_vector(numbers: list[int]) -> Value:
-    """A constant i32 vector."""
-    attribute = _dense(tuple(numbers))
-    op = emit("arith.constant", [], [i32.vector(len(numbers))], {"value": attribute})
-    return Value(op.results[0], i32, len(numbers))
+def _static_vector(numbers: list[int], dtype: DType = i32) -> Value:
+    """A constant vector of i32 or f32."""
+    attribute = _dense(tuple(numbers), dtype)
+    op = emit("arith.constant", [], [dtype.vector(len(numbers))], {"value": attribute})
+    return Value(op.results[0], dtype, len(numbers))
 
 
 @functools.cache
-def _dense(numbers: tuple[int, ...]) -> ir.Attribute:
+def _dense(numbers: tuple[int, ...], dtype: DType) -> ir.Attribute:
+    attribute = ir.IntegerAttr if dtype is i32 else ir.FloatAttr
     with context(), ir.Location.unknown():
-        elements = [ir.IntegerAttr.get(i32.mlir, n) for n in numbers]
-        return ir.DenseElementsAttr.get(elements, i32.vector(len(numbers)))
+        elements = [attribute.get(dtype.mlir, n) for n in numbers]
+        return ir.DenseElementsAttr.get(elements, dtype.vector(len(numbers)))
