@@ -111,6 +111,27 @@ def flash_attn_sm90(
     scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a block for each
     multiprocessor is best.
     """
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    run_block((q, k, v), tensors, (seq_len_kv, group, section), scale_log2, operands, options, Producer, Consumer)
+
+
+def run_block(
+    maps: tuple[fly.TensorMap, fly.TensorMap, fly.TensorMap],
+    tensors: tuple[fly.Tensor | None, ...],
+    sizes: tuple[fly.Value, fly.Value, fly.Value],
+    scale_log2: fly.Value,
+    operands: tuple[Any, ...],
+    options: Sm90Options,
+    producer_role: type[Producer],
+    consumer_role: type[Consumer],
+) -> None:
+    """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
+
+    `maps`, `tensors`, `sizes`: q to v, out to counters, and seq_len_kv to section of its parameters.
+    """
+    q, k, v = maps
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters = tensors
+    seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
     *leading, seq_len, heads, _ = out.shape
@@ -138,11 +159,11 @@ def flash_attn_sm90(
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            Producer(schedule, buffers, q, k, v, group, pack).run()
+            producer_role(schedule, buffers, q, k, v, group, pack).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
-        Consumer(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
+        consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
 
 
 @dataclass(frozen=True)
@@ -210,12 +231,13 @@ class Producer:
         tile: PanelTile,
         at: Position,
         place: tuple[Any, ...],
+        column: Any = 0,
     ) -> Position:
-        """A tile from `place`, (entry of the batch, row, head ...), on."""
+        """A tile from `place`, all coordinates but the last, and `column`, on."""
         barrier = ring.acquire(at, tile.bytes)
         slot = memory.offset(at.index * tile.bytes)
         for panel in range(tile.panels):
-            corner = (*place, panel * tile.panel_columns)
+            corner = (*place, column + panel * tile.panel_columns)
             tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), corner, barrier)
         return ring.next(at)
 
@@ -285,7 +307,7 @@ class Consumer:
                 lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
                 lambda w=work, o=output, s=state: self.last(w, o, s),
             )
-            inverse, row_lse = state.softmax.finish(self.scale, self.given.sink(self.place(work)))
+            inverse, row_lse = self._finish(work, state.softmax)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
             view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, output)
@@ -302,7 +324,7 @@ class Consumer:
         def none() -> State:
             zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
             softmax = OnlineSoftmax.start(self.score_layout, 1)
-            return State(softmax, (zero,) * (self.options.block_n // wgmma.K), *start)
+            return State(softmax, (zero,) * (self.options.block_n // self.output_atom.k), *start)
 
         return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
@@ -346,7 +368,7 @@ class Consumer:
         q_tile, k_tile = self.buffers.q_tile, self.buffers.k_tile
         q = self.buffers.q.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
         k = self.buffers.k.offset(k_at.index * k_tile.bytes)
-        steps = self.options.head_dim // wgmma.K
+        steps = self.options.head_dim // self.score_atom.k
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
@@ -406,8 +428,18 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = start.advance(fragment, self.scale, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(work, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
+
+    def _advance(
+        self, work: Work, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
+        """`OnlineSoftmax.advance`."""
+        return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
+
+    def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
+        """What each row of the output is to be multiplied by, and its log-sum-exp."""
+        return softmax.finish(self.scale, self.given.sink(self.place(work)))
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -462,8 +494,8 @@ class Consumer:
         if masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
-        softmax, probabilities, factor, needed = state.softmax.advance(
-            fragment, self.scale, masked=hides, lazy=self.options.lazy_rescale
+        softmax, probabilities, factor, needed = self._advance(
+            work, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
@@ -527,12 +559,20 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    units = device_of(tensors.q.device).compute_units
+    typical = None
+    if tensors.cu_seqlens_q is not None:
+        typical = (-(-len(tensors.q) // request.batch), -(-len(tensors.k) // request.batch))
+    options, splits = build_for(request, units, typical)
+    return bind_build(flash_attn_sm90, tensors, request, options, splits)
+
+
+def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Options, splits: int) -> Launch:
+    """A launch of one build of `kernel`, which takes what `flash_attn_sm90` does; `tensors.v` is what it has a map of."""
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
     device = q.device
     units = device_of(device).compute_units
     packed = tensors.cu_seqlens_q is not None
-    typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
-    options, splits = build_for(request, units, typical)
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
     counters = counters_of(device)
@@ -553,6 +593,6 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
 
     def bound(out: Any, lse: Any) -> Prepared:
         arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars, *tensors.operands)
-        return bind(flash_attn_sm90, grid, options.threads, arguments, {"options": options}, compile_kernel)
+        return bind(kernel, grid, options.threads, arguments, {"options": options}, compile_kernel)
 
     return launch_of(bound, tensors, request, splits, counters.address)

@@ -98,7 +98,14 @@ class Sm90Options:
 
 
 def key_for(
-    head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    seq_len: int,
+    seq_len_kv: int,
+    slices: int,
+    units: int,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
 ) -> Key:
     """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` query rows, on `units` multiprocessors.
 
@@ -109,7 +116,7 @@ def key_for(
         LookupError: no row has these head dimensions.
     """
     rows: dict[int, Key] = {}
-    for key in TILES:
+    for key in table:
         *shape, consumers, longest = key
         if shape == [head_dim, head_dim_v, causal] and (longest is None or seq_len_kv <= longest):
             rows.setdefault(consumers, key)
@@ -119,16 +126,18 @@ def key_for(
     def time(key: Key) -> float:
         rounds = -(-seq_len // (64 * key[3])) * slices / units
         # causal tiles differ in length, and short ones fill the gaps
-        return TILES[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
+        return table[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
 
     return min(rows.values(), key=time)
 
 
-def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
+def options_of(
+    key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
     *shape, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name != "cost"}
-    return Sm90Options(*shape, consumers, **fields)
+    return kind(*shape, consumers, **fields)
 
 
 def build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
