@@ -203,7 +203,10 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
-        features=("packed", "split_kv"),
+        features=(
+            *("packed", "split_kv", "seqused", "cache_leftpad", "kv_batch_idx", "window", "softcap", "alibi", "bias"),
+            *("sink", "score_mod", "mask_mod"),
+        ),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16),),
@@ -294,7 +297,7 @@ def choose(arch: str, request: Request) -> Kernel:
         if forced:
             raise UnsupportedError(
                 f"{config.KERNEL.name}={forced}: the {forced} kernel {why}; unset {config.KERNEL.name}, and "
-                "flash attention chooses its kernel"
+                f"flash attention chooses its kernel for target {arch}"
             )
         if arch in kernel.archs:
             refusals[kernel.name] = why

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import fly
@@ -46,8 +48,8 @@ SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")
 class Mod:
     """A Python function that is traced into a kernel.
 
-    Two are equal when they have the same code, captured values and defaults, so that a function made anew for every
-    call is compiled once.
+    Two are equal when they have the same code, captured and global values and defaults, so that a function made anew
+    for every call is compiled once.
     """
 
     function: Callable[..., Any] = field(compare=False)
@@ -55,18 +57,37 @@ class Mod:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Mod:
-        """Of a function; one without Python code, or that captured what cannot be hashed, is equal to itself only."""
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return Mod(function, function)
-        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-        defaults = (function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items())))
-        identity = (code, cells, defaults, id(function.__globals__))
+        """Of a function; one that depends on what cannot be hashed, such as a list, is equal to itself only."""
+        identity = _identity(function, ())
         try:
             hash(identity)
         except TypeError:
             return Mod(function, function)
         return Mod(function, identity)
+
+
+def _identity(value: Any, inside: tuple[Any, ...]) -> Hashable:
+    """What a function that depends on `value` depends on; `inside`: the functions that are being looked at."""
+    if isinstance(value, MethodType):
+        return _identity(value.__func__, inside), value.__self__
+    if isinstance(value, partial):
+        return _identity(value.func, inside), value.args, tuple(sorted(value.keywords.items()))
+    if not isinstance(value, FunctionType) or value in inside:
+        # the type too, as 1 equals 1.0 and True
+        return type(value), value
+    inside = (*inside, value)
+    code, names = value.__code__, value.__globals__
+    used = tuple((name, _identity(names[name], inside)) for name in _global_names(code) if name in names)
+    captured = tuple(_identity(cell.cell_contents, inside) for cell in value.__closure__ or ())
+    defaults = (value.__defaults__, tuple(sorted((value.__kwdefaults__ or {}).items())))
+    return code, used, captured, defaults
+
+
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Names that a function may look up among its module's, functions inside of it too."""
+    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _global_names(part))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,11 @@ class Features:
     def modifies(self) -> bool:
         """Whether scores are changed before the softmax."""
         return self.score_mod is not None or any(name in self.operands for name in SCORE_OPERANDS)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether there is code for every score alone."""
+        return self.score_mod is not None or self.mask_mod is not None or "bias" in self.operands
 
     @property
     def windowed(self) -> bool:

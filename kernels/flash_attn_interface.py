@@ -326,7 +326,7 @@ def _fill(asked: Features, tensors: Tensors, handle: int | None) -> None:
         if tensors.lse is not None:
             tensors.lse.fill_(-torch.inf)
             if "sink" in asked.operands:
-                tensors.lse.copy_(tensors.operands[asked.operands.index("sink")].unsqueeze(-1))
+                tensors.lse.copy_(asked.tensor(tensors.operands, "sink").unsqueeze(-1))
 
 
 def _remember(key: tuple | None, plan: Plan) -> None:

@@ -156,12 +156,19 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return options, request.num_kv_splits or automatic
+        return with_features(options, request.asked), request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return replace(options_of(key), pack_gqa=pack), splits
+    return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
 
 
+def with_features(options: Sm90Options, features: Features) -> Sm90Options:
+    """The build with features: smaller tiles where what is computed for every score alone needs registers."""
+    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if features.elementwise else options.block_n
+    return replace(options, features=features, block_n=block_n)
+
+
+_ELEMENTWISE_KEYS = 64
 _MANY = 1 << 20  # query rows that fill any device
 
 
@@ -194,7 +201,8 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
     before the last tile is done, and as many for keys as there is room for.
     """
-    block_n = 64 if head_dim + head_dim_v > 320 else 128
+    dims = head_dim + head_dim_v
+    block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
     one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes

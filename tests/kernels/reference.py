@@ -19,7 +19,7 @@ SLACK = 1e-5
 LSE_TOLERANCE = 1e-3
 
 
-def _blocks(heads: int, seq_len: int, seq_len_kv: int, max_scores: int) -> Iterator[tuple[slice, slice]]:
+def blocks(heads: int, seq_len: int, seq_len_kv: int, max_scores: int) -> Iterator[tuple[slice, slice]]:
     """Slices of (heads, rows) whose scores number at most `max_scores` (at least one row of one head)."""
     rows = max(1, min(seq_len, max_scores // max(1, seq_len_kv)))
     together = max(1, max_scores // max(1, rows * seq_len_kv))
@@ -28,7 +28,7 @@ def _blocks(heads: int, seq_len: int, seq_len_kv: int, max_scores: int) -> Itera
             yield slice(head, min(head + together, heads)), slice(row, min(row + rows, seq_len))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, added up in float32 and rounded once if they have 16 bits, as GPUs do it; a CPU is 5 times faster so."""
     if a.device.type == "cpu" and a.element_size() == 2:
         return (a.float() @ b.float()).to(a.dtype)
@@ -36,7 +36,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, first_row: int, seq_len: int, causal: bool) -> torch.Tensor:
-    scores = _product(q, k.transpose(-1, -2))
+    scores = product(q, k.transpose(-1, -2))
     if causal:
         row = torch.arange(first_row, first_row + q.shape[-2], device=q.device)[:, None]
         key = torch.arange(k.shape[-2], device=q.device)[None, :]
@@ -84,7 +84,7 @@ def attention(
     if seq_len_kv == 0:
         return out, lse
     for b in range(batch):
-        for head, row in _blocks(heads, seq_len, seq_len_kv, max_scores):
+        for head, row in blocks(heads, seq_len, seq_len_kv, max_scores):
             kv_heads = torch.arange(head.start, head.stop, device=q.device) // group
             query = q[b, row, head].transpose(0, 1).to(dtype) * scale
             key, value = (t[b].transpose(0, 1)[kv_heads].to(dtype) for t in (k, v))
@@ -92,7 +92,7 @@ def attention(
             block_lse = torch.logsumexp(scores, -1)
             probabilities = torch.softmax(scores, -1)
             probabilities.masked_fill_((block_lse == -math.inf)[..., None], 0.0)
-            out[b, row, head] = _product(probabilities, value).transpose(0, 1)
+            out[b, row, head] = product(probabilities, value).transpose(0, 1)
             lse[b, head, row] = block_lse
     return out, lse
 
@@ -146,7 +146,7 @@ def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, to
             yield x.to(y.dtype), y
 
 
-def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """max|a − b| in b's dtype; NaN when either has one."""
     differences = [(x - y).abs().max() for x, y in _pieces(a, b)]
     return torch.stack(differences).max().item() if differences else 0.0
@@ -171,7 +171,7 @@ def _lse_error(lse: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
+def exact_products() -> Iterator[None]:
     if not torch.backends.cuda.matmul.allow_tf32:
         yield
         return
@@ -198,10 +198,10 @@ def reference(
     TensorFloat-32 is kept out of the float32 products.
     """
     options = {"causal": causal, "softmax_scale": softmax_scale, "max_scores": max_scores, "lengths": lengths}
-    with _exact_products():
+    with exact_products():
         out, lse = attention(q, k, v, dtype=dtype, **options)
     plain, _ = attention(q, k, v, dtype=q.dtype, **options)
-    return Reference(out, lse, _max_difference(plain, out))
+    return Reference(out, lse, max_difference(plain, out))
 
 
 def check(out: torch.Tensor, ref: Reference, lse: torch.Tensor | None = None) -> Report:
@@ -215,4 +215,4 @@ def check(out: torch.Tensor, ref: Reference, lse: torch.Tensor | None = None) ->
     if lse is not None and lse.shape != ref.lse.shape:
         raise ValueError(f"lse has shape {tuple(lse.shape)}, the reference {tuple(ref.lse.shape)}")
     lse_error = None if lse is None else _lse_error(lse, ref.lse)
-    return Report(_max_difference(out, ref.out), ref.bound, _min_cosine(out, ref.out), lse_error)
+    return Report(max_difference(out, ref.out), ref.bound, _min_cosine(out, ref.out), lse_error)
