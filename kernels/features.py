@@ -39,6 +39,9 @@ OPERANDS = (
     "alibi_slopes",
     "bias",
     "sink",
+    "q_descale",
+    "k_descale",
+    "v_descale",
 )
 NUMBERS = ("window_left", "window_right", "softcap")
 SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")

@@ -34,17 +34,14 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position, Ring, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import Prepared, bind
-from kernels.attention_launch import launch_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import LOG2_E, Given
+from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, build_for, section_for
+from kernels.sm90_builds import Sm90Options, build_for
+from kernels.sm90_launch import bind_build
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
-from kernels.tile_counters import counters_of
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
@@ -266,6 +263,8 @@ class HeadPlace:
 class Consumer:
     """One consumer warpgroup: its rows of all of the block's tiles."""
 
+    keys_are_rows = True  # of V's tiles
+
     def __init__(
         self,
         schedule: Schedule,
@@ -378,8 +377,9 @@ class Consumer:
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
-        values = Operand(memory, tile, along_rows=True)
-        return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
+        values = Operand(memory, tile, self.keys_are_rows)
+        steps = self.options.block_n // self.output_atom.k
+        return wgmma.issue(self.output_atom, state.weights, values, steps, output)
 
     def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
         """Set the rows of a V tile from `rows` on to zero: those of another sequence, whose NaN times 0 is NaN.
@@ -428,11 +428,15 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = self._advance(work, start, fragment, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(slope, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
 
+    def _of_head(self, work: Work) -> Slope:
+        """What the head's scores need, loaded once a tile."""
+        return self.given.slope(self.place(work))
+
     def _advance(
-        self, work: Work, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """`OnlineSoftmax.advance`."""
         return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
@@ -449,7 +453,7 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
-        slope = self.given.slope(self.place(work))
+        slope = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
@@ -460,7 +464,7 @@ class Consumer:
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
-        slope = self.given.slope(self.place(work))
+        slope = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and not self.every_mask:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
@@ -495,7 +499,7 @@ class Consumer:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = self._advance(
-            work, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
+            slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
@@ -512,7 +516,7 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
-        slope = self.given.slope(self.place(following))
+        slope = self._of_head(following)
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
@@ -565,34 +569,3 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         typical = (-(-len(tensors.q) // request.batch), -(-len(tensors.k) // request.batch))
     options, splits = build_for(request, units, typical)
     return bind_build(flash_attn_sm90, tensors, request, options, splits)
-
-
-def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Options, splits: int) -> Launch:
-    """A launch of one build of `kernel`, which takes what `flash_attn_sm90` does; `tensors.v` is what it has a map of."""
-    q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
-    device = q.device
-    units = device_of(device).compute_units
-    packed = tensors.cu_seqlens_q is not None
-    pack, queries = options.pack_gqa, options.queries
-    sets = request.num_heads // pack
-    counters = counters_of(device)
-    blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
-    grid = min(units, blocks * sets * splits)
-    maps = tuple(
-        fly.tensor_map(tensor, box, swizzle=tile.swizzle)
-        for tensor, box, tile in zip(
-            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.tiles, strict=True
-        )
-    )
-    scalars = (
-        k.shape[1],
-        sets // request.num_kv_heads,
-        section_for(request, request.value_dim, pack) * splits,
-        request.softmax_scale * LOG2_E,
-    )
-
-    def bound(out: Any, lse: Any) -> Prepared:
-        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars, *tensors.operands)
-        return bind(kernel, grid, options.threads, arguments, {"options": options}, compile_kernel)
-
-    return launch_of(bound, tensors, request, splits, counters.address)

@@ -140,26 +140,33 @@ def options_of(
     return kind(*shape, consumers, **fields)
 
 
-def build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
-    """The build for a request on a device with `units` multiprocessors, and the number of key splits.
+def build_for(
+    request: Request,
+    units: int,
+    typical: tuple[int, int] | None = None,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
+    kind: type[Sm90Options] = Sm90Options,
+) -> tuple[Sm90Options, int]:
+    """The build for a request on a device with `units` multiprocessors, of a `kind`, and the number of key splits.
 
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
-    many = options_of(key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1))
+    most = key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1, table)
+    many = options_of(most, table[most], kind)
     group = request.num_heads // request.num_kv_heads
     pack = pack_gqa_for(group, *lengths, request.causal, many.block_m, many.block_n)
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
-        options = decode_options(*dims, causal, pack)
+        options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
         return with_features(options, request.asked), request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
+    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units, table)
+    return with_features(replace(options_of(key, table[key], kind), pack_gqa=pack), request.asked), splits
 
 
 def with_features(options: Sm90Options, features: Features) -> Sm90Options:
@@ -195,7 +202,9 @@ def pack_gqa_for(group: int, seq_len: int, seq_len_kv: int, causal: bool, block_
 _BARRIER_BYTES = 2048
 
 
-def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
+def decode_options(
+    head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
@@ -203,7 +212,7 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     """
     dims = head_dim + head_dim_v
     block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
-    one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
+    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
     return replace(one, stages=1 + room // (k.bytes + v.bytes))
@@ -245,6 +254,7 @@ def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
     H200 for 512 to 16384 keys.
     """
     heads = request.batch * request.num_heads // pack_gqa
-    head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
+    element_bytes = 1 if request.dtype.startswith("f8") else 2
+    head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)
     section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
     return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)

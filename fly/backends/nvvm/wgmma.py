@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fly.backends.nvvm.inline import ptx, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
-from fly.ir.dtypes import dtype, f32, i32, i64
+from fly.ir.dtypes import DType, dtype, f32, i32, i64
 from fly.ir.memory import Pointer
 from fly.ir.value import Value, from_elements, select, shuffle
 from fly.lang.ids import lane_of
@@ -151,9 +151,8 @@ class Operand:
         """
         have = (self.tile.columns, self.tile.rows) if self.along_rows else (self.tile.rows, self.tile.columns)
         if count <= 0 or extent > have[0] or count * self.k > have[1]:
-            raise ShapeError(
-                f"{count} steps of a WGMMA operand of {extent} by {self.k} do not fit a tile of {have[0]} by {have[1]}"
-            )
+            wanted = f"{count} steps of a WGMMA operand of {extent} by {self.k}"
+            raise ShapeError(f"{wanted} do not fit a tile of {have[0]} by {have[1]}")
         return tuple(self.tile.step(t * self.k, along_rows=self.along_rows) >> 4 for t in range(count))
 
 
@@ -301,23 +300,23 @@ def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[
 
 
 PAIRS = Layout((2, 2, 4), (1, 8, 2))
-"""Which of 16 columns of an accumulator each of 16 columns of an 8-bit A holds, packed by `by_pairs`."""
+"""Which of 16 columns of the accumulators each of 16 columns of A is that `by_pairs` makes."""
 
 
-def by_pairs(values: Value) -> tuple[Value, ...]:
-    """A warpgroup's accumulators, narrowed to 8 bit, as A registers of 32 columns each, without any exchange of lanes.
+def by_pairs(values: Value, kind: DType) -> tuple[Value, ...]:
+    """A warpgroup's accumulators, narrowed to 8 bits, as A registers of 32 columns each, no lane giving any away.
 
-    A thread has 2 neighbouring columns of each 8, and an A register has 4 of its own: it takes 2 of one 8 and 2 of
-    the next. So the columns of A are in another order, `PAIRS` in each 16, and the rows of B must be in the same.
+    A thread has 2 neighbouring columns of every 8, but 4 neighbours of every 16 in A: those become 2 of one 8 and 2
+    of the next. So the columns of A are in another order, `PAIRS` in each 16, and the rows of B must be in the same.
 
     Raises:
-        ShapeError: the elements are not 8 bits wide, or the accumulators' width is no multiple of 32.
+        ShapeError: the accumulators' width is no multiple of 32.
     """
-    if values.dtype.bits != 8 or len(values) % 16:
-        raise ShapeError(f"A registers of {values!r}; expected a multiple of 16 elements of 8 bits")
-    # of 16 values, (column pairs of two 8s) of row g, of row g + 8, and the same of the next two 8s
-    order = [h + r + c + i for h in (0, 8) for r in (0, 2) for c in (0, 4) for i in (0, 1)]
-    return tuple(shuffle(values, values, [t + i for i in order]) for t in range(0, len(values), 16))
+    if len(values) % 16:
+        raise ShapeError(f"A registers of {values!r}: {2 * len(values)} columns are no multiple of 32")
+    # of 16 values, two pairs of columns of row g and two of row g + 8, then the next two of both
+    order = [half + row + eight + i for half in (0, 8) for row in (0, 2) for eight in (0, 4) for i in (0, 1)]
+    return tuple(shuffle(values, values, [first + i for i in order]).to(kind) for first in range(0, len(values), 16))
 
 
 def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
