@@ -265,7 +265,7 @@ def flydsl_flash_attn_func(
 
 
 def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:
-    """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments; 0 for 16-bit tensors and unsplit keys.
+    """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments, or 0.
 
     The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
     """
