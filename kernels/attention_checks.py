@@ -27,6 +27,7 @@ DTYPES = {
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
 }
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
@@ -73,7 +74,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            fail(f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16", ArgumentTypeError)
+            fail(
+                f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
+                ArgumentTypeError,
+            )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             fail(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
@@ -104,8 +108,10 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape:
         fail(f"out must have shape {shape} (q's, with v's head_dim), got {tuple(out.shape)}")
-    if out.dtype != q.dtype:
-        fail(f"out must have q's dtype {q.dtype}, got {out.dtype}", ArgumentTypeError)
+    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+    if out.dtype != dtype:
+        wanted = f"q's dtype {dtype}" if dtype is q.dtype else f"dtype {dtype} for q of {q.dtype}"
+        fail(f"out must have {wanted}, got {out.dtype}", ArgumentTypeError)
     if out.device != q.device:
         fail(f"out must be on q's device {q.device}, got {out.device}")
     check_last_stride("out", out)

@@ -40,11 +40,15 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "alibi": ("ALiBi (alibi_slopes)", "a score_mod gives the same result"),
     "bias": ("additive bias", "a score_mod with aux_tensors gives the same result"),
     "sink": ("sinks", "rescale the output by sigmoid(lse - sink)"),
+    "descale": (
+        "scales of 8-bit inputs (q_descale, k_descale, v_descale)",
+        "softmax_scale takes a factor of the scores, and out can be multiplied",
+    ),
     "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
     "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
     "block_mask": ("block-sparse masks (block_mask)", "its mask_mod as mask_mod gives the same result"),
 }
-EVERY_FEATURE = tuple(name for name in FEATURES if name != "debug_counts")
+EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
 
 
 class Tensors(NamedTuple):
@@ -225,6 +229,17 @@ KERNELS: tuple[Kernel, ...] = (
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16),),
         mixed_dims=((192, 128),),
+    ),
+    Kernel(
+        name="sm90_fp8",
+        module="kernels.flash_attn_sm90_fp8",
+        archs=("sm_90a",),
+        head_dims=(64, 128, 256),
+        dtypes=("f8e4m3",),
+        features=("split_kv", "descale"),
+        tuning={},
+        reason="the sm90 kernel on 8-bit products, with V turned beforehand",
+        needs=(aligned(16),),
     ),
     Kernel(
         name="generic",

@@ -20,6 +20,7 @@ from kernels.features import OPERANDS, Features, Mod
 NO_WINDOW = (-1, -1)
 MIN_PAGE = 16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DESCALES = ("q_descale", "k_descale", "v_descale")
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
 # keyword arguments by the name under which `kernels.dispatch.FEATURES` has them
 NAMES = {
@@ -33,6 +34,7 @@ NAMES = {
     "bias": ("bias",),
     "sink": ("sink",),
     "block_mask": ("block_counts",),
+    "descale": DESCALES,
 }
 BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
 
@@ -131,6 +133,17 @@ def _sink(sink: Any, heads: int, device: torch.device) -> torch.Tensor:
     return sink
 
 
+def _descale(name: str, scales: Any, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    check_tensor(name, scales)
+    if scales.dtype != torch.float32:
+        fail(f"{name} has dtype {scales.dtype}; accepted: torch.float32", ArgumentTypeError)
+    if scales.device != device:
+        fail(f"{name} must be on q's device {device}, got {scales.device}")
+    if scales.shape not in ((), (1,), (batch, kv_heads)):
+        fail(f"{name} must have shape (), (1,) or (B, Hkv) = ({batch}, {kv_heads}), got {tuple(scales.shape)}")
+    return scales.expand(batch, kv_heads)
+
+
 def _function(name: str, function: Any) -> Mod | None:
     if function is None:
         return None
@@ -201,6 +214,9 @@ def check_features(
         found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], keys), packed, device)
     if options["sink"] is not None:
         found["sink"] = _sink(options["sink"], heads, device)
+    for name in DESCALES:
+        if options[name] is not None:
+            found[name] = _descale(name, options[name], batch, k.shape[-2], device)
     score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
     block_mask, block_size = options["block_mask"], None
     if block_mask is not None:

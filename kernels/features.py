@@ -44,6 +44,9 @@ OPERANDS = (
     "block_indices",
     "whole_block_counts",
     "whole_block_indices",
+    "q_descale",
+    "k_descale",
+    "v_descale",
 )
 NUMBERS = ("window_left", "window_right", "softcap")
 SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")

@@ -58,12 +58,13 @@ class OnlineSoftmax:
         return OnlineSoftmax(maximum, total), probabilities, output
 
     def advance(
-        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
+        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool, offset: float = 0.0
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """Like `update`, for output that is still being accumulated: (..., factor, whether it must be applied).
 
         `lazy` keeps the old maxima until a row of the wave has grown past its own by `LAZY_LOG2`; the last result,
-        None unless lazy, is the same in every lane of the wave.
+        None unless lazy, is the same in every lane of the wave. Probabilities and sums are 2 ** offset times what
+        they are.
         """
         tile_max = scores.row_max().reduce_lanes(fly.maximum)
         maximum = self.maximum.map(fly.maximum, tile_max)
@@ -72,7 +73,7 @@ class OnlineSoftmax:
             needed = self._grown(maximum, scale_log2)
             maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
         scaled = _pivot(maximum, masked).map(lambda m: m * scale_log2)
-        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
+        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: offset - s if offset else -s))
         probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
         factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())

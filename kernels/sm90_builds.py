@@ -112,7 +112,14 @@ class Sm90Options:
 
 
 def key_for(
-    head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    seq_len: int,
+    seq_len_kv: int,
+    slices: int,
+    units: int,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
 ) -> Key:
     """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` query rows, on `units` multiprocessors.
 
@@ -123,7 +130,7 @@ def key_for(
         LookupError: no row has these head dimensions.
     """
     rows: dict[int, Key] = {}
-    for key in TILES:
+    for key in table:
         *shape, consumers, longest = key
         if shape == [head_dim, head_dim_v, causal] and (longest is None or seq_len_kv <= longest):
             rows.setdefault(consumers, key)
@@ -133,25 +140,33 @@ def key_for(
     def time(key: Key) -> float:
         rounds = -(-seq_len // (64 * key[3])) * slices / units
         # causal tiles differ in length, and short ones fill the gaps
-        return TILES[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
+        return table[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
 
     return min(rows.values(), key=time)
 
 
-def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
+def options_of(
+    key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
     *shape, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name != "cost"}
-    return Sm90Options(*shape, consumers, **fields)
+    return kind(*shape, consumers, **fields)
 
 
-def build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
-    """The build for a request on a device with `units` multiprocessors, and the number of key splits.
+def build_for(
+    request: Request,
+    units: int,
+    typical: tuple[int, int] | None = None,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
+    kind: type[Sm90Options] = Sm90Options,
+) -> tuple[Sm90Options, int]:
+    """The build for a request on a device with `units` multiprocessors, of a `kind`, and the number of key splits.
 
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
-    options, splits = _plain_build_for(request, units, typical)
+    options, splits = _plain_build_for(request, units, typical, table, kind)
     block_n = min(options.block_n, _ELEMENTWISE_KEYS) if request.asked.elementwise else options.block_n
     if request.page_size is not None:
         # a power of two, so that tiles divide into pages, or pages into tiles
@@ -160,21 +175,29 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
     return replace(options, block_n=block_n, features=request.asked, page_size=request.page_size), splits
 
 
-def _plain_build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
+def _plain_build_for(
+    request: Request,
+    units: int,
+    typical: tuple[int, int] | None,
+    table: Mapping[Key, Mapping[str, Any]],
+    kind: type[Sm90Options],
+) -> tuple[Sm90Options, int]:
+    """The same without features and pages."""
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
-    many = options_of(key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1))
+    most = key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1, table)
+    many = options_of(most, table[most], kind)
     group = request.num_heads // request.num_kv_heads
     pack = pack_gqa_for(group, *lengths, request.causal, many.block_m, many.block_n)
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
-        options = decode_options(*dims, causal, pack)
+        options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
         return options, request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return replace(options_of(key), pack_gqa=pack), splits
+    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units, table)
+    return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
 
 
 _ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
@@ -204,7 +227,9 @@ def pack_gqa_for(group: int, seq_len: int, seq_len_kv: int, causal: bool, block_
 _BARRIER_BYTES = 2048
 
 
-def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
+def decode_options(
+    head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
@@ -212,7 +237,7 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     """
     dims = head_dim + head_dim_v
     block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
-    one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
+    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
     return replace(one, stages=1 + room // (k.bytes + v.bytes))
@@ -254,6 +279,7 @@ def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
     H200 for 512 to 16384 keys.
     """
     heads = request.batch * request.num_heads // pack_gqa
-    head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
+    element_bytes = 1 if request.dtype.startswith("f8") else 2
+    head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)
     section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
     return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)
