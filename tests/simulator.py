@@ -123,7 +123,8 @@ def _attribute(attribute: ir.Attribute) -> Any:
     if isinstance(attribute, ir.DenseElementsAttr):
         if attribute.is_splat:
             return attribute.get_splat_value().value
-        return list(ir.DenseIntElementsAttr(attribute))
+        integers = isinstance(attribute.type.element_type, ir.IntegerType)
+        return list((ir.DenseIntElementsAttr if integers else ir.DenseFPElementsAttr)(attribute))
     return getattr(attribute, "value", None)
 
 
@@ -192,7 +193,7 @@ class _Block:
         """Run a block of operations; gives the operands of its terminator."""
         for node in nodes:
             operands = [self.values[n] for n in node.operands]
-            if node.name in ("scf.yield", "func.return"):
+            if node.name in ("scf.yield", "scf.condition", "func.return"):
                 return operands
             results = _RULES[node.name](self, node, *operands)
             if node.results:
@@ -419,6 +420,22 @@ def _for(b: _Block, node: Node, start: Any, stop: Any, step: Any, *carry: Any) -
     return carry
 
 
+def _while(b: _Block, node: Node, *carry: Any) -> list[Any]:
+    (before, condition), (after, nodes) = node.regions
+    outer, carry = b.mask, list(carry)
+    while True:
+        b.values.update(zip(before, carry, strict=True))
+        more, *passed = b.body(condition)
+        carry = [_merged(b.mask, new, old) for new, old in zip(passed, carry, strict=True)]
+        b.mask = b.mask & more
+        if not b.mask.any():
+            break
+        b.values.update(zip(after, carry, strict=True))
+        carry = [_merged(b.mask, new, old) for new, old in zip(b.body(nodes), carry, strict=True)]
+    b.mask = outer
+    return carry
+
+
 def _merged(mask: np.ndarray, new: Any, old: Any) -> Any:
     if isinstance(new, frozenset):
         assert mask.all(), "a token in a loop that threads leave apart"
@@ -502,6 +519,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "llvm.getelementptr": lambda b, node, base, offset: base + offset.astype(np.int64),
     "scf.if": _if,
     "scf.for": _for,
+    "scf.while": _while,
     "arith.constant": _constant,
     "arith.cmpi": _compare(_INTS),
     "arith.cmpf": _compare(_ORDERED),
