@@ -42,6 +42,7 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "sink": ("sinks", "rescale the output by sigmoid(lse - sink)"),
     "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
     "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
+    "block_mask": ("block-sparse masks (block_mask)", "its mask_mod as mask_mod gives the same result"),
 }
 EVERY_FEATURE = tuple(name for name in FEATURES if name != "debug_counts")
 

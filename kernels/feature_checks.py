@@ -14,6 +14,7 @@ import torch
 
 from fly.errors import ArgumentTypeError
 from kernels.argument_checks import check_last_stride, check_tensor, fail
+from kernels.block_mask import BlockMask
 from kernels.features import OPERANDS, Features, Mod
 
 NO_WINDOW = (-1, -1)
@@ -31,7 +32,9 @@ NAMES = {
     "alibi": ("alibi_slopes",),
     "bias": ("bias",),
     "sink": ("sink",),
+    "block_mask": ("block_counts",),
 }
+BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
 
 
 def window_of(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -151,6 +154,24 @@ def _aux(tensors: Any, used: bool, device: torch.device) -> tuple[torch.Tensor, 
     return tuple(tensors)
 
 
+def _block_lists(
+    mask: Any,
+    mask_mod: Mod | None,
+    batch_heads: tuple[int, int],
+    lengths: tuple[int, int],
+    packed: bool,
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:
+    if not isinstance(mask, BlockMask):
+        hint = "; pass kernels.block_mask.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
+        fail(f"block_mask must be a kernels.block_mask.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
+    if packed:
+        fail("block_mask is for (B, S, H, D) tensors; for packed sequences pass its mask_mod as mask_mod")
+    if mask_mod is not None:
+        fail("block_mask has a mask_mod of its own: leave mask_mod out, or build a block mask of both")
+    return mask.check(*batch_heads, lengths, device)
+
+
 def check_features(
     q: torch.Tensor, k: torch.Tensor, causal: bool, batch: int, packed: bool, options: Mapping[str, Any]
 ) -> tuple[Features, tuple[Any, ...], tuple[str, ...]]:
@@ -181,9 +202,14 @@ def check_features(
     if options["sink"] is not None:
         found["sink"] = _sink(options["sink"], heads, device)
     score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
+    block_mask, block_size = options["block_mask"], None
+    if block_mask is not None:
+        lists = _block_lists(block_mask, mask_mod, (batch, heads), (q.shape[-3], k.shape[-3]), packed, device)
+        found |= dict(zip(BLOCKS, lists))
+        mask_mod, block_size = Mod.of(block_mask.mask_mod), tuple(block_mask.BLOCK_SIZE)
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
-    asked = Features(names, score_mod, mask_mod)
+    asked = Features(names, score_mod, mask_mod, block_size)
     told = [name for name in names if name != "seqused_kv" or "block_table" not in found]  # pages imply lengths
     wanted = [feature for feature, operands in NAMES.items() if any(name in told for name in operands)]
     wanted += [name for name in ("score_mod", "mask_mod") if getattr(asked, name) is not None]

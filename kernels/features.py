@@ -40,6 +40,10 @@ OPERANDS = (
     "alibi_slopes",
     "bias",
     "sink",
+    "block_counts",
+    "block_indices",
+    "whole_block_counts",
+    "whole_block_indices",
 )
 NUMBERS = ("window_left", "window_right", "softcap")
 SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")
@@ -93,11 +97,15 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Features:
-    """The static side: which operands a kernel gets, in order, and the functions traced into it."""
+    """The static side: which operands a kernel gets, in order, and the functions traced into it.
+
+    `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
+    """
 
     operands: tuple[str, ...] = ()
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
+    block_size: tuple[int, int] | None = None
 
     def tensor(self, operands: Iterable[Any], name: str) -> Any:
         """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
@@ -131,7 +139,7 @@ class Features:
     @property
     def may_hide(self) -> bool:
         """Whether scores may be -inf in tiles that need no mask, or right after ones that do."""
-        return self.score_mod is not None or self.windowed or "bias" in self.operands
+        return self.score_mod is not None or self.windowed or self.block_size is not None or "bias" in self.operands
 
     def bind(self, values: tuple[Any, ...]) -> Given:
         """The traced side, with the values of the operands."""

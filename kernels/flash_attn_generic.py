@@ -29,7 +29,7 @@ from typing import Any
 
 import fly
 from fly.backends.target import Target, target
-from fly.errors import ShapeError
+from fly.errors import ShapeError, UnsupportedError
 from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from kernels.attention_tiles import store_lse, store_output
@@ -174,7 +174,8 @@ def _attend(
     tiling = KeyValueTiling(
         options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
     )
-    tiles = KeyValues(link, work.k, work.v, tiling)
+    listed = work.listed
+    tiles = KeyValues(link, work.k, work.v, tiling, None if listed is None else listed.tile)
     ring = tiles.ring
     output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
     flight = ring.start(work.first_tile)
@@ -187,8 +188,11 @@ def _attend(
     scale = given.scale(scale_log2)
 
     def featured(scores: fly.Fragment, j: Any, masked: bool) -> fly.Fragment:
+        j = j if listed is None else listed.tile(j)
         first_key = j * options.block_n
         scores = given.modify(scores, scale_log2, rows, first_key, work)
+        if listed is not None and not masked:
+            return fly.cond(listed.seen_whole(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
         if masked:
             scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
         return scores
@@ -213,7 +217,7 @@ def _attend(
         return *take_in(scores, v_tile, state, masked), following, flight
 
     first, full, last = work.first_tile, work.full_tiles, work.last_tile
-    if given.features.mask_mod is not None:
+    if given.features.mask_mod is not None and listed is None:
         full = first
     state = (output, softmax, flight)
     if options.overlap:
@@ -223,7 +227,7 @@ def _attend(
         state = (output, softmax, scores, flight)
         first, step = first + 1, step_ahead
         full, last = fly.maximum(full, first), fly.maximum(last, first)
-    if given.features.windowed:
+    if given.features.windowed and listed is None:
         whole = fly.maximum(work.whole_from, first)
         full = fly.maximum(full, whole)
         for j, carried in (loop := fly.range(first, whole, carry=state)):
@@ -249,6 +253,25 @@ UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
     **dict.fromkeys((32, 64, 96, 128), _tiles(64, 64, 4, 1)),
     **dict.fromkeys((160, 192, 224, 256), _tiles(64, 32, 4, 1)),
 }
+
+
+def _tiles_within(block_size: tuple[int, int], tiles: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows and waves for blocks of a block-sparse mask: as many of `tiles` as divide a block's queries.
+
+    Raises:
+        UnsupportedError: no number of waves does, or the keys of a block are no multiple of a tile's.
+    """
+    rows, keys = block_size
+    block_m, block_n, waves = (tiles[name] for name in ("block_m", "block_n", "waves"))
+    least = block_m // waves
+    while rows % block_m and waves > 1:
+        block_m, waves = block_m // 2, waves // 2
+    if rows % block_m or keys % block_n:
+        raise UnsupportedError(
+            f"a block_mask's BLOCK_SIZE is {block_size}; flash_attn_generic takes multiples of ({least}, {block_n}) "
+            "at this head dimension: build it with such blocks, or pass its mask_mod as mask_mod"
+        )
+    return {"block_m": block_m, "waves": waves}
 
 
 def options_for(
@@ -277,6 +300,8 @@ def options_for(
         tiles = dict(UNALIGNED_TILES[dim])
     if "waves_per_eu" in tuning:
         tiles["waves_per_eu"] = tuning["waves_per_eu"]
+    if features.block_size is not None:
+        tiles |= _tiles_within(features.block_size, tiles)
     tiles["daz"] = bool(tuning.get("daz"))
     return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, features=features, page_size=page_size, **tiles)
 

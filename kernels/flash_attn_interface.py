@@ -31,6 +31,7 @@ from kernels.attention_checks import (
     extent_bytes,
     fail,
 )
+from kernels.block_mask import BlockMask
 from kernels.dispatch import Launch, Tensors
 from kernels.feature_checks import NO_WINDOW
 from kernels.features import Features, Mod
@@ -87,6 +88,7 @@ def flydsl_flash_attn_func(
     sink: torch.Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
     aux_tensors: Sequence[torch.Tensor] = (),
     seqused_q: torch.Tensor | None = None,
     seqused_kv: torch.Tensor | None = None,
@@ -137,6 +139,8 @@ def flydsl_flash_attn_func(
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply
             as well. Two functions with the same code and captured values count as one.
+        block_mask: a block-sparse mask of `kernels.block_mask`, with a mask_mod of its own; blocks of keys that it
+            does not list cost nothing. Dense tensors only.
         aux_tensors: what `score_mod` and `mask_mod` may load from, of any shape.
         seqused_q, seqused_kv: (B,) int32, how many of each sequence's tokens count; others have no output.
         cache_leftpad: (B,) int32, how many of the tokens that count are left out at the start of k and v.
@@ -178,13 +182,17 @@ def flydsl_flash_attn_func(
         # fmt: on
         operands: tuple[Any, ...] = ()
         if not (
-            alibi_slopes is bias is sink is score_mod is mask_mod is seqused_q is seqused_kv is cache_leftpad
-            is kv_batch_idx is block_table is None
+            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv
+            is cache_leftpad is kv_batch_idx is block_table is None
             and softcap == 0.0 and window_size == NO_WINDOW and not aux_tensors
         ):  # fmt: skip
+            blocks, functions = (), (score_mod, mask_mod)
+            if block_mask is not None:
+                blocks, functions = block_mask.tensors, (*functions, block_mask.mask_mod)
+                key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(blocks))
             placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
-            operands = (*placed, alibi_slopes, bias, sink, *aux_tensors)
-            functions = tuple(None if mod is None else Mod.of(mod) for mod in (score_mod, mask_mod))
+            operands = (*placed, alibi_slopes, bias, sink, *blocks, *aux_tensors)
+            functions = tuple(None if mod is None else Mod.of(mod) for mod in functions)
             geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
             key = (*key, tuple(window_size), softcap, *functions, *geometry)
             operands = tuple(operand for operand in operands if operand is not None)
@@ -217,6 +225,7 @@ def flydsl_flash_attn_func(
             "sink": sink,
             "score_mod": score_mod,
             "mask_mod": mask_mod,
+            "block_mask": block_mask,
             "aux_tensors": aux_tensors,
             "seqused_q": seqused_q,
             "seqused_kv": seqused_kv,

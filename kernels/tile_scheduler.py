@@ -24,6 +24,7 @@ import fly
 from kernels.attention_tiles import group_size
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
+from kernels.tile_list import TileList
 
 MAX_SPLITS = 64
 
@@ -36,7 +37,8 @@ class Work:
     vector, or None. `batch` is the sequence's number, and `keys` has its lengths. Key tiles [whole_from, full_tiles)
     are seen whole by every row of the block; [first_tile, whole_from), which is empty without a window, and
     [full_tiles, last_tile) need `keys.apply`. `ragged`: there may be no query at all; `split`: there are other
-    keys.
+    keys. With `listed`, tiles are those of its steps [first_tile, last_tile), and `full_tiles` is where its partial
+    blocks start.
     """
 
     batch: fly.Value
@@ -54,6 +56,7 @@ class Work:
     last_tile: fly.Value
     ragged: bool
     split: bool
+    listed: TileList | None = None
 
     def if_any_row(self) -> AbstractContextManager[None]:
         """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
@@ -114,7 +117,14 @@ def block_work(
     first = fly.i32(0)
     if key_range.left is not None:
         first = fly.first_lane(unseen)
-    if split is not None:
+    listed = None
+    if given.features.block_size is not None:
+        seen = (fly.i32(0) if key_range.left is None else whole_from, full)
+        listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n), seen)
+        first, full, last = fly.i32(0), listed.whole_steps, listed.steps
+        if split is not None:
+            first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
+    elif split is not None:
         start = 0 if key_range.left is None else first
         first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
@@ -134,6 +144,7 @@ def block_work(
         last_tile=last,
         ragged=queries.bounded,
         split=split is not None,
+        listed=listed,
     )
 
 
