@@ -67,7 +67,7 @@ class TileList:
         return TileList(whole, partial, per_block, tiles, whole_steps, whole_steps + partial.count * per_block, *seen)
 
     def tile(self, step: Any) -> fly.Value:
-        """The key tile of a step; of steps outside of the list, and of a last block's end, one without keys perhaps."""
+        """The key tile of a step; outside of the list, and at the end of a last block, perhaps one without keys."""
         inside = step < self.whole_steps
         entry = fly.select(inside, step, step - self.whole_steps)
         block = entry // self.per_block
