@@ -220,6 +220,8 @@ def check_features(
     score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
     block_mask, block_size = options["block_mask"], None
     if block_mask is not None:
+        if options["block_table"] is not None:
+            fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
         lists = _block_lists(block_mask, mask_mod, (batch, heads), (q.shape[-3], k.shape[-3]), packed, device)
         found |= dict(zip(BLOCKS, lists))
         mask_mod, block_size = Mod.of(block_mask.mask_mod), tuple(block_mask.BLOCK_SIZE)

@@ -91,6 +91,8 @@ class GenericOptions:
             raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
         if self.overlap and self.stages < 2:
             raise ShapeError(f"overlap needs two stages or more, not {self.stages}")
+        if self.overlap and self.features.block_size is not None:
+            raise ShapeError("overlap needs a first tile, which a block mask's lists may not have")
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.queries == "shared" and not self.asynchronous:
