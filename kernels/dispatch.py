@@ -168,6 +168,17 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
+def rows_within(bytes_: int) -> Need:
+    """Neighbouring rows of K and V are less than `bytes_` apart."""
+
+    def refuses(request: Request) -> str | None:
+        if request.kv_pitch < bytes_:
+            return None
+        return f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make k and v contiguous"
+
+    return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: what a kernel can do, and where it lives.
@@ -239,7 +250,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=("split_kv", "descale"),
         tuning={},
         reason="the sm90 kernel on 8-bit products, with V turned beforehand",
-        needs=(aligned(16),),
+        needs=(aligned(16), rows_within(4 << 20)),
     ),
     Kernel(
         name="generic",

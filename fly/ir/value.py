@@ -530,7 +530,7 @@ def _to_float8(value: Value, target: DType) -> Value:
     """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
     arch = current().target
     if not arch.float8:
-        raise DTypeError(f"{arch.arch} has no conversion from f32 to {target} of fly's; sm_89 and sm_90a have")
+        raise DTypeError(f"no conversion to {target} on {arch.arch}: a storage type there; sm_89 and sm_90a convert")
     if value.length is None or value.length % 2:
         raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
     attributes = {"to": ir.StringAttr.get(target.name, context())}

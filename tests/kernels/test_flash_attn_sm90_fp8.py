@@ -185,6 +185,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     for change, text in [
         ({"features": ("packed",)}, "the sm90_fp8 kernel does not do packed sequences .*: call it once per sequence"),
         ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
+        ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
         ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
         ({"dtype": "bf16"}, "the generic kernel does not do scales of 8-bit inputs"),
         ({"dtype": "f8e5m2"}, "takes f8e4m3, not f8e5m2: convert with"),
