@@ -1,8 +1,8 @@
 """Builds of the attention kernels on the timing model: what a chip would be asked, without the chip.
 
-    python benchmarks/modelled_builds.py gfx942                     # the generic kernel's tile shapes, waves and V layouts
+    python benchmarks/modelled_builds.py gfx942          # the generic kernel: tile shapes, waves
     python benchmarks/modelled_builds.py gfx950 --head-dim 64 --causal
-    python benchmarks/modelled_builds.py splits                     # key splits of calls that do not fill a device
+    python benchmarks/modelled_builds.py splits          # key splits of calls that do not fill a device
 
 One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless said otherwise.
 """
