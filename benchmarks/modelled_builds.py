@@ -2,7 +2,6 @@
 
     python benchmarks/modelled_builds.py gfx942          # the generic kernel: tile shapes, waves
     python benchmarks/modelled_builds.py gfx950 --head-dim 64 --causal
-    python benchmarks/modelled_builds.py splits          # key splits of calls that do not fill a device
 
 One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless said otherwise.
 """
@@ -94,6 +93,7 @@ def dual_wave_builds(shape: Shape, causal: bool) -> Iterator[tuple[str, DualWave
     yield "no priorities", replace(whole, setprio=False)
     yield "neither", replace(whole, stagger=False, setprio=False)
     yield "no lazy rescale", replace(whole, lazy_rescale=False)
+    yield "nothing ahead", replace(whole, ahead=False)
 
 
 def line(name: str, session: Session) -> str:

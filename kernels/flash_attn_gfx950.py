@@ -53,7 +53,10 @@ MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 @dataclass(frozen=True)
 class DualWaveOptions:
-    """The static parameters of one build. The switches exist to measure what each device is worth."""
+    """The static parameters of one build. The switches exist to measure what each device is worth.
+
+    `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
+    """
 
     head_dim: int
     causal: bool
@@ -62,6 +65,7 @@ class DualWaveOptions:
     stagger: bool = True
     daz: bool = False
     waves_per_eu: int = 2
+    ahead: bool = True
 
     def __post_init__(self):
         if self.head_dim not in (64, 128):
@@ -159,6 +163,7 @@ class Tiles:
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
+        self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
@@ -189,7 +194,7 @@ class Tiles:
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
-        first = self.options.head_dim == 128  # see `exponents`
+        first = self.packed_first
         exponents = stage(
             "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
         )
@@ -267,7 +272,7 @@ class Tiles:
         each = 16 // steps
         sched_groups((MFMA, 1), (TRANS, each))
         sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
-        sched_groups((MFMA, 1), (VALU, 3 if self.options.head_dim == 128 else 5), repeat=steps)
+        sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -313,7 +318,7 @@ class Tiles:
         """
         scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
         exponents = fly.fma(early, scale, shift), fly.fma(late, scale, shift)
-        if self.options.head_dim == 128:
+        if self.packed_first:
             sched_barrier()
         return exponents
 
