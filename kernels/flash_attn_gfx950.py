@@ -8,14 +8,15 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 
 | cluster | matrix | vector; between the matrix instructions | LDS reads | copies started | waited for |
 |---|---|---|---|---|---|
-| 0 memory | | scale * S(j-1) - scale * max | K(j) | K(j+1) | V(j-1) |
-| 1 compute | S(j) = K(j) Q | P(j-1) = exp2 of that, and its sum: first half of the keys | | | |
+| 0 memory | | | K(j) | K(j+1) | V(j-1) |
+| 1 compute | S(j) = K(j) Q | x = scale * S(j-1) - scale * max before all; P(j-1) = exp2(x), sum: first half | | | |
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-`Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers
-each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need it: the other group passes
-its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
+At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
+it. K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that
+need it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are
+static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
@@ -54,7 +55,10 @@ MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 @dataclass(frozen=True)
 class DualWaveOptions:
-    """The static parameters of one build. The switches exist to measure what each device is worth."""
+    """The static parameters of one build. The switches exist to measure what each device is worth.
+
+    `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
+    """
 
     head_dim: int
     causal: bool
@@ -63,6 +67,7 @@ class DualWaveOptions:
     stagger: bool = True
     daz: bool = False
     waves_per_eu: int = 2
+    ahead: bool = True
     features: Features = NO_FEATURES
 
     def __post_init__(self):
@@ -177,6 +182,7 @@ class Tiles:
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
+        self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / self.scale
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
@@ -211,14 +217,20 @@ class Tiles:
         if self.given.features.per_score:
             featured = [stage("features", self.featured, scores, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
+        first = self.packed_first
+        exponents = stage(
+            "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
+        )
+        packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             [
                 stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
-                stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
+                *packed_among_loads,
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
+                *packed_first,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
@@ -288,12 +300,15 @@ class Tiles:
             sched_groups((VALU, 2))
 
     def interleave_output(self) -> None:
-        """Between those of the output: the same for its second half, which needs it, then the maximum."""
+        """Between those of the output: the same for its second half, which needs it, then the maximum.
+
+        The branch waits for the maximum, so at D=128 that is early: the last matrix instructions stand alone.
+        """
         steps = 8 if self.options.head_dim == 128 else 4
         each = 16 // steps
         sched_groups((MFMA, 1), (TRANS, each))
         sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
-        sched_groups((MFMA, 1), (VALU, 20 // steps), repeat=steps)
+        sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -339,9 +354,16 @@ class Tiles:
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
     ) -> tuple[fly.Value, fly.Value]:
-        """scale * score + shift."""
+        """scale * score + shift, in packed instructions: they wait until no wave's matrix instruction is in flight.
+
+        At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
+        while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
+        """
         scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
-        return fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        exponents = fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        if self.packed_first:
+            sched_barrier()
+        return exponents
 
     def weights(
         self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
