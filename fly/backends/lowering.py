@@ -141,13 +141,17 @@ class Lower:
 
 def per_element(intrinsic: str) -> Rule:
     """Apply a scalar intrinsic to each element of a float or vector."""
+    return each_element(lambda b, x: b.intrinsic(intrinsic, [x], x.type))
+
+
+def each_element(apply: Callable[[Builder, ir.Value], ir.Value]) -> Rule:
+    """`apply` to each element of a float or vector; the results have its type."""
 
     def rule(op: ir.Operation, b: Builder) -> ir.Value:
         value = op.operands[0]
         if not isinstance(value.type, ir.VectorType):
-            return b.intrinsic(intrinsic, [value], value.type)
-        element = ir.VectorType(value.type).element_type
-        return b.vector([b.intrinsic(intrinsic, [x], element) for x in b.elements(value)], value.type)
+            return apply(b, value)
+        return b.vector([apply(b, x) for x in b.elements(value)], value.type)
 
     return rule
 

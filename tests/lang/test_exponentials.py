@@ -47,3 +47,15 @@ def test_both_ends_are_exact(run):
     exponentials, tangents = run(x)
     np.testing.assert_array_equal(exponentials[:6], [np.inf, 0, np.nan, 1, np.inf, 0])
     np.testing.assert_array_equal(tangents[:8], [1, -1, np.nan, 0, 1, -1, 1, -1])
+
+
+@fly.kernel
+def tangents_of_vectors(x: fly.Tensor):
+    i = fly.thread_id.x * 4
+    x.store(fly.tanh(x.load(i, length=4)), i)
+
+
+def test_nvidia_has_an_instruction_for_tanh():
+    isa = fly.compile(tangents_of_vectors, fly.TensorSpec("f32", 1, 16, True), block=64, target="sm_80").isa
+    assert isa.count("tanh.approx.f32") == 4
+    assert "ex2" not in isa
