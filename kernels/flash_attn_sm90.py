@@ -16,7 +16,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
@@ -42,7 +42,7 @@ from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.features import LOG2_E, Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, build_for, section_for
+from kernels.sm90_builds import Sm90Options, build_for, keys_seen, section_for
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
 from kernels.tile_counters import counters_of
 
@@ -532,7 +532,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     units = device_of(device).compute_units
     packed = tensors.cu_seqlens_q is not None
     typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
-    options, splits = build_for(request, units, typical)
+    seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
+    options, splits = build_for(seen, units, typical)
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
     counters = counters_of(device)

@@ -153,6 +153,14 @@ def build_for(request: Request, units: int, typical: tuple[int, int] | None = No
     return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
 
 
+def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
+    """How many keys the queries of a sequence see together at most, given the request's operands."""
+    if not request.asked.windowed:
+        return request.seq_len_kv
+    left = operands[request.asked.operands.index("window_left")]
+    return min(request.seq_len_kv, left + request.seq_len)
+
+
 def with_features(options: Sm90Options, features: Features) -> Sm90Options:
     """The build with features: smaller tiles where what is computed for every score alone needs registers."""
     block_n = min(options.block_n, _ELEMENTWISE_KEYS) if features.elementwise else options.block_n
