@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{shape}  {count:8} {largest:8.1e}  " + " ".join(f"{t:8.1f}" for t in times) + f"  {rate:8.0f}")
     if gpu:
         tensors = Tensors(GPU_SHAPES[1], options.device)
-        print(f"host: {host_microseconds(tensors.ours):.1f} us a warm call")
+        print(f"host: {host_microseconds(tensors.ours, device='cuda'):.1f} us a warm call")
 
 
 if __name__ == "__main__":

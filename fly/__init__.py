@@ -21,6 +21,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
+        "fly.lang.paged": "PagedRows",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile PaddedTile",
         "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
         "fly.lang.lanes": "evaluate lane_map linear_layout",

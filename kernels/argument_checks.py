@@ -30,7 +30,7 @@ class Checks:
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             self.fail(
                 f"{name} is a {type(value).__name__}, which has no memory of its own; pass a plain torch.Tensor "
-                "(under torch.compile, wrap the call in torch.compiler.disable)",
+                "(torch.compile sees through the functions of kernels.flash_attn_api)",
                 ArgumentTypeError,
             )
         if value.is_nested or value.layout != torch.strided:

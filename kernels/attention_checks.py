@@ -18,7 +18,7 @@ import torch
 from fly.errors import ArgumentTypeError
 from kernels.argument_checks import check_last_stride, check_tensor, fail, flag, whole
 from kernels.dispatch import DUALWAVE, Request
-from kernels.feature_checks import check_features
+from kernels.feature_checks import check_features, check_table
 from kernels.tile_scheduler import MAX_SPLITS
 
 DTYPES = {
@@ -27,6 +27,7 @@ DTYPES = {
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
 }
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
@@ -45,12 +46,13 @@ class Call:
     operands: tuple[Any, ...]
 
 
-def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
-    rank = 3 if packed else 4
-    layouts = ("(total, H, D)", "(total, Hkv, D)") if packed else ("(B, Sq, H, D)", "(B, Skv, Hkv, D)")
-    for name, tensor in zip(INPUTS, (q, k, v)):
+def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, paged: bool) -> None:
+    queries, keys = ("(total, H, D)", "(total, Hkv, D)") if packed else ("(B, Sq, H, D)", "(B, Skv, Hkv, D)")
+    keys = "(pages, page_size, Hkv, D)" if paged else keys
+    for name, tensor, layout in zip(INPUTS, (q, k, v), (queries, keys, keys)):
+        rank = layout.count(",") + 1
         if tensor.dim() != rank:
-            wanted = f"{rank} dimensions {layouts[name != 'q']}"
+            wanted = f"{rank} dimensions {layout}"
             hint = "" if packed or tensor.dim() != 3 else "; packed sequences also need cu_seqlens_q"
             fail(f"{name} must have {wanted}, got shape {tuple(tensor.shape)}{hint}")
 
@@ -72,7 +74,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            fail(f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16", ArgumentTypeError)
+            fail(
+                f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
+                ArgumentTypeError,
+            )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             fail(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
@@ -103,8 +108,10 @@ def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape:
         fail(f"out must have shape {shape} (q's, with v's head_dim), got {tuple(out.shape)}")
-    if out.dtype != q.dtype:
-        fail(f"out must have q's dtype {q.dtype}, got {out.dtype}", ArgumentTypeError)
+    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+    if out.dtype != dtype:
+        wanted = f"q's dtype {dtype}" if dtype is q.dtype else f"dtype {dtype} for q of {q.dtype}"
+        fail(f"out must have {wanted}, got {out.dtype}", ArgumentTypeError)
     if out.device != q.device:
         fail(f"out must be on q's device {q.device}, got {out.device}")
     check_last_stride("out", out)
@@ -155,19 +162,23 @@ def _check_scale(softmax_scale: Any, head_dim: int) -> float:
     return scale
 
 
-def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
-    """Check what describes packed sequences; whether the call has any."""
+def _check_packed(q: torch.Tensor, options: Mapping[str, Any], paged: bool) -> bool:
+    """Check what describes packed sequences; whether the call has any. Keys in pages need no offsets."""
     offsets = {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
     lengths = {name: options[name] for name in ("max_seqlen_q", "max_seqlen_kv")}
     given = [name for name, value in offsets.items() if value is not None]
     if not given:
         for name, value in lengths.items():
-            if value is not None:
+            if value is None:
+                continue
+            if not paged or name == "max_seqlen_q":
                 fail(f"{name} is only for packed sequences (with cu_seqlens_q and cu_seqlens_kv): leave it out")
+            whole(name, value, 0, 2**31 - 1)
         return False
-    if len(given) == 1:
+    if len(given) == 1 and not paged:
         fail(f"cu_seqlens_q and cu_seqlens_kv go together, got only {given[0]}")
-    for name, value in offsets.items():
+    for name in given:
+        value = offsets[name]
         check_tensor(name, value)
         good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
         if not good or value.device != q.device:
@@ -175,14 +186,16 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any]) -> bool:
                 f"{name} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape {tuple(value.shape)}, "
                 f"strides {value.stride()}, dtype {value.dtype} on {value.device}"
             )
-    if len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
+    if len(given) == 2 and len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
         counts = " and ".join(str(len(value)) for value in offsets.values())
         fail(f"cu_seqlens_q and cu_seqlens_kv must have the same length, got {counts}")
     for name, value in lengths.items():
+        if value is None and paged and name == "max_seqlen_kv":
+            continue
         if value is None:
             fail(f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)")
         whole(name, value, 0, 2**31 - 1)
-    return True
+    return "cu_seqlens_q" in given
 
 
 def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[int, int]]) -> bool:
@@ -278,13 +291,16 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     """
     for name, tensor in zip(INPUTS, (q, k, v)):
         check_tensor(name, tensor)
-    packed = _check_packed(q, options)
-    _check_ranks(q, k, v, packed)
+    table = options["block_table"]
+    if paged := table is not None:
+        check_table(table, q.device)
+    packed = _check_packed(q, options, paged)
+    _check_ranks(q, k, v, packed, paged)
     _check_dtypes(q, k, v)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device != q.device:
             fail(f"q, k and v must be on one device, got q on {q.device} and {name} on {tensor.device}")
-    _check_shapes(q, k, v, same_batch=not packed and options["kv_batch_idx"] is None)
+    _check_shapes(q, k, v, same_batch=not packed and not paged and options["kv_batch_idx"] is None)
     for name, tensor in zip(INPUTS, (q, k, v)):
         check_last_stride(name, tensor)
     if out is not None:
@@ -307,13 +323,17 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     else:
         batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
         lengths = {"tokens": (seq_len, seq_len_kv)}
+    if paged:
+        most = options["max_seqlen_kv"]
+        seq_len_kv, lengths = table.shape[1] * k.shape[1], {}
+        seq_len_kv = seq_len_kv if most is None else min(seq_len_kv, most)
     asked, operands, wanted = check_features(q, k, causal, batch, packed, options)
     features = {
         "packed": packed,
         "split_kv": options["num_kv_splits"] > 1,
         "debug_counts": options["debug_counts"] is not None,
     }
-    unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted
+    unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted or paged
     results = () if out is None else (out,)
     return Call(
         request=Request(
@@ -333,12 +353,13 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
             kv_alignment=_alignment(k, v),
             q_pitch=_pitch(q, *results),
             kv_pitch=_pitch(k, v),
+            page_size=k.shape[1] if paged else None,
             features=(*(name for name, given in features.items() if given), *wanted),
             tuning=_check_tuning(options),
             head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
             asked=asked,
         ),
-        empty=q.numel() == 0 or k.numel() == 0 or v.numel() == 0 or batch == 0 or seq_len == 0,
+        empty=0 in (batch, seq_len, *(tensor.numel() for tensor in (q, k, v, *([table] if paged else [])))),
         device=q.device,
         operands=operands,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,34 @@ def split_count(request: Request, device: torch.device, block_m: int, block_n: i
         return request.num_kv_splits
     blocks = -(-request.seq_len // block_m) * request.num_heads * request.batch
     return automatic_splits(blocks, -(-request.seq_len_kv // block_n), device_of(device).compute_units)
+
+
+# What goes by query head or query position stands in the way of heads as rows.
+_BY_ROW = ("packed", "window", "alibi", "bias", "sink", "score_mod", "mask_mod")
+
+
+def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]:
+    """A call with one query a sequence, seen as one whose rows are the query heads of a key head.
+
+    q, out (B, 1, H, D) become (B, H / Hkv, Hkv, D) and lse (B, H, 1) becomes (B, Hkv, H / Hkv), views of the same
+    memory, so that a block reads a key head's keys once for all of its query heads, and not once for each. One query
+    sees every key, causal or not. Calls that this does not suit are returned as they are.
+    """
+    group = request.num_heads // request.num_kv_heads
+    asked = request.asked.operands
+    if request.seq_len != 1 or group == 1 or "seqused_q" in asked or any(f in request.features for f in _BY_ROW):
+        return tensors, request
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(2, (request.num_kv_heads, group)).select(1, 0).transpose(1, 2)
+
+    q, out = rows(tensors.q), rows(tensors.out)
+    lse = None if tensors.lse is None else tensors.lse.unflatten(1, (request.num_kv_heads, group)).squeeze(-1)
+    pitch = max(t.stride(1) * t.element_size() for t in (q, out))
+    changed = replace(
+        request, causal=False, cross_seqlen=True, seq_len=group, num_heads=request.num_kv_heads, q_pitch=pitch
+    )
+    return tensors._replace(q=q, out=out, lse=lse), changed
 
 
 def bind_forward(

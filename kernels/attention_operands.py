@@ -87,10 +87,41 @@ class KeyValueTiling:
         return self.stages > 1 or self.alternate
 
 
-class KeyValues:
-    """K and V tiles on their way through `ring`, and the products with them."""
+@dataclass(frozen=True)
+class ListedCopy:
+    """A copy of the tile that `tile_of(step)` names, for rings that count steps."""
 
-    def __init__(self, link: fly.Chain, k_rows: fly.RowView, v_rows: fly.RowView, tiling: KeyValueTiling):
+    copy: Any
+    tile_of: Callable[[Any], Any]
+
+    @property
+    def asynchronous(self) -> bool:
+        """As the copy's."""
+        return getattr(self.copy, "asynchronous", False)
+
+    def issue(self, step: Any, destination: fly.SharedTile) -> Any:
+        """Set the step's tile on its way."""
+        return self.copy.issue(self.tile_of(step), destination)
+
+    def land(self, in_flight: Any, destination: fly.SharedTile) -> None:
+        """Store what arrived."""
+        self.copy.land(in_flight, destination)
+
+
+class KeyValues:
+    """K and V tiles on their way through `ring`, and the products with them.
+
+    `listed`: the number of the tile that a step takes, where it is not the step's own.
+    """
+
+    def __init__(
+        self,
+        link: fly.Chain,
+        k_rows: fly.RowView,
+        v_rows: fly.RowView,
+        tiling: KeyValueTiling,
+        listed: Callable[[Any], Any] | None = None,
+    ):
         self.link = link
         self.tiling = tiling
         columns, depth = link.layout.columns, link.atom.k
@@ -102,7 +133,8 @@ class KeyValues:
         self.dim_tiles = -(-v_rows.columns // (columns * self.v_plan.tiles)) * self.v_plan.tiles
         k_ring = fly.SharedTile.ring("k", self.k_copy.layout, k_rows.dtype, tiling.stages)[0]
         v_ring = fly.SharedTile.ring("v", self.v_copy.layout, v_rows.dtype, tiling.stages)[0]
-        k, v = (self.k_copy, k_ring), (self.v_copy, v_ring)
+        k_copy, v_copy = (c if listed is None else ListedCopy(c, listed) for c in (self.k_copy, self.v_copy))
+        k, v = (k_copy, k_ring), (v_copy, v_ring)
         self.ring = (
             fly.AlternatingTiles(k, v)
             if tiling.alternate

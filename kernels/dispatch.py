@@ -34,24 +34,31 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "seqused": ("lengths in use (seqused_q, seqused_kv)", "cut the sequences, or pack them with cu_seqlens"),
     "cache_leftpad": ("padding at the left (cache_leftpad)", "cut it off k and v, or pack sequences with cu_seqlens"),
     "kv_batch_idx": ("entries of a cache (kv_batch_idx)", "pass k[kv_batch_idx] and v[kv_batch_idx]"),
+    "paged": ("keys in pages (block_table)", "gather a sequence's pages into k and v"),
     "window": ("sliding windows (window_size)", "a mask_mod gives the same result"),
     "softcap": ("softcap", "a score_mod gives the same result"),
     "alibi": ("ALiBi (alibi_slopes)", "a score_mod gives the same result"),
     "bias": ("additive bias", "a score_mod with aux_tensors gives the same result"),
     "sink": ("sinks", "rescale the output by sigmoid(lse - sink)"),
+    "descale": (
+        "scales of 8-bit inputs (q_descale, k_descale, v_descale)",
+        "softmax_scale takes a factor of the scores, and out can be multiplied",
+    ),
     "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
     "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
+    "block_mask": ("block-sparse masks (block_mask)", "its mask_mod as mask_mod gives the same result"),
 }
-EVERY_FEATURE = tuple(name for name in FEATURES if name != "debug_counts")
+EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
 
 
 class Tensors(NamedTuple):
     """The tensors of a call, in the order in which kernels take them; None where the call has none.
 
     Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
-    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. v and out may have another D than q
-    and k. `debug_counts`: (2,) float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and
-    numbers of the request's `asked` features, then auxiliary tensors.
+    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. With pages, either form's q, out and
+    lse, and k, v (pages, page_size, Hkv, D). v and out may have another D than q and k. `debug_counts`: (2,)
+    float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and numbers of the request's
+    `asked` features, then auxiliary tensors.
     """
 
     q: torch.Tensor
@@ -74,7 +81,7 @@ class Request:
     counts sequences; `cross_seqlen`: queries and keys of a sequence may differ in number. `num_kv_splits` 0 leaves
     the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
-    two; `q_pitch`: of q and out.
+    two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
     `features` are keys of `FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of v and out,
     None when it is `head_dim`. `asked`: what the operands are.
     """
@@ -95,6 +102,7 @@ class Request:
     kv_alignment: int = 16
     q_pitch: int = 0
     kv_pitch: int = 0
+    page_size: int | None = None
     features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim_v: int | None = None
@@ -160,6 +168,17 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
+def rows_within(bytes_: int) -> Need:
+    """Neighbouring rows of K and V are less than `bytes_` apart."""
+
+    def refuses(request: Request) -> str | None:
+        if request.kv_pitch < bytes_:
+            return None
+        return f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make k and v contiguous"
+
+    return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: what a kernel can do, and where it lives.
@@ -191,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=("packed", "split_kv", "debug_counts"),
+        features=tuple(name for name in FEATURES if name not in ("paged", "block_mask")),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(aligned(4), keys_within(2**32, ahead=200)),
@@ -204,13 +223,34 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
         features=(
-            *("packed", "split_kv", "seqused", "cache_leftpad", "kv_batch_idx", "window", "softcap", "alibi", "bias"),
-            *("sink", "score_mod", "mask_mod"),
+            *(
+                "packed",
+                "split_kv",
+                "paged",
+                "seqused",
+                "cache_leftpad",
+                "kv_batch_idx",
+                "window",
+                "softcap",
+                "alibi",
+            ),
+            *("bias", "sink", "score_mod", "mask_mod"),
         ),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16),),
         mixed_dims=((192, 128),),
+    ),
+    Kernel(
+        name="sm90_fp8",
+        module="kernels.flash_attn_sm90_fp8",
+        archs=("sm_90a",),
+        head_dims=(64, 128, 256),
+        dtypes=("f8e4m3",),
+        features=("split_kv", "descale"),
+        tuning={},
+        reason="the sm90 kernel on 8-bit products, with V turned beforehand",
+        needs=(aligned(16), rows_within(4 << 20)),
     ),
     Kernel(
         name="generic",

@@ -14,22 +14,29 @@ import torch
 
 from fly.errors import ArgumentTypeError
 from kernels.argument_checks import check_last_stride, check_tensor, fail
+from kernels.block_mask import BlockMask
 from kernels.features import OPERANDS, Features, Mod
 
 NO_WINDOW = (-1, -1)
+MIN_PAGE = 16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DESCALES = ("q_descale", "k_descale", "v_descale")
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
 # keyword arguments by the name under which `kernels.dispatch.FEATURES` has them
 NAMES = {
     "seqused": ("seqused_q", "seqused_kv"),
     "cache_leftpad": ("cache_leftpad",),
     "kv_batch_idx": ("kv_batch_idx",),
+    "paged": ("block_table",),
     "window": ("window_left", "window_right"),
     "softcap": ("softcap",),
     "alibi": ("alibi_slopes",),
     "bias": ("bias",),
     "sink": ("sink",),
+    "block_mask": ("block_counts",),
+    "descale": DESCALES,
 }
+BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
 
 
 def window_of(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -62,6 +69,35 @@ def _check_counts(name: str, value: Any, batch: int, device: torch.device) -> No
             f"{name} must hold {batch} contiguous int32 numbers on {device}, got shape {tuple(value.shape)}, dtype "
             f"{value.dtype} on {value.device}"
         )
+
+
+def _check_block_table(table: Any, k: torch.Tensor, batch: int, options: Mapping[str, Any]) -> None:
+    if table.shape[0] != batch:
+        fail(f"block_table must have a row for each of {batch} sequences, got shape {tuple(table.shape)}")
+    if options["seqused_kv"] is None and options["cu_seqlens_kv"] is None:
+        fail("block_table needs the sequences' lengths: pass seqused_kv, (B,) int32")
+    if options["cu_seqlens_kv"] is not None and options["cu_seqlens_q"] is None:
+        fail("cu_seqlens_kv with block_table is for packed queries (cu_seqlens_q); pass seqused_kv, (B,) int32")
+    for name, instead in (
+        ("cache_leftpad", "pages that start with a sequence's first key"),
+        ("kv_batch_idx", "block_table[kv_batch_idx]"),
+    ):
+        if options[name] is not None:
+            fail(f"{name} does not go with block_table; pass {instead}")
+    size = k.shape[1]
+    if size < MIN_PAGE or size & (size - 1):
+        fail(f"pages of k and v must have a power of two of at least {MIN_PAGE} keys, got {size}")
+
+
+def check_table(table: Any, device: torch.device) -> None:
+    """It is a table of pages: (B, pages of a sequence) int32, each row contiguous."""
+    check_tensor("block_table", table)
+    if table.dim() != 2 or table.dtype != torch.int32 or table.device != device:
+        fail(
+            f"block_table must be (B, pages of a sequence) int32 on {device}, got shape {tuple(table.shape)}, dtype "
+            f"{table.dtype} on {table.device}"
+        )
+    check_last_stride("block_table", table)
 
 
 def _check_floats(name: str, value: Any, device: torch.device) -> None:
@@ -97,6 +133,17 @@ def _sink(sink: Any, heads: int, device: torch.device) -> torch.Tensor:
     return sink
 
 
+def _descale(name: str, scales: Any, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    check_tensor(name, scales)
+    if scales.dtype != torch.float32:
+        fail(f"{name} has dtype {scales.dtype}; accepted: torch.float32", ArgumentTypeError)
+    if scales.device != device:
+        fail(f"{name} must be on q's device {device}, got {scales.device}")
+    if scales.shape not in ((), (1,), (batch, kv_heads)):
+        fail(f"{name} must have shape (), (1,) or (B, Hkv) = ({batch}, {kv_heads}), got {tuple(scales.shape)}")
+    return scales.expand(batch, kv_heads)
+
+
 def _function(name: str, function: Any) -> Mod | None:
     if function is None:
         return None
@@ -120,6 +167,24 @@ def _aux(tensors: Any, used: bool, device: torch.device) -> tuple[torch.Tensor, 
     return tuple(tensors)
 
 
+def _block_lists(
+    mask: Any,
+    mask_mod: Mod | None,
+    batch_heads: tuple[int, int],
+    lengths: tuple[int, int],
+    packed: bool,
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:
+    if not isinstance(mask, BlockMask):
+        hint = "; pass kernels.block_mask.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
+        fail(f"block_mask must be a kernels.block_mask.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
+    if packed:
+        fail("block_mask is for (B, S, H, D) tensors; for packed sequences pass its mask_mod as mask_mod")
+    if mask_mod is not None:
+        fail("block_mask has a mask_mod of its own: leave mask_mod out, or build a block mask of both")
+    return mask.check(*batch_heads, lengths, device)
+
+
 def check_features(
     q: torch.Tensor, k: torch.Tensor, causal: bool, batch: int, packed: bool, options: Mapping[str, Any]
 ) -> tuple[Features, tuple[Any, ...], tuple[str, ...]]:
@@ -135,19 +200,35 @@ def check_features(
         if options[name] is not None:
             _check_counts(name, options[name], batch, device)
             found[name] = options[name]
+    keys = k.shape[1]
+    if (table := options["block_table"]) is not None:
+        _check_block_table(table, k, batch, options)
+        found["block_table"] = table
+        keys *= table.shape[1]
     for name in ("cache_leftpad", "kv_batch_idx"):
         if name in found and packed:
             fail(f"{name} is for (B, S, Hkv, D) keys; packed ones have cu_seqlens_kv and seqused_kv")
     if options["alibi_slopes"] is not None:
         found["alibi_slopes"] = _slopes(options["alibi_slopes"], batch, heads, device)
     if options["bias"] is not None:
-        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], k.shape[1]), packed, device)
+        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], keys), packed, device)
     if options["sink"] is not None:
         found["sink"] = _sink(options["sink"], heads, device)
+    for name in DESCALES:
+        if options[name] is not None:
+            found[name] = _descale(name, options[name], batch, k.shape[-2], device)
     score_mod, mask_mod = (_function(name, options[name]) for name in ("score_mod", "mask_mod"))
+    block_mask, block_size = options["block_mask"], None
+    if block_mask is not None:
+        if options["block_table"] is not None:
+            fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
+        lists = _block_lists(block_mask, mask_mod, (batch, heads), (q.shape[-3], k.shape[-3]), packed, device)
+        found |= dict(zip(BLOCKS, lists))
+        mask_mod, block_size = Mod.of(block_mask.mask_mod), tuple(block_mask.BLOCK_SIZE)
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
-    asked = Features(names, score_mod, mask_mod)
-    wanted = [feature for feature, operands in NAMES.items() if any(name in names for name in operands)]
+    asked = Features(names, score_mod, mask_mod, block_size)
+    told = [name for name in names if name != "seqused_kv" or "block_table" not in found]  # pages imply lengths
+    wanted = [feature for feature, operands in NAMES.items() if any(name in told for name in operands)]
     wanted += [name for name in ("score_mod", "mask_mod") if getattr(asked, name) is not None]
     return asked, (*(found[name] for name in names), *aux), tuple(wanted)

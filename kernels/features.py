@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
@@ -33,12 +33,20 @@ OPERANDS = (
     "seqused_kv",
     "cache_leftpad",
     "kv_batch_idx",
+    "block_table",
     "window_left",
     "window_right",
     "softcap",
     "alibi_slopes",
     "bias",
     "sink",
+    "block_counts",
+    "block_indices",
+    "whole_block_counts",
+    "whole_block_indices",
+    "q_descale",
+    "k_descale",
+    "v_descale",
 )
 NUMBERS = ("window_left", "window_right", "softcap")
 SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")
@@ -92,11 +100,15 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Features:
-    """The static side: which operands a kernel gets, in order, and the functions traced into it."""
+    """The static side: which operands a kernel gets, in order, and the functions traced into it.
+
+    `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
+    """
 
     operands: tuple[str, ...] = ()
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
+    block_size: tuple[int, int] | None = None
 
     def tensor(self, operands: Iterable[Any], name: str) -> Any:
         """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
@@ -118,6 +130,11 @@ class Features:
         return self.score_mod is not None or self.mask_mod is not None or "bias" in self.operands
 
     @property
+    def per_score(self) -> bool:
+        """Whether every tile of scores takes code of its own."""
+        return self.modifies or self.mask_mod is not None
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands
@@ -125,7 +142,7 @@ class Features:
     @property
     def may_hide(self) -> bool:
         """Whether scores may be -inf in tiles that need no mask, or right after ones that do."""
-        return self.score_mod is not None or self.windowed or "bias" in self.operands
+        return self.score_mod is not None or self.windowed or self.block_size is not None or "bias" in self.operands
 
     def bind(self, values: tuple[Any, ...]) -> Given:
         """The traced side, with the values of the operands."""
@@ -169,9 +186,14 @@ class Given:
     def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
         """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""
         slopes = self.get("alibi_slopes")
-        if slopes is None:
-            return None
+        if not isinstance(slopes, fly.Tensor):
+            return slopes
         return _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
+
+    def at(self, place: Place) -> Given:
+        """With what is one number for the head loaded, so that no tile of a block with one place loads it again."""
+        slope = self.slope(place)
+        return self if slope is None else replace(self, operands={**self.operands, "alibi_slopes": slope})
 
     def modify(
         self,
@@ -271,10 +293,10 @@ def _each(
     heads = place.head if isinstance(place.head, fly.RowVector) else rows.map(lambda _: place.head)
 
     def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
-        key = fly.minimum(column + first_key, last_key)
+        key = fly.minimum(column, last_key)
         return fly.from_elements([function(tile[i], head[i], query[i], key[i]) for i in range(tile.length)])
 
-    return scores.map_places(queries, elements, heads)
+    return scores.map_places(queries, elements, heads, first_column=first_key)
 
 
 def _f32(value: Any, mod: Mod) -> fly.Value:

@@ -29,8 +29,8 @@ from typing import Any
 
 import fly
 from fly.backends.target import Target, target
-from fly.errors import ShapeError
-from kernels.attention_launch import bind_forward, split_count
+from fly.errors import ShapeError, UnsupportedError
+from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from kernels.attention_tiles import store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors, target_of
@@ -50,7 +50,8 @@ class GenericOptions:
     at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
     `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
     computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
-    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are.
+    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are; `page_size`: of keys in
+    pages.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -72,6 +73,7 @@ class GenericOptions:
     overlap: bool = False
     lazy: bool = False
     features: Features = NO_FEATURES
+    page_size: int | None = None
 
     def __post_init__(self):
         for name in ("head_dim", "head_dim_v"):
@@ -89,6 +91,10 @@ class GenericOptions:
             raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
         if self.overlap and self.stages < 2:
             raise ShapeError(f"overlap needs two stages or more, not {self.stages}")
+        if self.overlap and self.features.block_size is not None:
+            raise ShapeError("overlap needs a first tile, which a block mask's lists may not have")
+        if (self.page_size is None) == ("block_table" in self.features.operands):
+            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.queries == "shared" and not self.asynchronous:
             raise ShapeError("queries in shared memory need asynchronous copies: two stages or more, or alternate")
 
@@ -133,9 +139,10 @@ def flash_attn_generic(
         block_m=options.block_m,
         block_n=options.block_n,
         given=given,
+        page_size=options.page_size,
     )
     with work.if_any_row():
-        output, softmax, rows = _attend(work, scale_log2, given, options)
+        output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work))
         store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
         if work.lse is not None:
@@ -169,7 +176,8 @@ def _attend(
     tiling = KeyValueTiling(
         options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
     )
-    tiles = KeyValues(link, work.k, work.v, tiling)
+    listed = work.listed
+    tiles = KeyValues(link, work.k, work.v, tiling, None if listed is None else listed.tile)
     ring = tiles.ring
     output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
     flight = ring.start(work.first_tile)
@@ -182,8 +190,11 @@ def _attend(
     scale = given.scale(scale_log2)
 
     def featured(scores: fly.Fragment, j: Any, masked: bool) -> fly.Fragment:
+        j = j if listed is None else listed.tile(j)
         first_key = j * options.block_n
         scores = given.modify(scores, scale_log2, rows, first_key, work)
+        if listed is not None and not masked:
+            return fly.cond(listed.seen_whole(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
         if masked:
             scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
         return scores
@@ -208,7 +219,7 @@ def _attend(
         return *take_in(scores, v_tile, state, masked), following, flight
 
     first, full, last = work.first_tile, work.full_tiles, work.last_tile
-    if given.features.mask_mod is not None:
+    if given.features.mask_mod is not None and listed is None:
         full = first
     state = (output, softmax, flight)
     if options.overlap:
@@ -218,7 +229,7 @@ def _attend(
         state = (output, softmax, scores, flight)
         first, step = first + 1, step_ahead
         full, last = fly.maximum(full, first), fly.maximum(last, first)
-    if given.features.windowed:
+    if given.features.windowed and listed is None:
         whole = fly.maximum(work.whole_from, first)
         full = fly.maximum(full, whole)
         for j, carried in (loop := fly.range(first, whole, carry=state)):
@@ -246,6 +257,25 @@ UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
 }
 
 
+def _tiles_within(block_size: tuple[int, int], tiles: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows and waves for blocks of a block-sparse mask: as many of `tiles` as divide a block's queries.
+
+    Raises:
+        UnsupportedError: no number of waves does, or the keys of a block are no multiple of a tile's.
+    """
+    rows, keys = block_size
+    block_m, block_n, waves = (tiles[name] for name in ("block_m", "block_n", "waves"))
+    least = block_m // waves
+    while rows % block_m and waves > 1:
+        block_m, waves = block_m // 2, waves // 2
+    if rows % block_m or keys % block_n:
+        raise UnsupportedError(
+            f"a block_mask's BLOCK_SIZE is {block_size}; flash_attn_generic takes multiples of ({least}, {block_n}) "
+            "at this head dimension: build it with such blocks, or pass its mask_mod as mask_mod"
+        )
+    return {"block_m": block_m, "waves": waves}
+
+
 def options_for(
     target: Target,
     head_dim: int,
@@ -254,6 +284,7 @@ def options_for(
     tuning: Mapping[str, Any] | None = None,
     head_dim_v: int | None = None,
     features: Features = NO_FEATURES,
+    page_size: int | None = None,
 ) -> GenericOptions:
     """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
 
@@ -271,9 +302,10 @@ def options_for(
         tiles = dict(UNALIGNED_TILES[dim])
     if "waves_per_eu" in tuning:
         tiles["waves_per_eu"] = tuning["waves_per_eu"]
-    return GenericOptions(
-        head_dim, causal, head_dim_v=head_dim_v, daz=bool(tuning.get("daz")), features=features, **tiles
-    )
+    if features.block_size is not None:
+        tiles |= _tiles_within(features.block_size, tiles)
+    tiles["daz"] = bool(tuning.get("daz"))
+    return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, features=features, page_size=page_size, **tiles)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -284,6 +316,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     Raises:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
+    tensors, request = heads_as_rows(tensors, request)
     description = target(target_of(tensors.q.device))
     options = options_for(
         description,
@@ -293,6 +326,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.tuning,
         request.head_dim_v,
         request.asked,
+        request.page_size,
     )
     return bind_forward(
         flash_attn_generic,

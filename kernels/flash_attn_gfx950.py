@@ -8,14 +8,15 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 
 | cluster | matrix | vector; between the matrix instructions | LDS reads | copies started | waited for |
 |---|---|---|---|---|---|
-| 0 memory | | scale * S(j-1) - scale * max | K(j) | K(j+1) | V(j-1) |
-| 1 compute | S(j) = K(j) Q | P(j-1) = exp2 of that, and its sum: first half of the keys | | | |
+| 0 memory | | | K(j) | K(j+1) | V(j-1) |
+| 1 compute | S(j) = K(j) Q | x = scale * S(j-1) - scale * max before all; P(j-1) = exp2(x), sum: first half | | | |
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-`Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers
-each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that need it: the other group passes
-its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
+At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
+it. K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that
+need it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are
+static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
@@ -40,9 +41,11 @@ from fly.backends.rocdl.intrinsics import (
     sched_groups,
 )
 from fly.errors import ShapeError
-from kernels.attention_launch import bind_forward, split_count
+from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_tiles import load_queries, store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors
+from kernels.features import NO_FEATURES, Features, Given
+from kernels.online_softmax import finish_with_sink
 from kernels.tile_scheduler import Work, block_work
 
 BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
@@ -52,7 +55,10 @@ MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 @dataclass(frozen=True)
 class DualWaveOptions:
-    """The static parameters of one build. The switches exist to measure what each device is worth."""
+    """The static parameters of one build. The switches exist to measure what each device is worth.
+
+    `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
+    """
 
     head_dim: int
     causal: bool
@@ -61,6 +67,8 @@ class DualWaveOptions:
     stagger: bool = True
     daz: bool = False
     waves_per_eu: int = 2
+    ahead: bool = True
+    features: Features = NO_FEATURES
 
     def __post_init__(self):
         if self.head_dim not in (64, 128):
@@ -82,6 +90,17 @@ class LazySoftmax:
     total: fly.Value
     rescales: fly.Value
 
+    def finish(self, layout: fly.AccumulatorLayout, sink: fly.Value | None) -> tuple[fly.RowVector, fly.RowVector]:
+        """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
+        total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
+        if sink is not None:
+            # the shift of a row without any key is 0
+            maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, -self.shift))
+            return finish_with_sink(maximum, total, total.map(lambda _: sink))
+        inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
+        lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - self.shift) * math.log(2)))
+        return inverse, lse
+
 
 @fly.kernel
 def flash_attn_gfx950(
@@ -94,7 +113,7 @@ def flash_attn_gfx950(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,
-    *,
+    *operands: fly.Operand,
     options: DualWaveOptions,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
@@ -104,6 +123,7 @@ def flash_attn_gfx950(
     fly.occupancy(waves_per_eu=options.waves_per_eu)
     if options.daz:
         fly.flush_denormals()
+    given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
@@ -111,16 +131,19 @@ def flash_attn_gfx950(
         block_m=BLOCK_M,
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
+        given=given,
     )
     with work.if_any_row():
-        _attend(work, scale_log2, debug_counts, options)
+        _attend(work, scale_log2, given.at(work), debug_counts, options)
 
 
-def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, options: DualWaveOptions) -> None:
+def _attend(
+    work: Work, scale_log2: fly.Value, given: Given, debug_counts: fly.Tensor | None, options: DualWaveOptions
+) -> None:
     wave = fly.wave_id()
     wave_rows = BLOCK_M // WAVES
     wave_row = work.first_row + wave * wave_rows
-    tiles = Tiles(work, wave * wave_rows, scale_log2, options)
+    tiles = Tiles(work, wave * wave_rows, scale_log2, given, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
@@ -129,12 +152,9 @@ def _attend(work: Work, scale_log2: fly.Value, debug_counts: fly.Tensor | None, 
         with fly.when(wave < WAVES // 2):
             s_barrier()
 
-    layout = tiles.link.layout
-    total = fly.RowVector(layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
-    inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
+    inverse, row_lse = softmax.finish(tiles.link.layout, given.sink(work))
     store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
     if work.lse is not None:
-        row_lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - softmax.shift) * math.log(2)))
         store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
     if debug_counts is not None:
         with fly.when(fly.lane_id() == 0):
@@ -148,17 +168,22 @@ class Tiles:
     Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's.
     """
 
-    def __init__(self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, options: DualWaveOptions):
+    def __init__(
+        self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
+    ):
         self.work = work
+        self.given = given
         self.options = options
-        self.scale = scale_log2
+        self.scale_log2 = scale_log2
+        self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
         self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
         self.dim_steps = options.head_dim // self.link.atom.k
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
-        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / scale_log2
+        self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
+        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / self.scale
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
@@ -188,23 +213,34 @@ class Tiles:
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
+        scores, featured = "raw_early raw_late", []
+        if self.given.features.per_score:
+            featured = [stage("features", self.featured, scores, "new_early new_late", delay=1, cluster=2)]
+            scores = "new_early new_late"
+        first = self.packed_first
+        exponents = stage(
+            "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
+        )
+        packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             [
                 stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
-                stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
+                *packed_among_loads,
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
+                *packed_first,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
+                *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
                 stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
-                stage("maximum", self.raise_maximum, "raw_early raw_late output softmax",
+                stage("maximum", self.raise_maximum, f"{scores} output softmax",
                       "s_early s_late output softmax", delay=1, cluster=3),
             ],
             running=("k_at", "v_at", "output", "softmax"),
@@ -228,6 +264,14 @@ class Tiles:
 
     def partial(self, tile: Any) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
+        return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
+
+    def begins(self, tile: Any) -> fly.Value:
+        """Whether a tile is among the first ones, of which some row does not see all keys for its window."""
+        return self.work.first_tile + tile < self.work.whole_from
+
+    def ends(self, tile: Any) -> fly.Value:
+        """Whether a tile is among the last ones, of which some row does not see all keys."""
         return self.work.full_tiles <= self.work.first_tile + tile
 
     # stages
@@ -237,7 +281,11 @@ class Tiles:
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
         last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        limit = fly.cond(self.partial(last), lambda: fly.f32(-math.inf), lambda: softmax.limit)
+        partial, limit = self.ends(last), softmax.limit
+        if self.given.features.windowed:
+            # the first tiles' limit goes up again behind them
+            partial, limit = partial | self.begins(tile.number), softmax.maximum + self.margin
+        limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
         return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
@@ -252,12 +300,15 @@ class Tiles:
             sched_groups((VALU, 2))
 
     def interleave_output(self) -> None:
-        """Between those of the output: the same for its second half, which needs it, then the maximum."""
+        """Between those of the output: the same for its second half, which needs it, then the maximum.
+
+        The branch waits for the maximum, so at D=128 that is early: the last matrix instructions stand alone.
+        """
         steps = 8 if self.options.head_dim == 128 else 4
         each = 16 // steps
         sched_groups((MFMA, 1), (TRANS, each))
         sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
-        sched_groups((MFMA, 1), (VALU, 20 // steps), repeat=steps)
+        sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -293,12 +344,26 @@ class Tiles:
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
+    def featured(self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value) -> tuple[fly.Value, ...]:
+        """Scores as the softmax takes them; of the masks, that which is a function."""
+        first_key = (self.work.first_tile + tile.number) * BLOCK_N
+        scores = fly.Fragment(self.link.layout, ((early, late),))
+        scores = self.given.modify(scores, self.scale_log2, self.rows, first_key, self.work)
+        return self.given.mask(scores, self.rows, first_key, self.work).tiles[0]
+
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
     ) -> tuple[fly.Value, fly.Value]:
-        """scale * score + shift."""
+        """scale * score + shift, in packed instructions: they wait until no wave's matrix instruction is in flight.
+
+        At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
+        while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
+        """
         scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
-        return fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        exponents = fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        if self.packed_first:
+            sched_barrier()
+        return exponents
 
     def weights(
         self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
@@ -412,6 +477,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     Raises:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
     """
+    tensors, request = heads_as_rows(tensors, request)
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
@@ -420,6 +486,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.causal,
         daz=bool(tuning.get("daz")),
         waves_per_eu=tuning.get("waves_per_eu") or 2,
+        features=request.asked,
         **{name: value for name, value in given.items() if value is not None},
     )
     return bind_forward(

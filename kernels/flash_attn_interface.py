@@ -24,6 +24,7 @@ from kernels import dispatch
 from kernels.argument_checks import check_gradients
 from kernels.attention_checks import (
     ALIGNMENT,
+    OUT_DTYPES,
     Call,
     check_call,
     check_no_overlap,
@@ -31,6 +32,7 @@ from kernels.attention_checks import (
     extent_bytes,
     fail,
 )
+from kernels.block_mask import BlockMask
 from kernels.dispatch import Launch, Tensors
 from kernels.feature_checks import NO_WINDOW
 from kernels.features import Features, Mod
@@ -85,13 +87,18 @@ def flydsl_flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
     aux_tensors: Sequence[torch.Tensor] = (),
     seqused_q: torch.Tensor | None = None,
     seqused_kv: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     kv_batch_idx: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
     waves_per_eu: int | None = None,
     daz: bool | None = None,
     dualwave_swp_lazy_rescale: bool | None = None,
@@ -103,9 +110,9 @@ def flydsl_flash_attn_func(
     """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
 
     Args:
-        q: (B, Sq, H, D), bfloat16 or float16, D 32 to 256 in steps of 8. The last dimension is contiguous, other
-            strides are free; on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed
-            sequences: (total_q, H, D).
+        q: (B, Sq, H, D), bfloat16 or float16, D 32 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
+            256. The last dimension is contiguous, other strides are free; on a CUDA or ROCm device, or on the CPU,
+            where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
             Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
@@ -119,8 +126,9 @@ def flydsl_flash_attn_func(
             shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
         num_kv_splits: parts that the keys are split into, each computed by blocks of its own and combined by a
             second kernel: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
-        workspace: memory for split keys instead of an allocation in the call, contiguous, 16-byte aligned, of at
-            least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused without split keys.
+        workspace: memory for split keys and turned 8-bit values instead of an allocation in the call, contiguous,
+            16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused
+            without these.
         cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device; sequence b has the tokens from
             cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not read on the host, so that
             it may change between replays of a captured graph. Queries outside of all sequences are not written.
@@ -132,14 +140,23 @@ def flydsl_flash_attn_func(
         alibi_slopes: (H,) or (B, H), floats: scores are lowered by slope · |key − p|.
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
+        q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
+            (B, Hkv): one a tensor, or one a sequence and key head. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply
             as well. Two functions with the same code and captured values count as one.
+        block_mask: a block-sparse mask of `kernels.block_mask`, with a mask_mod of its own; blocks of keys that it
+            does not list cost nothing. Dense tensors only.
         aux_tensors: what `score_mod` and `mask_mod` may load from, of any shape.
         seqused_q, seqused_kv: (B,) int32, how many of each sequence's tokens count; others have no output.
         cache_leftpad: (B,) int32, how many of the tokens that count are left out at the start of k and v.
         kv_batch_idx: (B,) int32, the batch entry of k and v for each sequence; they may have any batch then.
+        block_table: keys and values in pages: (B, pages of a sequence) int32 on q's device, and k and v are (pages,
+            page_size, Hkv, D), page_size a power of two from 16 on. The keys of sequence b are rows 0 to
+            seqused_kv[b] of the pages block_table[b], in order. Needs seqused_kv, or with packed queries
+            cu_seqlens_kv, whose differences are lengths then. Table entries behind a length's pages are not
+            used. max_seqlen_kv may be given, for the choice of splits.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
         dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
             all on by default; another kernel refuses them.
@@ -172,12 +189,18 @@ def flydsl_flash_attn_func(
         # fmt: on
         operands: tuple[Any, ...] = ()
         if not (
-            alibi_slopes is bias is sink is score_mod is mask_mod is seqused_q is seqused_kv is cache_leftpad
-            is kv_batch_idx is None
+            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv
+            is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
             and softcap == 0.0 and window_size == NO_WINDOW and not aux_tensors
         ):  # fmt: skip
-            operands = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, alibi_slopes, bias, sink, *aux_tensors)
-            functions = tuple(None if mod is None else Mod.of(mod) for mod in (score_mod, mask_mod))
+            blocks, functions = (), (score_mod, mask_mod)
+            if block_mask is not None:
+                blocks, functions = block_mask.tensors, (*functions, block_mask.mask_mod)
+                key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(blocks))
+            placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
+            of_scores = (alibi_slopes, bias, sink, *blocks, q_descale, k_descale, v_descale)
+            operands = (*placed, *of_scores, *aux_tensors)
+            functions = tuple(None if mod is None else Mod.of(mod) for mod in functions)
             geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
             key = (*key, tuple(window_size), softcap, *functions, *geometry)
             operands = tuple(operand for operand in operands if operand is not None)
@@ -208,13 +231,18 @@ def flydsl_flash_attn_func(
             "alibi_slopes": alibi_slopes,
             "bias": bias,
             "sink": sink,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
             "score_mod": score_mod,
             "mask_mod": mask_mod,
+            "block_mask": block_mask,
             "aux_tensors": aux_tensors,
             "seqused_q": seqused_q,
             "seqused_kv": seqused_kv,
             "cache_leftpad": cache_leftpad,
             "kv_batch_idx": kv_batch_idx,
+            "block_table": block_table,
         }
         call = check_call(q, k, v, causal, out, options)
         kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
@@ -231,7 +259,8 @@ def flydsl_flash_attn_func(
 
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
-            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+            dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
         lse = _empty_lse(q) if return_lse else None
         if plan is None:
             if workspace is not None:
@@ -251,7 +280,7 @@ def flydsl_flash_attn_func(
 
 
 def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:
-    """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments; 0 when keys are not split.
+    """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments, or 0.
 
     The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
     """
@@ -261,7 +290,8 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     call = check_call(q, k, v, causal, out, options)
     kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device) if out is None else out
+    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device) if out is None else out
     lse = _empty_lse(q) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
     tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)

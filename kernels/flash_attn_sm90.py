@@ -34,17 +34,14 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position, Ring, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import Prepared, bind
-from kernels.attention_launch import launch_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import LOG2_E, Given
+from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, build_for, keys_seen, section_for
+from kernels.sm90_builds import Sm90Options, build_for, keys_seen
+from kernels.sm90_launch import bind_build
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
-from kernels.tile_counters import counters_of
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
@@ -104,13 +101,34 @@ def flash_attn_sm90(
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, see `prepare`; out, lse and the offsets in the
-    dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and after; `seq_len_kv`
-    is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a time. With
-    `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are sets of them;
-    scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a block for each
-    multiprocessor is best.
+    q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
+    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and
+    after; `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on
+    at a time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
+    sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
+    block for each multiprocessor is best.
     """
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    run_block((q, k, v), tensors, (seq_len_kv, group, section), scale_log2, operands, options, Producer, Consumer)
+
+
+def run_block(
+    maps: tuple[fly.TensorMap, fly.TensorMap, fly.TensorMap],
+    tensors: tuple[fly.Tensor | None, ...],
+    sizes: tuple[fly.Value, fly.Value, fly.Value],
+    scale_log2: fly.Value,
+    operands: tuple[Any, ...],
+    options: Sm90Options,
+    producer_role: type[Producer],
+    consumer_role: type[Consumer],
+) -> None:
+    """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
+
+    `maps`, `tensors`, `sizes`: q to v, out to counters, and seq_len_kv to section of its parameters.
+    """
+    q, k, v = maps
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters = tensors
+    seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
     *leading, seq_len, heads, _ = out.shape
@@ -130,6 +148,7 @@ def flash_attn_sm90(
         block_m=options.queries,
         block_n=options.block_n,
         given=given,
+        page_size=options.page_size,
     )
     buffers = Buffers.allocate(options)
     init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
@@ -138,11 +157,11 @@ def flash_attn_sm90(
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            Producer(schedule, buffers, q, k, v, group, pack).run()
+            producer_role(schedule, buffers, q, k, v, group, pack).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
-        Consumer(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
+        consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
 
 
 @dataclass(frozen=True)
@@ -189,18 +208,26 @@ class Producer:
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
         place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, place)
+        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
 
     def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        place = self._keys(work, j)
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, place)
+        places = self._keys(work, j)
+        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places)
 
     def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        place = self._keys(work, j)
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, place)
+        places = self._keys(work, j)
+        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
 
-    def _keys(self, work: Work, j: Any) -> tuple[Any, ...]:
-        return work.entry, work.k_first + j * self.schedule.block_n, work.head // self.group
+    def _keys(self, work: Work, j: Any) -> list[tuple[Any, ...]]:
+        """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
+        schedule = self.schedule
+        row, head = work.k_first + j * schedule.block_n, work.head // self.group
+        if schedule.page_size is None:
+            return [(work.entry, row, head)]
+        # loaded before the wait for a slot, so that they arrive meanwhile; for V again, which holds fewer registers
+        pages = schedule.pages(work, j)
+        inside = row % schedule.page_size if len(pages) == 1 else 0
+        return [(page, inside, head) for page in pages]
 
     def _load(
         self,
@@ -209,14 +236,18 @@ class Producer:
         memory: fly.Pointer,
         tile: PanelTile,
         at: Position,
-        place: tuple[Any, ...],
+        places: list[tuple[Any, ...]],
+        column: Any = 0,
     ) -> Position:
-        """A tile from `place`, (entry of the batch, row, head ...), on."""
+        """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
+        `column`."""
         barrier = ring.acquire(at, tile.bytes)
         slot = memory.offset(at.index * tile.bytes)
-        for panel in range(tile.panels):
-            corner = (*place, panel * tile.panel_columns)
-            tma.load(tensor_map, slot.offset(panel * tile.panel_bytes), corner, barrier)
+        piece_bytes = tile.panel_bytes // len(places)
+        for i, place in enumerate(places):
+            for panel in range(tile.panels):
+                corner = (*place, column + panel * tile.panel_columns)
+                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
         return ring.next(at)
 
 
@@ -243,6 +274,8 @@ class HeadPlace:
 
 class Consumer:
     """One consumer warpgroup: its rows of all of the block's tiles."""
+
+    keys_are_rows = True  # of V's tiles
 
     def __init__(
         self,
@@ -285,7 +318,7 @@ class Consumer:
                 lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
                 lambda w=work, o=output, s=state: self.last(w, o, s),
             )
-            inverse, row_lse = state.softmax.finish(self.scale, self.given.sink(self.place(work)))
+            inverse, row_lse = self._finish(work, state.softmax)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
             view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, output)
@@ -302,7 +335,7 @@ class Consumer:
         def none() -> State:
             zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
             softmax = OnlineSoftmax.start(self.score_layout, 1)
-            return State(softmax, (zero,) * (self.options.block_n // wgmma.K), *start)
+            return State(softmax, (zero,) * (self.options.block_n // self.output_atom.k), *start)
 
         return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
@@ -346,7 +379,7 @@ class Consumer:
         q_tile, k_tile = self.buffers.q_tile, self.buffers.k_tile
         q = self.buffers.q.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
         k = self.buffers.k.offset(k_at.index * k_tile.bytes)
-        steps = self.options.head_dim // wgmma.K
+        steps = self.options.head_dim // self.score_atom.k
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
@@ -356,11 +389,12 @@ class Consumer:
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
-        values = Operand(memory, tile, along_rows=True)
-        return wgmma.issue(self.output_atom, state.weights, values, self.options.block_n // wgmma.K, output)
+        values = Operand(memory, tile, self.keys_are_rows)
+        steps = self.options.block_n // self.output_atom.k
+        return wgmma.issue(self.output_atom, state.weights, values, steps, output)
 
     def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
-        """Set the rows of a V tile from `rows` on to zero: those of another sequence, whose NaN times 0 is NaN.
+        """Set the rows of a V tile from `rows` on to zero: not the sequence's, and a NaN there times 0 is NaN.
 
         Every consumer does so for itself; they store the same.
         """
@@ -406,8 +440,22 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = start.advance(fragment, self.scale, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(slope, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
+
+    def _of_head(self, work: Work) -> Slope:
+        """What the head's scores need, loaded once a tile."""
+        return self.given.slope(self.place(work))
+
+    def _advance(
+        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
+        """`OnlineSoftmax.advance`."""
+        return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
+
+    def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
+        """What each row of the output is to be multiplied by, and its log-sum-exp."""
+        return softmax.finish(self.scale, self.given.sink(self.place(work)))
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -417,7 +465,7 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
-        slope = self.given.slope(self.place(work))
+        slope = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
@@ -428,7 +476,7 @@ class Consumer:
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
-        slope = self.given.slope(self.place(work))
+        slope = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and not self.every_mask:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
@@ -462,8 +510,8 @@ class Consumer:
         if masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
-        softmax, probabilities, factor, needed = state.softmax.advance(
-            fragment, self.scale, masked=hides, lazy=self.options.lazy_rescale
+        softmax, probabilities, factor, needed = self._advance(
+            slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
         buffers.v_ring.release(state.v_at)
@@ -480,7 +528,7 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
-        slope = self.given.slope(self.place(following))
+        slope = self._of_head(following)
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
@@ -527,33 +575,11 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
-    q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in tensors[:3])
-    device = q.device
-    units = device_of(device).compute_units
-    packed = tensors.cu_seqlens_q is not None
-    typical = (-(-q.shape[1] // request.batch), -(-k.shape[1] // request.batch)) if packed else None
+    units = device_of(tensors.q.device).compute_units
+    typical = None
+    if tensors.cu_seqlens_q is not None:
+        keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
+        typical = (-(-len(tensors.q) // request.batch), -(-keys // request.batch))
     seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
     options, splits = build_for(seen, units, typical)
-    pack, queries = options.pack_gqa, options.queries
-    sets = request.num_heads // pack
-    counters = counters_of(device)
-    blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
-    grid = min(units, blocks * sets * splits)
-    maps = tuple(
-        fly.tensor_map(tensor, box, swizzle=tile.swizzle)
-        for tensor, box, tile in zip(
-            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.tiles, strict=True
-        )
-    )
-    scalars = (
-        k.shape[1],
-        sets // request.num_kv_heads,
-        section_for(request, request.value_dim, pack) * splits,
-        request.softmax_scale * LOG2_E,
-    )
-
-    def bound(out: Any, lse: Any) -> Prepared:
-        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars, *tensors.operands)
-        return bind(flash_attn_sm90, grid, options.threads, arguments, {"options": options}, compile_kernel)
-
-    return launch_of(bound, tensors, request, splits, counters.address)
+    return bind_build(flash_attn_sm90, tensors, request, options, splits)

@@ -67,8 +67,5 @@ class KeyRange:
         `between`: see `fly.Fragment.keep_columns_below`.
         """
         limits = rows.map(lambda row: self.limit(row) - first_key)
-        scores = scores.keep_columns_below(limits, float("-inf"), between)
-        if self.left is None:
-            return scores
-        starts = rows.map(lambda row: self.start(row) - first_key)
-        return scores.keep_columns_from(starts, float("-inf"))
+        starts = None if self.left is None else rows.map(lambda row: self.start(row) - first_key)
+        return scores.keep_columns_below(limits, float("-inf"), between, starts)

@@ -58,12 +58,13 @@ class OnlineSoftmax:
         return OnlineSoftmax(maximum, total), probabilities, output
 
     def advance(
-        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
+        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool, offset: float = 0.0
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """Like `update`, for output that is still being accumulated: (..., factor, whether it must be applied).
 
         `lazy` keeps the old maxima until a row of the wave has grown past its own by `LAZY_LOG2`; the last result,
-        None unless lazy, is the same in every lane of the wave.
+        None unless lazy, is the same in every lane of the wave. Probabilities and sums are 2 ** offset times what
+        they are.
         """
         tile_max = scores.row_max().reduce_lanes(fly.maximum)
         maximum = self.maximum.map(fly.maximum, tile_max)
@@ -72,7 +73,7 @@ class OnlineSoftmax:
             needed = self._grown(maximum, scale_log2)
             maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
         scaled = _pivot(maximum, masked).map(lambda m: m * scale_log2)
-        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: -s))
+        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: offset - s if offset else -s))
         probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
         factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
@@ -95,8 +96,7 @@ class OnlineSoftmax:
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            sinks = sinks.map(lambda s: s * math.log2(math.e))
-            return _finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
+            return finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = self.maximum.map(
             lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
@@ -104,10 +104,14 @@ class OnlineSoftmax:
         return inverse, lse
 
 
-def _finish_with_sink(
+def finish_with_sink(
     maximum: fly.RowVector, total: fly.RowVector, sink: fly.RowVector
 ) -> tuple[fly.RowVector, fly.RowVector]:
-    """`OnlineSoftmax.finish` of maxima and sinks in log2 units."""
+    """`OnlineSoftmax.finish` of reduced `total`s, which are sums of exp2(score - maximum).
+
+    `maximum` is in log2 units, -inf in rows without keys; `sink` in natural ones.
+    """
+    sink = sink.map(lambda s: s * math.log2(math.e))
     highest = maximum.map(fly.maximum, sink)
     # a sink of -inf leaves rows without keys as they are without one
     pivot = _pivot(highest, True)

@@ -34,7 +34,7 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are.
+    what the operands are; `page_size`: of keys in pages.
     """
 
     head_dim: int
@@ -49,12 +49,19 @@ class Sm90Options:
     hold: bool = False
     pack_gqa: int = 1
     features: Features = NO_FEATURES
+    page_size: int | None = None
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
+        if (self.page_size is None) == ("block_table" in self.features.operands):
+            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
+        if self.page_size is not None and self.consumers == 3:
+            raise ShapeError("consumers is 3; expected 1 or 2 with keys in pages, whose producer takes registers")
+        if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
+            raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
 
     @property
     def block_m(self) -> int:
@@ -66,11 +73,16 @@ class Sm90Options:
         return self.block_m // self.pack_gqa
 
     @property
+    def key_rows(self) -> int:
+        """Keys that one bulk copy moves."""
+        return self.block_n if self.page_size is None else min(self.block_n, self.page_size)
+
+    @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
         """What one bulk copy moves of q, (B, S, H, D) or packed (B, S, H / pack_gqa, pack_gqa, D), of k and of v."""
         q, k, v = self.tiles
         heads = (1,) if self.pack_gqa == 1 else (1, self.pack_gqa)
-        return (1, self.queries, *heads, q.panel_columns), *((1, t.rows, 1, t.panel_columns) for t in (k, v))
+        return (1, self.queries, *heads, q.panel_columns), *((1, self.key_rows, 1, t.panel_columns) for t in (k, v))
 
     @property
     def threads(self) -> int:
@@ -94,11 +106,20 @@ class Sm90Options:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
+        if self.page_size is not None:  # the producer holds the pages of a key tile
+            return {1: (96, 256), 2: (72, 216)}[self.consumers]
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
 def key_for(
-    head_dim: int, head_dim_v: int, causal: bool, seq_len: int, seq_len_kv: int, slices: int, units: int
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    seq_len: int,
+    seq_len_kv: int,
+    slices: int,
+    units: int,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
 ) -> Key:
     """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` query rows, on `units` multiprocessors.
 
@@ -109,7 +130,7 @@ def key_for(
         LookupError: no row has these head dimensions.
     """
     rows: dict[int, Key] = {}
-    for key in TILES:
+    for key in table:
         *shape, consumers, longest = key
         if shape == [head_dim, head_dim_v, causal] and (longest is None or seq_len_kv <= longest):
             rows.setdefault(consumers, key)
@@ -119,38 +140,64 @@ def key_for(
     def time(key: Key) -> float:
         rounds = -(-seq_len // (64 * key[3])) * slices / units
         # causal tiles differ in length, and short ones fill the gaps
-        return TILES[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
+        return table[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
 
     return min(rows.values(), key=time)
 
 
-def options_of(key: Key, tiles: Mapping[str, Any] | None = None) -> Sm90Options:
+def options_of(
+    key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
     *shape, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name != "cost"}
-    return Sm90Options(*shape, consumers, **fields)
+    return kind(*shape, consumers, **fields)
 
 
-def build_for(request: Request, units: int, typical: tuple[int, int] | None = None) -> tuple[Sm90Options, int]:
-    """The build for a request on a device with `units` multiprocessors, and the number of key splits.
+def build_for(
+    request: Request,
+    units: int,
+    typical: tuple[int, int] | None = None,
+    table: Mapping[Key, Mapping[str, Any]] = TILES,
+    kind: type[Sm90Options] = Sm90Options,
+) -> tuple[Sm90Options, int]:
+    """The build for a request on a device with `units` multiprocessors, of a `kind`, and the number of key splits.
 
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
+    options, splits = _plain_build_for(request, units, typical, table, kind)
+    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if request.asked.elementwise else options.block_n
+    if request.page_size is not None:
+        # a power of two, so that tiles divide into pages, or pages into tiles
+        options = replace(options, consumers=min(2, options.consumers))
+        block_n = 1 << block_n.bit_length() - 1
+    return replace(options, block_n=block_n, features=request.asked, page_size=request.page_size), splits
+
+
+def _plain_build_for(
+    request: Request,
+    units: int,
+    typical: tuple[int, int] | None,
+    table: Mapping[Key, Mapping[str, Any]],
+    kind: type[Sm90Options],
+) -> tuple[Sm90Options, int]:
+    """The same without features and pages."""
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
-    many = options_of(key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1))
+    most = key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1, table)
+    many = options_of(most, table[most], kind)
     group = request.num_heads // request.num_kv_heads
     pack = pack_gqa_for(group, *lengths, request.causal, many.block_m, many.block_n)
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
-        options = decode_options(*dims, causal, pack)
+        options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return with_features(options, request.asked), request.num_kv_splits or automatic
+        return options, request.num_kv_splits or automatic
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units)
-    return with_features(replace(options_of(key), pack_gqa=pack), request.asked), splits
+    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units, table)
+    return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
 
 
 def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
@@ -161,13 +208,7 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     return min(request.seq_len_kv, left + request.seq_len)
 
 
-def with_features(options: Sm90Options, features: Features) -> Sm90Options:
-    """The build with features: smaller tiles where what is computed for every score alone needs registers."""
-    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if features.elementwise else options.block_n
-    return replace(options, features=features, block_n=block_n)
-
-
-_ELEMENTWISE_KEYS = 64
+_ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
 _MANY = 1 << 20  # query rows that fill any device
 
 
@@ -194,7 +235,9 @@ def pack_gqa_for(group: int, seq_len: int, seq_len_kv: int, causal: bool, block_
 _BARRIER_BYTES = 2048
 
 
-def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1) -> Sm90Options:
+def decode_options(
+    head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1, kind: type[Sm90Options] = Sm90Options
+) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
@@ -202,7 +245,7 @@ def decode_options(head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int =
     """
     dims = head_dim + head_dim_v
     block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
-    one = Sm90Options(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
+    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
     return replace(one, stages=1 + room // (k.bytes + v.bytes))
@@ -244,6 +287,7 @@ def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
     H200 for 512 to 16384 keys.
     """
     heads = request.batch * request.num_heads // pack_gqa
-    head_bytes = 2 * request.seq_len_kv * (request.head_dim + head_dim_v)
+    element_bytes = 1 if request.dtype.startswith("f8") else 2
+    head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)
     section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
     return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)

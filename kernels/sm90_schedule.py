@@ -15,7 +15,7 @@ from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
-from kernels.tile_scheduler import Sequence, offsets_of, part, split_tiles
+from kernels.tile_scheduler import Sequence, offsets_of, paged_length, part, split_tiles
 
 NUMBERS = 8  # i32 that describe a tile
 STOP = -1
@@ -57,7 +57,8 @@ class Schedule:
 
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
-    a row block side by side. `given`: lengths, windows and entries of the batch among a call's features.
+    a row block side by side. `given`: lengths, windows, entries of the batch and pages among a call's features;
+    `page_size`: keys of a page.
     """
 
     seq_len: Any
@@ -73,6 +74,7 @@ class Schedule:
     block_m: int
     block_n: int
     given: Given = NOTHING
+    page_size: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -91,7 +93,13 @@ class Schedule:
     @property
     def cut_keys(self) -> bool:
         """Whether a sequence's keys may end before their tensor does."""
-        return self.packed or self.given.get("seqused_kv") is not None
+        return self.packed or self.page_size is not None or self.given.get("seqused_kv") is not None
+
+    def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
+        """The pages that key tile j's rows are in, in order; for rows past the end the last one's."""
+        table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
+        rows = (j * self.block_n + i for i in range(0, self.block_n, self.page_size))
+        return tuple(table.load(work.batch, fly.minimum(row, last) // self.page_size) for row in rows)
 
     @property
     def total(self) -> fly.Value:
@@ -141,7 +149,12 @@ class Schedule:
             used = self.given.get(name)
             return length if used is None else fly.minimum(fly.maximum(used.load(batch), 0), length)
 
-        queries, keys = cut("seqused_q", queries), cut("seqused_kv", keys)
+        queries = cut("seqused_q", queries)
+        if self.page_size is None:
+            keys = cut("seqused_kv", keys)
+        else:
+            table, used = self.given.get("block_table"), self.given.get("seqused_kv")
+            keys = paged_length(table, self.page_size, self.cu_seqlens_kv, batch, used)
         if self.given.get("cache_leftpad") is None:
             return queries, k_first, keys
         skipped = cut("cache_leftpad", keys)
@@ -192,10 +205,14 @@ class Schedule:
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
         q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
-        k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
-        block, queries, keys = slot - first_slot(batch), q_end - q_first, k_end - k_first
-        if not {"seqused_q", "seqused_kv"}.isdisjoint(self.given.features.operands):
-            queries, k_first, keys = self._in_use(batch, queries, k_first, keys)
+        if self.page_size is None:
+            k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
+        else:
+            k_first = k_end = fly.i32(0)
+        block, queries = slot - first_slot(batch), q_end - q_first
+        cut = not {"seqused_q", "seqused_kv", "block_table"}.isdisjoint(self.given.features.operands)
+        if cut:
+            queries, k_first, keys = self._in_use(batch, queries, k_first, k_end - k_first)
         blocks = fly.ceil_div(queries, self.block_m)
         empty = (block < 0) | (block >= blocks)
         described = (
@@ -206,7 +223,7 @@ class Schedule:
             q_first,
             queries,
             k_first,
-            keys,
+            keys if cut else k_end - k_first,
         )
         return empty, described
 

@@ -1,13 +1,14 @@
 """Which part of an attention problem a block computes: its sequence, head, query rows and key tiles.
 
 The grid of every forward kernel is (query blocks, query heads, sequences * key splits). Causal blocks run longest
-first. Two things vary, and both follow from the arguments, so a kernel has no flag for either:
+first. Three things vary, and follow from the arguments, so a kernel has no flag for them:
 
 | form | told by | q, out | k, v | lse (f32) |
 |---|---|---|---|---|
 | dense | no offsets | (B, Sq, H, D) | (B, Skv, Hkv, D) | (B, H, Sq) |
 | packed | `cu_seqlens_q`, `cu_seqlens_kv`: (B + 1,) i32 | (total_q, H, D) | (total_kv, Hkv, D) | (H, total_q) |
 | split keys | out of rank one more than q's | out and lse (S, ...), f32 | as above | (S, ...) |
+| pages | `block_table`: (B, pages of a sequence) i32 | as above | (pages, page_size, Hkv, D) | as above |
 
 Lengths of packed sequences are only known on the device: blocks past the end of a sequence have no row.
 """
@@ -23,6 +24,7 @@ import fly
 from kernels.attention_tiles import group_size
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
+from kernels.tile_list import TileList
 
 MAX_SPLITS = 64
 
@@ -35,14 +37,15 @@ class Work:
     vector, or None. `batch` is the sequence's number, and `keys` has its lengths. Key tiles [whole_from, full_tiles)
     are seen whole by every row of the block; [first_tile, whole_from), which is empty without a window, and
     [full_tiles, last_tile) need `keys.apply`. `ragged`: there may be no query at all; `split`: there are other
-    keys.
+    keys. With `listed`, tiles are those of its steps [first_tile, last_tile), and `full_tiles` is where its partial
+    blocks start.
     """
 
     batch: fly.Value
     head: fly.Value
     q: fly.RowView
-    k: fly.RowView
-    v: fly.RowView
+    k: fly.RowView | fly.PagedRows
+    v: fly.RowView | fly.PagedRows
     out: fly.RowView
     lse: fly.Tensor | None
     first_row: fly.Value
@@ -53,6 +56,7 @@ class Work:
     last_tile: fly.Value
     ragged: bool
     split: bool
+    listed: TileList | None = None
 
     def if_any_row(self) -> AbstractContextManager[None]:
         """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
@@ -69,13 +73,15 @@ def block_work(
     head_dim_v: int | None = None,
     xcds: int = 1,
     given: Given = NOTHING,
+    page_size: int | None = None,
 ) -> Work:
     """This block's work, from its place in the grid.
 
     `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
     none. The block takes `block_m` query rows, and keys in tiles of `block_n`. `head_dim_v`: of v and out, if it is
     not `head_dim`. With several `xcds`, dies with a cache of their own that blocks are dealt to in turn, blocks are
-    placed by `shared_keys_place`. `given`: lengths and windows among a call's features.
+    placed by `shared_keys_place`. `given`: lengths and windows among a call's features; with pages, of `page_size`
+    keys each.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     block, head, batch, split = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
@@ -96,9 +102,13 @@ def block_work(
     first_row = block * block_m
 
     queries = Sequence.of(q, cu_seqlens_q, batch, given.get("seqused_q"))
-    keys = Sequence.of(
-        k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
-    )
+    keys: Sequence | PagedSequence
+    if given.get("block_table") is None:
+        keys = Sequence.of(
+            k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
+        )
+    else:
+        keys = PagedSequence.of(given.get("block_table"), page_size, cu_seqlens_kv, batch, given.get("seqused_kv"))
     key_range = KeyRange(
         queries.length, keys.length, causal, left=given.get("window_left"), right=given.get("window_right")
     )
@@ -107,7 +117,14 @@ def block_work(
     first = fly.i32(0)
     if key_range.left is not None:
         first = fly.first_lane(unseen)
-    if split is not None:
+    listed = None
+    if given.features.block_size is not None:
+        seen = (fly.i32(0) if key_range.left is None else whole_from, full)
+        listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n), seen)
+        first, full, last = fly.i32(0), listed.whole_steps, listed.steps
+        if split is not None:
+            first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
+    elif split is not None:
         start = 0 if key_range.left is None else first
         first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
@@ -115,8 +132,8 @@ def block_work(
         batch=batch,
         head=head,
         q=queries.matrix(q, head).rows(head_dim),
-        k=keys.matrix(k, kv_head).rows(head_dim),
-        v=keys.matrix(v, kv_head).rows(head_dim_v or head_dim),
+        k=keys.rows(k, kv_head, head_dim),
+        v=keys.rows(v, kv_head, head_dim_v or head_dim),
         out=queries.matrix(out, head).rows(head_dim_v or head_dim),
         lse=None if lse is None else queries.vector(lse, head),
         first_row=first_row,
@@ -127,6 +144,7 @@ def block_work(
         last_tile=last,
         ragged=queries.bounded,
         split=split is not None,
+        listed=listed,
     )
 
 
@@ -232,8 +250,48 @@ class Sequence:
         """(S,) of one head of (B, H, S) or (H, total)."""
         return self._section(tensor[head, :] if self.index is None else tensor[self.index, head, :])
 
+    def rows(self, tensor: fly.Tensor, head: Any, columns: int) -> fly.RowView:
+        """The same as rows of `columns` elements."""
+        return self.matrix(tensor, head).rows(columns)
+
     def _section(self, tokens: fly.Tensor) -> fly.Tensor:
         return tokens if self.first is None else tokens.section(self.first, self.length)
+
+
+@dataclass(frozen=True)
+class PagedSequence:
+    """One sequence's tokens in tensors of pages: `length`, in the pages of `table` in order."""
+
+    table: fly.Tensor
+    page_size: int
+    length: fly.Value
+
+    @staticmethod
+    def of(
+        table: fly.Tensor, page_size: int, offsets: fly.Tensor | None, index: Any, used: fly.Tensor | None
+    ) -> PagedSequence:
+        """Sequence `index` of a (B, pages of a sequence) i32 `table`, as many tokens as `paged_length` says."""
+        length = fly.first_lane(paged_length(table, page_size, offsets, index, used))
+        return PagedSequence(table[index, :], page_size, length)
+
+    def rows(self, tensor: fly.Tensor, head: Any, columns: int) -> fly.PagedRows:
+        """Rows of `columns` elements of one head of (pages, page_size, H, D)."""
+        return fly.PagedRows(tensor[:, :, head, :], self.table, self.length, self.page_size, columns)
+
+
+def paged_length(
+    table: fly.Tensor, page_size: int, offsets: fly.Tensor | None, index: Any, used: fly.Tensor | None
+) -> fly.Value:
+    """How many tokens sequence `index` has: `used[index]`, or what (B + 1,) `offsets` differ by, or the smaller one.
+
+    At least 0, and at most what the table has pages for.
+    """
+    length = table.shape[1] * page_size
+    if offsets is not None:
+        length = fly.minimum(offsets.load(index + 1) - offsets.load(index), length)
+    if used is not None:
+        length = fly.minimum(used.load(index), length)
+    return fly.maximum(length, 0)
 
 
 def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:

@@ -459,6 +459,12 @@ def _cast(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
     return value.astype(node.types[0].dtype)
 
 
+def _narrow_pairs(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
+    kind = {"f8e4m3": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2}[node.attributes["to"]]
+    largest = float(ml_dtypes.finfo(kind).max)
+    return np.clip(value, -largest, largest).astype(kind).view(np.int8)
+
+
 def _bitcast(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
     return _shaped(np.ascontiguousarray(value).view(node.types[0].dtype), node.types[0])
 
@@ -504,6 +510,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.join": lambda b, node, *tokens: frozenset().union(*tokens),
     "fly.wait": _wait,
     "fly.narrow": _cast,
+    "fly.narrow_pairs": _narrow_pairs,
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
     "llvm.call_intrinsic": lambda b, node, *operands: _intrinsic(b, node),

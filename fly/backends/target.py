@@ -18,7 +18,7 @@ class Target:
     `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
     that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
-    matrix products (WGMMA).
+    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats.
     """
 
     arch: str
@@ -34,6 +34,7 @@ class Target:
     max_threads: int = 1024
     xcds: int = 1
     hopper: bool = False
+    float8: bool = False
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
         """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
@@ -64,7 +65,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
     def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
         return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct, xcds=8)
 
-    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False) -> Target:
+    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False, float8: bool = False) -> Target:
         return Target(
             arch,
             "nvvm",
@@ -76,6 +77,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
             nvvm.LOADS,
             async_copy_bytes=(4, 8, 16),
             hopper=hopper,
+            float8=float8,
         )
 
     targets = (
@@ -84,8 +86,8 @@ def _registry() -> dict[str, Callable[[], Target]]:
         # compute units of the largest part; shared memory per block from the CUDA programming guide
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),
-        nvidia("sm_89", 99, 142),
-        nvidia("sm_90a", 227, 132, hopper=True),
+        nvidia("sm_89", 99, 142, float8=True),
+        nvidia("sm_90a", 227, 132, hopper=True, float8=True),
     )
     return {t.arch: t for t in targets}
 

@@ -155,8 +155,9 @@ def _vector(inst: Instruction, machine: Machine) -> Footprint:
         both = vector_bits(machine, inst.get("vdst"), 1) | _source(machine, inst.get("src0"), 1)
         return Footprint(both, both)
     if name == "v_writelane_b32":
-        # a spill writes lane after lane into a register that nobody initialised
-        reads &= ~vector_bits(machine, inst.get("vdst"), 1)
+        # a spill writes lane after lane into a register that nobody initialised, also halves of pairs that nobody
+        # reads again: one undefined lane would make the other 63 undefined
+        reads = 0
     return Footprint(reads, writes)
 
 

@@ -21,6 +21,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.wait_count` | what `insert-waits` makes of it: at most `newer` copies may be outstanding |
 | `fly.commit` | closes a group of copies (made by `insert-waits`) |
 | `fly.narrow` | f32 to a 16-bit float, ties in any direction |
+| `fly.narrow_pairs` | f32 to an 8-bit float, called `to`; an even number of them |
 | `fly.rcp` | fast approximate reciprocal, f32 |
 | `fly.sched` | scheduling hint: a barrier to the scheduler, or a wave priority |
 """
@@ -146,6 +147,14 @@ irdl.dialect @fly {
     %to = irdl.base "!builtin.vector"
     irdl.operands(value: %from)
     irdl.results(result: %to)
+  }
+  irdl.operation @narrow_pairs {
+    %from = irdl.base "!builtin.vector"
+    %to = irdl.base "!builtin.vector"
+    irdl.operands(value: %from)
+    irdl.results(result: %to)
+    %kind = irdl.base "#builtin.string"
+    irdl.attributes { "to" = %kind }
   }
   irdl.operation @rcp {
     %any = irdl.any

@@ -69,9 +69,8 @@ f16 = DType("f16", 16, "float", ir.F16Type.get)
 bf16 = DType("bf16", 16, "float", ir.BF16Type.get)
 f32 = DType("f32", 32, "float", ir.F32Type.get)
 f64 = DType("f64", 64, "float", ir.F64Type.get)
-# Storage types until an instruction that takes them is offered: no arithmetic.
-f8e4m3 = DType("f8e4m3", 8, "float8", ir.Float8E4M3FNType.get)
-f8e5m2 = DType("f8e5m2", 8, "float8", ir.Float8E5M2Type.get)
+# Storage types without arithmetic, which LLVM knows as bytes.
+f8e4m3, f8e5m2 = (DType(name, 8, "float8", i8._make) for name in ("f8e4m3", "f8e5m2"))
 
 DTYPES: dict[str, DType] = {t.name: t for t in (i1, i8, i16, i32, i64, f16, bf16, f32, f64, f8e4m3, f8e5m2)}
 

@@ -14,7 +14,7 @@ from typing import Any
 from mlir import ir
 
 from fly.errors import DTypeError, ShapeError, StaticValueError
-from fly.ir.context import context, emit
+from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, dtype, f32, i1, i32
 
 Number = int | float | bool
@@ -84,7 +84,9 @@ class Value(Traced):
 
         Floats narrow with round-to-nearest-even; `rounding="nearest_any"` leaves the direction of exact ties to
         the target, which is cheaper where there is no instruction for the conversion (gfx942 and bf16).
-        Float to integer truncates towards zero; anything but 0 is true as an i1.
+        Float to integer truncates towards zero; anything but 0 is true as an i1. To an 8-bit float go vectors of an
+        even length, where the target has an instruction for it (sm_89 and later); what is too large becomes the
+        largest.
 
         Raises:
             DTypeError: there is no such conversion.
@@ -524,12 +526,26 @@ def select(condition: Any, a: Any, b: Any) -> Value:
     return Value(op.results[0], a.dtype, a.length)
 
 
+def _to_float8(value: Value, target: DType) -> Value:
+    """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
+    arch = current().target
+    if not arch.float8:
+        raise DTypeError(f"no conversion to {target} on {arch.arch}: a storage type there; sm_89 and sm_90a convert")
+    if value.length is None or value.length % 2:
+        raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
+    attributes = {"to": ir.StringAttr.get(target.name, context())}
+    op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
+    return Value(op.results[0], target, value.length)
+
+
 def _cast(value: Value, target: DType, rounding: str) -> Value:
     source = value.dtype
     if rounding not in ("nearest", "nearest_any"):
         raise DTypeError(f"unknown rounding {rounding!r}; expected 'nearest' or 'nearest_any'")
     if source is target:
         return value
+    if target.kind == "float8" and source.is_float:
+        return _to_float8(value.to(f32), target)
     if source.kind == "float8" or target.kind == "float8":
         raise DTypeError(f"no conversion from {source} to {target} yet: 8-bit floats are storage types")
     result = target.mlir if value.length is None else target.vector(value.length)

@@ -7,7 +7,8 @@ keeps tiles of several copies ahead of their use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.errors import ShapeError
@@ -17,8 +18,9 @@ from fly.ir.dialect import token_type
 from fly.ir.dtypes import i32
 from fly.ir.memory import i64_attribute
 from fly.ir.value import Value, select, shuffle
-from fly.lang.ids import linear_thread
+from fly.lang.ids import linear_thread, wave_id
 from fly.lang.lanes import linear_layout
+from fly.lang.paged import PagedRows
 from fly.lang.shared import SharedTile, SwizzledTile
 from fly.lang.sync import Token, barrier, join, wait
 from fly.lang.tensor import Panel, RowView, Window
@@ -26,6 +28,9 @@ from fly.lang.tensor import Panel, RowView, Window
 # As an unsigned byte offset, beyond every bound (they are below 2**31), also with a column's offset added.
 PAST_THE_END = -(2**30)
 NO_ROW = 2**31 - 1  # not below any number of rows
+
+Source = RowView | Panel | PagedRows
+Located = tuple[Value, ...]  # what must be known of a tile before its copy starts; nothing but of pages
 
 
 def _threads() -> int:
@@ -36,12 +41,15 @@ def _threads() -> int:
 class _Copy:
     """What the kinds of copy share: which part of a tile each thread moves.
 
-    Tiles of a `RowView` follow one another along its rows, those of a `Panel` along its columns. A tile is cut
-    along its `columns` into groups, one after the other: the largest power of two that divides them. Columns that
-    the source lacks arrive as zeros.
+    Tiles of a `RowView` or of `PagedRows` follow one another along the rows, those of a `Panel` along its columns. A
+    tile is cut along its `columns` into groups, one after the other: the largest power of two that divides them.
+    Columns that the source lacks arrive as zeros. A thread takes `unit` adjacent rows of the source in each pass;
+    `rows` counts such units.
+
+    Of pages, a tile is cut into runs of rows that one page has. A wave's rows of one pass lie in one run.
     """
 
-    def __init__(self, source: RowView | Panel, rows: int, columns: int, vector: int):
+    def __init__(self, source: Source, rows: int, columns: int, vector: int, unit: int = 1):
         if vector <= 0 or columns % vector or source.columns % vector:
             raise ShapeError(f"rows of {source.columns} elements do not divide into vectors of {vector}")
         self.source = source
@@ -61,6 +69,52 @@ class _Copy:
         thread = linear_thread()
         self.row = thread // lanes_per_row
         self.column = (thread % lanes_per_row) * vector
+        self._tile_rows = rows * unit
+        self._plan_runs(lanes_per_row, unit)
+
+    def _plan_runs(self, lanes_per_row: int, unit: int) -> None:
+        """Cut a tile's rows: where runs begin, the run of each pass, and which units of it they are.
+
+        Of pass p, a thread takes unit `_unit + _first_units[p]` of run `_run_of_pass[p]`.
+        """
+        passes = range(self.passes)
+        self._unit, self._first_units = self.row, [p * self.rows_per_pass for p in passes]
+        self._run_rows, self._runs, self._run_of_pass = self._tile_rows, [0], [0] * self.passes
+        if not isinstance(self.source, PagedRows) or self._tile_rows <= self.source.page_size:
+            return
+        self._run_rows = self.source.page_size
+        units = self._run_rows // unit
+        if units >= self.rows_per_pass:
+            self._runs = list(range(0, self._tile_rows, self._run_rows))
+            self._run_of_pass = [first // units for first in self._first_units]
+            self._first_units = [first % units for first in self._first_units]
+            return
+        wave_size = current().target.wave_size
+        if max(1, wave_size // lanes_per_row) > units:
+            raise ShapeError(
+                f"a wave copies {wave_size // lanes_per_row * unit} rows at a time, and pages have {self._run_rows}"
+            )
+        run = wave_id() * wave_size // (lanes_per_row * units)  # of the wave's rows in the first pass
+        self._unit = self.row & (units - 1)
+        self._runs = [run * self._run_rows + first * unit for first in self._first_units]
+        self._run_of_pass, self._first_units = list(passes), [0] * self.passes
+
+    def locate(self, tile: Any) -> Located:
+        """What has to be known of tile number `tile` before it can start: of pages, which ones, else nothing.
+
+        A load from memory, which is best made long before `issue`.
+        """
+        if not isinstance(self.source, PagedRows):
+            return ()
+        return tuple(self.source.page(tile * self._tile_rows + run) for run in self._runs)
+
+    def _windows(self, tile: Any, located: Located | None) -> list[Window]:
+        """The runs of a tile."""
+        if not isinstance(self.source, PagedRows):
+            return [self.source.tile(tile, self._tile_rows)]
+        pages = self.locate(tile) if located is None else located
+        first = tile * self._tile_rows
+        return [self.source.window(page, first + run, self._run_rows) for page, run in zip(pages, self._runs)]
 
     def _reach(self, values: list[Value], group: int, nowhere: int) -> list[Value]:
         """Where the pieces of a group of columns are: `nowhere` in lanes whose columns the source lacks."""
@@ -90,7 +144,7 @@ class RowCopy(_Copy):
     `asynchronous` copies go past the registers (the target must have copies of that width).
     """
 
-    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, asynchronous: bool):
+    def __init__(self, source: Source, layout: SwizzledTile, *, vector: int, asynchronous: bool):
         if layout.columns < source.columns or vector > layout.granule:
             raise ShapeError(
                 f"a tile of {layout.columns} columns in runs of {layout.granule} does not take rows of "
@@ -105,8 +159,8 @@ class RowCopy(_Copy):
         places = [[self._shared_offset(p, group) for p in range(self.passes)] for group in self.groups]
         self._places = [place for group in places for place in group]
         if asynchronous:
-            self._first = self.row * source.pitch + self.column * bytes_
-            self._rows = [self._reach([self.row], group, NO_ROW)[0] for group in self.groups]
+            self._first = self._unit * source.pitch + self.column * bytes_
+            self._rows = [self._reach([self._unit], group, NO_ROW)[0] for group in self.groups]
         else:
             offsets = [self._offset(p) for p in range(self.passes)]
             self._offsets = [
@@ -116,7 +170,7 @@ class RowCopy(_Copy):
             ]
 
     def _offset(self, p: int) -> Value:
-        return (self.row + p * self.rows_per_pass) * self.source.pitch + self.column * self.source.dtype.bytes
+        return (self._unit + self._first_units[p]) * self.source.pitch + self.column * self.source.dtype.bytes
 
     def _shared_offset(self, p: int, group: int) -> tuple[Value, int]:
         first = p * self.rows_per_pass
@@ -131,33 +185,38 @@ class RowCopy(_Copy):
             self._cached_base = self.layout.base(self.row, self.column)
         return self._cached_base
 
-    def _window(self, tile: Any) -> Window:
-        return self.source.tile(tile, self.layout.rows)
+    def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any:
+        """Start tile number `tile`; asynchronous copies write `destination` from now on.
 
-    def issue(self, tile: Any, destination: SharedTile) -> Any:
-        """Start tile number `tile`; asynchronous copies write `destination` from now on."""
-        return self.issue_window(self._window(tile), destination)
+        `located`: what `locate` said of the tile, if it was asked.
+        """
+        return self._issue(self._windows(tile, located), destination)
 
     def issue_window(self, window: Window, destination: SharedTile) -> Any:
-        """Start a window of the source as high as a tile, which may begin at any row."""
-        if self.asynchronous:
-            return self._issue_asynchronous(window, destination)
-        return tuple(self._load(window, offset, step) for offset, step in self._offsets)
+        """Start a window of the source as high as a tile, which may begin at any row; not of pages."""
+        return self._issue([window], destination)
 
-    def _issue_asynchronous(self, window: Window, destination: SharedTile) -> Token:
-        # One address a lane for the tile, and uniform steps from there: an address for each piece would be as many
-        # registers. Comparing rows, not bytes, lets tiles of the same rows share the comparisons.
-        lane = window.base.offset(self._first)
+    def _issue(self, windows: list[Window], destination: SharedTile) -> Any:
+        if self.asynchronous:
+            return self._issue_asynchronous(windows, destination)
+        runs = itertools.cycle(self._run_of_pass)
+        return tuple(self._load(windows[run], offset, step) for run, (offset, step) in zip(runs, self._offsets))
+
+    def _issue_asynchronous(self, windows: list[Window], destination: SharedTile) -> Token:
+        # One address a lane for a run of rows, and uniform steps from there: an address for each piece would be as
+        # many registers. Comparing rows, not bytes, lets tiles of the same rows share the comparisons.
+        lanes = [window.base.offset(self._first) for window in windows]
         step = self.source.pitch * self.rows_per_pass
         bytes_ = self.vector * self.source.dtype.bytes
         tokens = []
         places = iter(self._places)
         for group, row in zip(self.groups, self._rows, strict=True):
-            for p in range(self.passes):
+            for run, first in zip(self._run_of_pass, self._first_units):
                 base, add = next(places)
                 target = destination.pointer.offset(base).offset(add)
-                source = lane.offset(step * p if p else 0).offset(group * self.source.dtype.bytes)
-                inside = row < window.rows_left - p * self.rows_per_pass
+                source = lanes[run].offset(step * (first // self.rows_per_pass) if first else 0)
+                source = source.offset(group * self.source.dtype.bytes)
+                inside = row < windows[run].rows_left - first
                 op = emit(
                     "fly.copy_async",
                     [target.ir, source.ir, inside.ir],
@@ -187,14 +246,13 @@ class TransposedCopy(_Copy):
 
     PIECE = 4
 
-    def __init__(self, source: RowView | Panel, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
+    def __init__(self, source: Source, layout: SwizzledTile, *, vector: int, slot_of_piece: tuple[int, ...]):
         if layout.rows < source.columns:
             raise ShapeError(
                 f"a transposed tile of {source.columns} columns needs at least as many rows, not {layout.rows}"
             )
         linear_layout(slot_of_piece)  # what _slot relies on
-        self.tile_rows = layout.columns
-        super().__init__(source, layout.columns // self.PIECE, layout.rows, vector)
+        super().__init__(source, layout.columns // self.PIECE, layout.rows, vector, self.PIECE)
         self.layout = layout
         bytes_ = source.dtype.bytes
         pitch = source.pitch
@@ -202,7 +260,7 @@ class TransposedCopy(_Copy):
         self._pieces = []
         for group in self.groups:
             for p in range(self.passes):
-                first = (self.row + p * self.rows_per_pass) * self.PIECE
+                first = (self._unit + self._first_units[p]) * self.PIECE
                 offsets = [(first + r) * pitch + self.column * bytes_ for r in range(self.PIECE)]
                 slot = self._slot(self.row + p * self.rows_per_pass, slot_of_piece)
                 places = [layout.base(self.column + (group + c), slot) for c in range(vector)]
@@ -218,15 +276,13 @@ class TransposedCopy(_Copy):
             slot = slot + ((inside >> bit) & 1) * slot_of_piece[1 << bit]
         return slot * self.PIECE
 
-    def _window(self, tile: Any) -> Window:
-        return self.source.tile(tile, self.tile_rows)
-
-    def issue(self, tile: Any, destination: SharedTile) -> Any:
-        """Start loading tile number `tile` into registers."""
+    def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any:
+        """Start loading tile number `tile` into registers; `located`: see `RowCopy.issue`."""
         del destination  # the data waits in registers
-        window = self._window(tile)
+        windows, runs = self._windows(tile, located), itertools.cycle(self._run_of_pass)
         return tuple(
-            tuple(self._load(window, offset, step) for offset in offsets) for offsets, step, _ in self._pieces
+            tuple(self._load(windows[run], offset, step) for offset in offsets)
+            for run, (offsets, step, _) in zip(runs, self._pieces)
         )
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
@@ -241,10 +297,13 @@ class TransposedCopy(_Copy):
 
 @dataclass(frozen=True)
 class InFlight:
-    """A loop carry: what is on its way (oldest first) and the ring slot that holds the current tile."""
+    """A loop carry: what is on its way (oldest first), the ring slot that holds the current tile, and for each copy
+    what is known of the tile that starts next.
+    """
 
     pending: tuple[Any, ...]
     slot: Value
+    located: tuple[Located, ...]
 
 
 class TileRing:
@@ -272,13 +331,17 @@ class TileRing:
         if len(self.lags) != len(copies) or any(lag not in (0, int(self.asynchronous)) for lag in self.lags):
             raise ShapeError(f"lags {self.lags} of {len(copies)} copies; expected 0, or 1 if asynchronous, for each")
 
-    def _issue(self, tile: Any, slot: Any, lags: tuple[int, ...]) -> Any:
+    def _issue(self, tile: Any, slot: Any, lags: tuple[int, ...], located: tuple[Located, ...] | None = None) -> Any:
+        known = located or (None,) * len(self.copies)
         parts = tuple(
-            copy.issue(tile - lag if lag else tile, self._tile(ring, slot, lag))
-            for (copy, ring), lag in zip(self.copies, self.lags, strict=True)
+            copy.issue(tile - lag if lag else tile, self._tile(ring, slot, lag), pages)
+            for (copy, ring), lag, pages in zip(self.copies, self.lags, known, strict=True)
             if lag in lags
         )
         return join(list(parts)) if self.asynchronous else parts
+
+    def _locate(self, tile: Any) -> tuple[Located, ...]:
+        return tuple(copy.locate(tile - lag) for (copy, _), lag in zip(self.copies, self.lags, strict=True))
 
     def _tile(self, ring: SharedTile, slot: Any, lag: int) -> SharedTile:
         slot = _wrap(slot + (self.stages - lag), self.stages) if lag else slot
@@ -289,7 +352,9 @@ class TileRing:
         count = max(1, self.stages - 1)
         # step `first` of a copy that lags has no tile
         return InFlight(
-            tuple(self._issue(first + i, i32(i) if i else 0, (0, 1)[: i + 1]) for i in range(count)), i32(0)
+            tuple(self._issue(first + i, i32(i) if i else 0, (0, 1)[: i + 1]) for i in range(count)),
+            i32(0),
+            self._locate(first + count),
         )
 
     def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
@@ -298,18 +363,19 @@ class TileRing:
             wait(flight.pending[0])
             barrier()  # the tile is whole, and nobody reads the slot that is filled next any more
             ahead = _wrap(flight.slot + (self.stages - 1), self.stages)
-            newest = self._issue(tile + (self.stages - 1), ahead, (0, 1))
+            newest = self._issue(tile + (self.stages - 1), ahead, (0, 1), flight.located)
+            located = self._locate(tile + self.stages)
             tiles = [
                 self._tile(ring, flight.slot, lag) for (_, ring), lag in zip(self.copies, self.lags, strict=True)
             ]
             following = _wrap(flight.slot + 1, self.stages)
-            return tiles, InFlight((*flight.pending[1:], newest), following)
+            return tiles, InFlight((*flight.pending[1:], newest), following, located)
         barrier()
         for (copy, ring), part in zip(self.copies, flight.pending[0], strict=True):
             copy.land(part, ring)
         barrier()
-        newest = self._issue(tile + 1, 0, (0,))
-        return [ring for _, ring in self.copies], InFlight((newest,), flight.slot)
+        newest = self._issue(tile + 1, 0, (0,), flight.located)
+        return [ring for _, ring in self.copies], InFlight((newest,), flight.slot, self._locate(tile + 2))
 
     def halfway(self, tile: Any, flight: InFlight) -> InFlight:
         """What `AlternatingTiles` does here is done already."""
@@ -332,21 +398,27 @@ class AlternatingTiles:
     def start(self, first: Any) -> InFlight:
         """Set the first copy's first tile on its way; `first` is its number."""
         copy, place = self.first
-        return InFlight((copy.issue(first, place),), i32(0))
+        located = self._locate(first)
+        return InFlight((copy.issue(first, place, located[0]),), i32(0), located)
+
+    def _locate(self, tile: Any) -> tuple[Located, ...]:
+        return tuple(copy.locate(tile) for copy, _ in (self.first, self.second))
 
     def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
         """Complete the first copy's tile, start the second's, and give both places; the first may be read."""
-        return [self.first[1], self.second[1]], self._turn(self.second, tile, flight)
+        flight = self._turn(self.second, tile, flight, flight.located[1])
+        flight = replace(flight, located=self._locate(tile + 1))
+        return [self.first[1], self.second[1]], flight
 
     def halfway(self, tile: Any, flight: InFlight) -> InFlight:
         """Nothing reads the first place any more: complete the second tile, start the first copy's next one."""
-        return self._turn(self.first, tile + 1, flight)
+        return self._turn(self.first, tile + 1, flight, flight.located[0])
 
-    def _turn(self, other: tuple[RowCopy, SharedTile], tile: Any, flight: InFlight) -> InFlight:
+    def _turn(self, other: tuple[RowCopy, SharedTile], tile: Any, flight: InFlight, located: Located) -> InFlight:
         wait(flight.pending[0])
         barrier()  # the tile is whole, and nobody reads the other place any more
         copy, place = other
-        return InFlight((copy.issue(tile, place),), flight.slot)
+        return replace(flight, pending=(copy.issue(tile, place, located),))
 
 
 def _wrap(slot: Value, stages: int) -> Value:

@@ -227,19 +227,26 @@ class Fragment:
             )
         return RowVector(self.layout, tuple(result))
 
-    def map_places(self, rows: RowVector, function: Callable[..., Value], *more: RowVector) -> Fragment:
+    def map_places(
+        self,
+        rows: RowVector,
+        function: Callable[..., Value],
+        *more: RowVector,
+        first_column: Value | int = 0,
+    ) -> Fragment:
         """`function(elements, rows, columns, *more)` on every tile's vectors.
 
-        `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32,
-        counted from the fragment's first.
+        `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32, of
+        which the fragment's first is `first_column`.
         """
         layout = self.layout
-        lane_column = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)), layout.values)
+        # one sum, then constants: a loop over columns has nothing here to keep in registers from turn to turn
+        first = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)) + first_column, layout.values)
         spread = [[self.spread(x, r) for x in (rows, *more)] for r in range(len(self.tiles))]
 
         def at(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return function(tile, spread[r][0], columns + lane_column, *spread[r][1:])
+            return function(tile, spread[r][0], columns + first, *spread[r][1:])
 
         return self.map(at)
 
@@ -255,44 +262,55 @@ class Fragment:
         distances, spread = ([self.spread(x, r) for r in range(len(self.tiles))] for x in (first, factors))
 
         def add(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns], f32)
-            return fma(absolute(columns + distances[r]), spread[r], tile)
+            offset = c * layout.columns
+            if offset and layout.values >= 16:
+                # a sum a tile, so that large tiles share their constants: each would take a scalar register
+                distance, offset = distances[r] + float(offset), 0
+            else:
+                distance = distances[r]
+            columns = _static_vector([offset + column for column in layout.value_columns], f32)
+            return fma(absolute(columns + distance), spread[r], tile)
 
         return self.map(add)
 
-    def keep_columns_from(self, starts: RowVector, fill: float) -> Fragment:
-        """Elements whose column index is at least their row's i32 start; `fill` elsewhere."""
-        layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
-        hidden = [self.spread(starts.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
-
-        def mask(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return select(columns < hidden[r], fill, tile)
-
-        return self.map(mask)
-
     def keep_columns_below(
-        self, limits: RowVector, fill: float, between: Callable[[], None] | None = None
+        self,
+        limits: RowVector,
+        fill: float,
+        between: Callable[[], None] | None = None,
+        starts: RowVector | None = None,
     ) -> Fragment:
-        """Elements whose column index is below their row's i32 limit; `fill` elsewhere.
+        """Elements whose column index is below their row's i32 limit; `fill` elsewhere, and below the row's start.
 
-        `between()` is called after the comparisons and after the selections of every tile: a line for the scheduler,
-        where a selection should not follow its comparison at once.
+        `between()` is called after the comparisons and after the selections of every tile, with `starts` of every
+        half: a line for the scheduler, where a selection should not follow its comparison at once.
         """
         layout = self.layout
         lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
-        remaining = [self.spread(limits.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        def spread(bounds: RowVector) -> list[Value]:
+            return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
+
+        remaining = spread(limits)
+        skipped = None if starts is None else spread(starts)
+
+        def keep(elements: Value, seen: Value) -> Value:
+            if between is None:
+                return select(seen, elements, fill)
+            between()
+            kept = select(seen, elements, fill)
+            between()
+            return kept
 
         def mask(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            below = columns < remaining[r]
-            if between is None:
-                return select(below, tile, fill)
-            between()
-            kept = select(below, tile, fill)
-            between()
-            return kept
+            if skipped is None:
+                return keep(tile, columns < remaining[r])
+            half = layout.values // 2
+            parts = [slice(0, half), slice(half, layout.values)]
+            return concat(
+                [keep(tile[p], (columns[p] < remaining[r][p]) & (columns[p] >= skipped[r][p])) for p in parts]
+            )
 
         return self.map(mask)
 

@@ -189,7 +189,8 @@ class Signature:
             if spec is not None:
                 flat += self._checked(parameter, spec).fields(parameter.name)
             elif not parameter.optional:
-                raise ArgumentError(f"argument {parameter.name!r} is None; accepted: a {parameter.kind}")
+                wanted = "tensor or a number" if parameter.kind == "operand" else parameter.kind
+                raise ArgumentError(f"argument {parameter.name!r} is None; accepted: a {wanted}")
         return tuple(flat)
 
     @staticmethod

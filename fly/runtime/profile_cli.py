@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly import config
+from fly.backends.target import target
 from fly.errors import ArgumentError, DeviceError
 from fly.runtime.emulate_arguments import HELP
 from fly.runtime.object_files import add_launch_options, file_launch, kernel_of, literal, numbers, read_object
@@ -152,7 +153,8 @@ def _launch(options: argparse.Namespace, arch: str) -> Launch:
                 raise ArgumentError(
                     f"--set: {options.subject} has no setting {name!r}; accepted: {', '.join(accepted)}"
                 )
-        return captured(arch, lambda: function(**settings))
+        launch = captured(arch, lambda: function(**settings))
+        return placed(launch, **settings) if function is flash_attention else launch
     if settings:
         raise ArgumentError(f"--set {options.set[0]!r}: a file has no settings; --args gives its arguments")
     return file_launch(options.subject, options)[0]
@@ -251,6 +253,32 @@ def flash_attention(
         return q, k, v, interface.flydsl_flash_attn_func(q, k, v, causal=causal)
 
 
+def placed(launch: Launch, **settings: Any) -> Launch:
+    """A captured flash-attention launch with the query block as each workgroup's place.
+
+    Args:
+        settings: of `flash_attention`, for which the launch was captured.
+    """
+    from fly.emulator.timing.launch import Places
+
+    scheduler = importlib.import_module("kernels.tile_scheduler")
+    chosen = inspect.signature(flash_attention).bind(**settings)
+    chosen.apply_defaults()
+    blocks, heads, _ = launch.grid
+    group = heads // (chosen.arguments["heads_kv"] or heads)
+    xcds = target(launch.program.arch).xcds
+
+    def place(workgroup: int) -> int:
+        if launch.kernel.endswith("gfx950"):
+            block = scheduler.shared_keys_place(workgroup, launch.grid, group, xcds)[0]
+        else:
+            block = workgroup % blocks
+        return blocks - 1 - block if chosen.arguments["causal"] else block
+
+    sharing = blocks * group if launch.kernel.endswith("gfx950") else blocks // xcds
+    return replace(launch, places=Places(blocks, place, sharing))
+
+
 def _other(path: str, launch: Launch) -> Launch:
     """The same launch with another code object."""
     from fly.emulator import Program
@@ -312,5 +340,6 @@ def _whole(session: Session) -> str:
     return (
         f"whole launch: {launch.workgroups:,} workgroups, {session.resident} on each of "
         f"{session.parameters.compute_units} compute units: {time.cycles:,.0f} cycles, {time.microseconds:,.1f} µs "
-        f"at a sustained {session.parameters.sustained_clock} GHz; slots occupied {100 * time.occupied:.1f}%"
+        f"at a sustained {session.parameters.sustained_clock} GHz; slots occupied {100 * time.occupied:.1f}%, "
+        f"matrix pipes busy {100 * time.matrix:.1f}%"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from fly.emulator.timing import report, whole_launch
 from fly.emulator.timing.analysis import hot_instructions, idle_matrix, matrix_flop, regions
 from fly.emulator.timing.figures import Parameters
-from fly.emulator.timing.launch import interpolated, residency, sample_points, schedule
+from fly.emulator.timing.launch import Cost, LaunchTime, Places, interpolated, residency, sample_points, schedule
 from fly.emulator.timing.plot import write_plot
 from fly.emulator.timing.report import chrome_trace, window, write_trace
 from fly.errors import ArgumentError, LaunchError, UnsupportedError
@@ -47,25 +48,33 @@ def test_a_workgroup_that_does_not_fit():
         residency(subject.machine, Parameters.of("gfx950", registers=256))
 
 
+def scheduled(cycles: list[float], resident: int = 1) -> LaunchTime:
+    """Workgroups that take these cycles, half of them one SIMD's matrix pipe."""
+    return schedule([Cost(n, n / 2) for n in cycles], resident, CHIP)
+
+
 def test_workgroups_wait_for_a_slot_on_their_die():
     """Two compute units on each of eight dies: 16 slots, workgroups go to the dies in turn."""
-    full = schedule([1000.0] * 32, 1, CHIP)
-    assert (full.cycles, full.occupied, full.microseconds) == (2000, 1.0, 7.0)
-    one_more = schedule([1000.0] * 33, 1, CHIP)
+    full = scheduled([1000.0] * 32)
+    assert (full.cycles, full.occupied, full.microseconds, full.matrix) == (2000, 1.0, 7.0, 0.125)
+    one_more = scheduled([1000.0] * 33)
     assert one_more.cycles == 3000 and one_more.occupied == pytest.approx(33 / 48)
-    assert schedule([1000.0] * 64, 2, CHIP).cycles == 2000
+    assert one_more.matrix == pytest.approx(33 / 48 / 8)
+    two = scheduled([1000.0] * 64, 2)
+    assert two.cycles == 2000 and two.occupied == 1 and two.matrix == 0.25
     # every eighth is long, and all of those are on one die
-    uneven = schedule([3000.0 if i % 8 == 0 else 1000.0 for i in range(64)], 1, CHIP)
-    assert uneven.cycles == 8 / 2 * 3000 and schedule([1000.0] * 56, 1, CHIP).cycles == 4000
+    uneven = scheduled([3000.0 if i % 8 == 0 else 1000.0 for i in range(64)])
+    assert uneven.cycles == 8 / 2 * 3000 and scheduled([1000.0] * 56).cycles == 4000
     # longest first ends sooner than longest last
     lengths = [1000.0, 1000.0, 2000.0]
-    assert schedule([x for x in reversed(lengths) for _ in range(8)], 1, CHIP).cycles == 2000
-    assert schedule([x for x in lengths for _ in range(8)], 1, CHIP).cycles == 3000
+    assert scheduled([x for x in reversed(lengths) for _ in range(8)]).cycles == 2000
+    assert scheduled([x for x in lengths for _ in range(8)]).cycles == 3000
 
 
-def test_durations_between_samples_are_interpolated():
+def test_costs_between_samples_are_interpolated():
     assert sample_points(64) == [0, 16, 32, 47, 63] and sample_points(3) == [0, 1, 2] and sample_points(1) == [0]
-    assert interpolated({0: 100.0, 4: 300.0}, 5) == [100, 150, 200, 250, 300]
+    found = interpolated({0: Cost(100.0, 0.0), 4: Cost(300.0, 80.0)}, 5)
+    assert found == [Cost(100 + 50 * i, 20 * i) for i in range(5)]
 
 
 COUNTED = """
@@ -82,10 +91,11 @@ def test_a_launch_whose_workgroups_differ():
     single = session(COUNTED, grid=(40, 2, 1), workgroups=(0, 3))
     subject = whole_launch(single.launch, single.parameters)
     row = subject.row()
-    steps = np.diff(row)
+    steps = np.diff([cost.cycles for cost in row])
     assert len(row) == 40 and steps.min() > 100 and steps.max() == 128
-    time = subject.time()
-    assert max(row) <= time.cycles <= 2 * max(row) and time.cycles == schedule(row * 2, 16, single.parameters).cycles
+    assert [cost.matrix for cost in row] == [32 * (x + 1) for x in range(40)]
+    time, longest = subject.time(), row[-1].cycles
+    assert longest <= time.cycles <= 2 * longest and time == schedule(row * 2, 16, single.parameters)
     assert list(single.trace.workgroups) == [0, 3] and single.trace.executed == 1 + 4 + 1 + 1 + 4 * 4 + 1
 
 
@@ -99,10 +109,22 @@ def test_a_launch_whose_rows_differ():
     assert sorted(every.trace.workgroups) == list(range(8))
     executed = [sum(len(w.code) for w in every.trace.workgroups[n]) for n in range(8)]
     assert executed == [2 + 4 + 1] * 4 + [2 + 16 + 1] * 4
-    assert every.time().cycles > max(every.row())
+    assert every.time().cycles > max(cost.cycles for cost in every.row())
     many = session(body, grid=(200, 2, 1), axes=2)
     with pytest.raises(UnsupportedError, match=r"k: workgroups at one place .* 400 are too many .* at most 256"):
         whole_launch(many.launch, many.parameters)
+
+
+def test_a_launch_with_places_of_its_own():
+    """Workgroups in the reversed order of the whole grid: 400 different ones, which only `places` tells."""
+    body = COUNTED.replace("s_add_u32 s4, s2, 1", "s_mul_i32 s4, s3, 100\ns_add_u32 s4, s4, s2\ns_add_u32 s4, s4, 1")
+    subject = session(body, grid=(100, 4, 1), axes=2)
+    places = Places(400, lambda workgroup: 399 - workgroup, 40)
+    placed = whole_launch(replace(subject.launch, places=places), subject.parameters)
+    assert sorted(placed.trace.workgroups) == [0, 100, 199, 299, 399] and placed.cold == 40
+    row = placed.row()
+    assert [cost.matrix for cost in row] == [32 * (400 - place) for place in range(400)]
+    assert placed.time() == schedule(row[::-1], placed.resident, placed.parameters)
 
 
 def test_resident_workgroups_share_the_compute_unit():

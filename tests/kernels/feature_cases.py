@@ -97,13 +97,13 @@ class Pair:
     torch: Callable[..., Any]
 
 
-# functions of operators alone serve kernels and torch
+# functions of operators alone serve kernels and torch; each gets the auxiliary tensors of both
 def document_mask(batch: Any, head: Any, query: Any, key: Any, documents: Any) -> Any:
     """Only keys of the query's own document; documents: (tokens,) int32."""
     return documents[query] == documents[key]
 
 
-def stripes(batch: Any, head: Any, query: Any, key: Any) -> Any:
+def stripes(batch: Any, head: Any, query: Any, key: Any, *aux: Any) -> Any:
     """Every third key, another one for every head, and one's own."""
     return ((key + head) % 3 == 0) | (key == query)
 
@@ -116,8 +116,8 @@ def by_head(score: Any, batch: Any, head: Any, query: Any, key: Any, table: Any)
 def damped() -> Pair:
     """Scores that fall with the distance from the query, written with fly's and with torch's functions."""
     return Pair(
-        lambda s, b, h, q, k: s * fly.exp2(fly.absolute(q - k).to(fly.f32) * -0.03125),
-        lambda s, b, h, q, k: s * torch.exp2((q - k).abs().float() * -0.03125),
+        lambda s, b, h, q, k, *aux: s * fly.exp2(fly.absolute(q - k).to(fly.f32) * -0.03125),
+        lambda s, b, h, q, k, *aux: s * torch.exp2((q - k).abs().float() * -0.03125),
     )
 
 

@@ -51,14 +51,15 @@ class Case:
     splits: int
     seed: int
     arch: str = ""
+    kernel: str = "generic"
     device: str = "cpu"
 
 
 def run(case: Case) -> Report:
-    """The case's call against the reference; on the CPU the generic kernel, emulated with checks."""
+    """The case's call against the reference; on the CPU `case.kernel`, emulated with checks."""
     before = dict(os.environ)
     if case.arch:
-        os.environ |= {"FLY_ARCH": case.arch, "FLY_EMULATOR_CHECKS": "1", "FLY_KERNEL": "generic"}
+        os.environ |= {"FLY_ARCH": case.arch, "FLY_EMULATOR_CHECKS": "1", "FLY_KERNEL": case.kernel}
     try:
         inputs = Inputs(
             list(case.queries),
@@ -90,11 +91,14 @@ def check(case: Case) -> None:
     except Exception as error:
         error.add_note(f"to see it again:\n{program}")
         raise
-    assert report.ok, f"{report}\nto see it again:\n{program}"
+    if not report.ok:
+        raise AssertionError(f"{report}\nto see it again:\n{program}")
 
 
 @st.composite
-def cases(draw, form: str, arch: str = "", device: str = "cpu", scale: int = 1, dims=(32, 40, 64)) -> Case:
+def cases(
+    draw, form: str, arch: str = "", kernel: str = "", device: str = "cpu", scale: int = 1, dims=(32, 40, 64)
+) -> Case:
     """A call of one form; lengths up to `scale` times what an emulator does in a second."""
     packed, splits = "packed" in form, draw(st.integers(2, 4)) if "split" in form else 1
     batch = draw(st.integers(1, 3 if packed else 2))
@@ -120,13 +124,14 @@ def cases(draw, form: str, arch: str = "", device: str = "cpu", scale: int = 1, 
         kv_heads * draw(st.integers(1, 2 * scale)),
         kv_heads,
         head_dim,
-        draw(st.sampled_from([head_dim] * 4 + list(dims))),
+        draw(st.sampled_from([head_dim] * 4 + list(dims))) if kernel != "gfx950" else head_dim,
         draw(st.sampled_from(["bf16", "f16"])),
         draw(st.booleans()),
         packed,
         splits,
         draw(st.integers(0, 2**31 - 1)),
         arch,
+        kernel,
         device,
     )
 
@@ -153,18 +158,21 @@ def search(number: int, **options) -> None:
     one()
 
 
-STRATA = [(arch, form) for arch in ("gfx942", "gfx950") for form in FORMS]
+KERNELS = (("gfx942", "generic"), ("gfx950", "generic"), ("gfx950", "gfx950"))
+STRATA = [(arch, kernel, form) for arch, kernel in KERNELS for form in FORMS]
 
 
-@pytest.mark.parametrize(("arch", "form"), STRATA)
-def test_random_calls(arch, form):
-    search(5, form=form, arch=arch)
+@pytest.mark.parametrize(("arch", "kernel", "form"), STRATA)
+def test_random_calls(arch, kernel, form):
+    dims = (64,) if kernel == "gfx950" else (32, 40, 64)
+    search(4 if kernel == "generic" else 2, form=form, arch=arch, kernel=kernel, dims=dims)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("arch", "form"), STRATA)
-def test_many_random_calls(arch, form):
-    search(100, form=form, arch=arch, dims=(32, 40, 64, 96, 128, 256))
+@pytest.mark.parametrize(("arch", "kernel", "form"), STRATA)
+def test_many_random_calls(arch, kernel, form):
+    dims = (64, 128) if kernel == "gfx950" else (32, 40, 64, 96, 128, 256)
+    search(100, form=form, arch=arch, kernel=kernel, dims=dims)
 
 
 @pytest.mark.gpu
@@ -176,12 +184,12 @@ def test_random_calls_on_a_gpu(form):
 
 def test_a_failure_can_be_pasted(monkeypatch):
     """What is printed runs, and gives the same again."""
-    case = Case(("softcap", "sink"), (3,), (5,), 1, 1, 32, 32, "bf16", True, False, 1, 7, "gfx950")
+    case = Case(("softcap", "sink"), (3,), (5,), 1, 1, 32, 32, "bf16", True, False, 1, 7, "gfx950", "generic")
     monkeypatch.setattr("tests.kernels.test_features_random.run", lambda case: Report(1.0, 0.5, 0.0, None))
     with pytest.raises(AssertionError) as caught:
         check(case)
     monkeypatch.undo()
-    program = str(caught.value).split("to see it again:\n")[1].split("\nassert")[0]
+    program = str(caught.value).split("to see it again:\n")[1]
     found = {}
     exec(program.replace("print(run(", "found = (run("), found)
     assert found["found"] == run(case) and found["found"].ok

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
-from kernels import flash_attn_sm90
+from kernels import flash_attn_sm90, sm90_launch
 from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
@@ -194,10 +194,11 @@ def test_packed_heads_are_bound(monkeypatch):
     """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
     maps, bound = [], []
     monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tensor.shape, box)))
-    monkeypatch.setattr(flash_attn_sm90, "bind", lambda *arguments: bound.append(arguments))
-    monkeypatch.setattr(flash_attn_sm90, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
+    monkeypatch.setattr(sm90_launch, "bind", lambda *arguments: bound.append(arguments))
+    for module in (flash_attn_sm90, sm90_launch):
+        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
     counters = SimpleNamespace(example=None, address=None)
-    monkeypatch.setattr(flash_attn_sm90, "counters_of", lambda device: counters)
+    monkeypatch.setattr(sm90_launch, "counters_of", lambda device: counters)
     q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
     flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
     ((_, grid, threads, arguments, statics, _),) = bound

@@ -10,7 +10,7 @@ from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.features import NUMBERS, Features, Mod
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90_builds import Sm90Options, decode_options, options_of, with_features
+from kernels.sm90_builds import Sm90Options, decode_options, options_of
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
 from tests.kernels.test_flash_attn_sm90_isa import accept, specs
@@ -23,6 +23,11 @@ TENSORS = {
 COUNTS = TensorSpec("i32", 1, 4, True)
 WINDOW = ("window_left", "window_right")
 LONG, FULL, SHORT = (128, 128, True, 2, None), (128, 128, False, 2, None), (64, 64, True, 3, None)
+
+
+def with_features(base: Sm90Options, asked: Features) -> Sm90Options:
+    """As `build_for` makes it of a build."""
+    return replace(base, features=asked, block_n=min(base.block_n, 64) if asked.elementwise else base.block_n)
 
 
 def compiled(options: Sm90Options, form: str):

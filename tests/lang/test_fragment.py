@@ -73,6 +73,8 @@ def row_operations(
     index: fly.Tensor,
     changed: fly.Tensor,
     masked: fly.Tensor,
+    starts: fly.Tensor,
+    cut: fly.Tensor,
     *,
     layout: AccumulatorLayout,
 ):
@@ -107,7 +109,9 @@ def row_operations(
             for value, row in zip(value_tile, row_tile, strict=True):
                 found.store(value, row)
     store(fragment.fma_rows(fly.f32(2.0), row_max).scale_rows(row_max), changed)
-    store(fragment.keep_columns_below(rows.map(lambda row: limits.load(row)), -1.0), masked)
+    bounds, begins = (rows.map(lambda row, tensor=tensor: tensor.load(row)) for tensor in (limits, starts))
+    store(fragment.keep_columns_below(bounds, -1.0), masked)
+    store(fragment.keep_columns_below(bounds, -1.0, starts=begins), cut)
 
 
 @EVERY_LAYOUT
@@ -115,19 +119,21 @@ def test_row_operations_compute_what_they_say(arch, layout):
     shape = rows, columns = ROW_TILES * layout.rows, COLUMN_TILES * layout.columns
     random = np.random.default_rng(0)
     source = random.integers(-99, 99, shape).astype(np.float32)
-    limits = random.integers(-2, columns + 2, rows).astype(np.int32)
+    limits, starts = (random.integers(-2, columns + 2, rows).astype(np.int32) for _ in range(2))
     maxima, sums, index = np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    changed, masked = np.zeros_like(source), np.zeros_like(source)
+    changed, masked, cut = (np.zeros_like(source) for _ in range(3))
     full, vector, ints = matrix("f32", 2), matrix("f32"), matrix("i32")
-    specs = (full, ints, vector, vector, ints, full, full)
+    specs = (full, ints, vector, vector, ints, full, full, ints, full)
     module = trace(row_operations, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
-    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked))
+    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked, starts, cut))
     largest = source.max(axis=1)
     np.testing.assert_array_equal(maxima, largest)
     np.testing.assert_array_equal(sums, source.sum(axis=1))
     np.testing.assert_array_equal(index, np.arange(rows))
     np.testing.assert_array_equal(changed, (source * 2 + largest[:, None]) * largest[:, None])
-    np.testing.assert_array_equal(masked, np.where(np.arange(columns) < limits[:, None], source, -1))
+    seen = np.arange(columns) < limits[:, None]
+    np.testing.assert_array_equal(masked, np.where(seen, source, -1))
+    np.testing.assert_array_equal(cut, np.where(seen & (np.arange(columns) >= starts[:, None]), source, -1))
 
 
 def store_runs(out: fly.Tensor, *, layout: AccumulatorLayout, columns: int):
@@ -160,3 +166,35 @@ def test_a_fragment_has_tiles():
 
 def test_layouts_are_static_to_loops():
     assert AccumulatorLayout.is_static and MmaAtom.__dataclass_params__.frozen
+
+
+def numbered(source: fly.Tensor, limits: fly.Tensor, out: fly.Tensor, *, layout: AccumulatorLayout):
+    """out = source + limit of the row + 1000 * column, where `map_places` says that an element is."""
+    lane = fly.lane_of(layout.atom.lanes)
+    row0, column0 = fly.evaluate(layout.row_lane, lane), fly.evaluate(layout.column_lane, lane)
+    layouts = list(zip(layout.value_rows, layout.value_columns, strict=True))
+
+    def places(r: int, c: int) -> list[tuple[fly.Value, fly.Value]]:
+        return [(row0 + (r * layout.rows + i), column0 + (c * layout.columns + j)) for i, j in layouts]
+
+    start = fly.Fragment.zeros(layout, ROW_TILES, COLUMN_TILES)
+    fragment = start.map(lambda t, r, c: fly.from_elements([source.load(*place) for place in places(r, c)]))
+    rows = start.row_max().rows().map(lambda row: limits.load(row))
+    result = fragment.map_places(rows, lambda tile, row, column: tile + (row + column * 1000).to(fly.f32))
+    for r, tiles in enumerate(result.tiles):
+        for c, tile in enumerate(tiles):
+            for value, place in zip(tile, places(r, c), strict=True):
+                out.store(value, *place)
+
+
+@EVERY_LAYOUT
+def test_map_places_tells_rows_and_columns(arch, layout):
+    shape = rows, columns = ROW_TILES * layout.rows, COLUMN_TILES * layout.columns
+    random = np.random.default_rng(0)
+    source = random.integers(-99, 99, shape).astype(np.float32)
+    limits = random.integers(-99, 99, rows).astype(np.int32)
+    out = np.zeros_like(source)
+    specs = (matrix("f32", 2), matrix("i32"), matrix("f32", 2))
+    module = trace(numbered, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
+    Machine(Program(module, target(arch)))(flat(source, limits, out))
+    np.testing.assert_array_equal(out, source + limits[:, None] + 1000 * np.arange(columns))

@@ -155,6 +155,17 @@ def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
     return b.value("llvm.fptrunc", [op.operands[0]], op.results[0].type)
 
 
+_PAIRS = {"f8e4m3": "e4m3x2", "f8e5m2": "e5m2x2"}
+
+
+def _narrow_pairs(op: ir.Operation, b: Builder) -> ir.Value:
+    values, i16 = b.elements(op.operands[0]), ir.IntegerType.get_signless(16)
+    name = f"llvm.nvvm.ff.to.{_PAIRS[string(op, 'to')]}.rn"
+    # the first operand becomes the upper byte
+    pairs = [b.intrinsic(name, [high, low], i16) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return b.bitcast(b.vector(pairs, ir.VectorType.get([len(pairs)], i16)), op.results[0].type)
+
+
 def _sched(op: ir.Operation, b: Builder) -> None:
     """NVIDIA's assembler schedules by itself: there is nothing to say to it."""
 
@@ -173,10 +184,12 @@ _RULES = {
     "fly.commit": _commit,
     "fly.wait_count": _wait_count,
     "fly.narrow": _narrow,
+    "fly.narrow_pairs": _narrow_pairs,
     "fly.sched": _sched,
     "fly.rcp": per_element("llvm.nvvm.rcp.approx.ftz.f"),
     "math.exp2": per_element("llvm.nvvm.ex2.approx.ftz.f"),
     "math.log2": per_element("llvm.nvvm.lg2.approx.ftz.f"),
+    "math.tanh": per_element("llvm.nvvm.tanh.approx.f32"),
 }
 
 

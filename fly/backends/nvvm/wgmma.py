@@ -12,22 +12,23 @@ from typing import ClassVar
 
 from fly.backends.nvvm.inline import ptx, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
-from fly.ir.dtypes import dtype, f32, i32, i64
+from fly.ir.dtypes import DType, dtype, f32, i32, i64
 from fly.ir.memory import Pointer
-from fly.ir.value import Value, from_elements, select
+from fly.ir.value import Value, from_elements, select, shuffle
 from fly.lang.ids import lane_of
 from fly.lang.sync import shuffle_xor
 from fly.layout import Layout
 
 M, K = 64, 16  # of one instruction on 16-bit operands
+K_BYTES = 32  # of any operands
 LANES = 128
-DTYPES = ("bf16", "f16")
+DTYPES = {"bf16": "bf16", "f16": "f16", "f8e4m3": "e4m3", "f8e5m2": "e5m2"}  # and the instruction's names
 _MODES = {128: 1, 64: 2, 32: 3}  # bytes of a swizzled line -> the descriptor's layout type
 
 
 @dataclass(frozen=True)
 class PanelTile:
-    """A (rows x columns) tile of 16-bit elements in shared memory as TMA writes it and WGMMA reads it.
+    """A (rows x columns) tile of 16-bit or 8-bit elements in shared memory as TMA writes it and WGMMA reads it.
 
     Columns are cut into panels of `swizzle` bytes (128, 64 or 32); a panel holds its rows one after the other, and
     16-byte pieces of row r are swapped by xor with bits of r, which repeats every 8 rows.
@@ -36,9 +37,12 @@ class PanelTile:
     rows: int
     columns: int
     swizzle: int = 128
+    element_bytes: int = 2
     is_static: ClassVar[bool] = True
 
     def __post_init__(self):
+        if self.element_bytes not in (1, 2):
+            raise LayoutError(f"elements of a panel tile have {self.element_bytes} bytes; expected 1 or 2")
         if self.swizzle not in _MODES:
             raise LayoutError(f"swizzle of {self.swizzle} bytes; expected one of {', '.join(map(str, _MODES))}")
         if self.rows <= 0 or self.rows % 8:
@@ -49,16 +53,16 @@ class PanelTile:
             )
 
     @staticmethod
-    def widest(rows: int, columns: int) -> PanelTile:
+    def widest(rows: int, columns: int, element_bytes: int = 2) -> PanelTile:
         """The tile with the widest swizzle that divides its rows: the fewest copies, the fewest bank conflicts."""
         for swizzle in _MODES:
-            if columns * 2 % swizzle == 0:
-                return PanelTile(rows, columns, swizzle)
-        raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of 16")
+            if columns * element_bytes % swizzle == 0:
+                return PanelTile(rows, columns, swizzle, element_bytes)
+        raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of {K_BYTES // element_bytes}")
 
     @property
     def panel_columns(self) -> int:
-        return self.swizzle // 2
+        return self.swizzle // self.element_bytes
 
     @property
     def panels(self) -> int:
@@ -70,13 +74,13 @@ class PanelTile:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.columns * 2
+        return self.rows * self.columns * self.element_bytes
 
     def __call__(self, row: int, column: int) -> int:
         """Byte offset of a static coordinate."""
         panel, inside = divmod(column, self.panel_columns)
         phase = (row * self.swizzle >> 7) % (self.swizzle // 16)
-        return panel * self.panel_bytes + row * self.swizzle + ((inside * 2) ^ (phase * 16))
+        return panel * self.panel_bytes + row * self.swizzle + ((inside * self.element_bytes) ^ (phase * 16))
 
     # descriptors, without the address: bits 16-29 leading, 32-45 stride byte offset (in 16 bytes), 62-63 the swizzle
 
@@ -90,7 +94,13 @@ class PanelTile:
 
     @property
     def by_rows(self) -> SharedLayout:
-        """The tile as an operand whose k runs along rows ("MN-major"): V of attention."""
+        """The tile as an operand whose k runs along rows ("MN-major"): V of attention.
+
+        Raises:
+            LayoutError: 8-bit elements, which the instruction takes with k along columns only.
+        """
+        if self.element_bytes == 1:
+            raise LayoutError("WGMMA takes 8-bit operands with k along columns only; store the transposed matrix")
         return SharedLayout(self._descriptor(self.panel_bytes, 8 * self.swizzle), transposed=True)
 
     def step(self, k: int, *, along_rows: bool) -> int:
@@ -98,7 +108,7 @@ class PanelTile:
         if along_rows:
             return k * self.swizzle
         panel, inside = divmod(k, self.panel_columns)
-        return panel * self.panel_bytes + inside * 2
+        return panel * self.panel_bytes + inside * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -121,40 +131,44 @@ class Operand:
     def layout(self) -> SharedLayout:
         return self.tile.by_rows if self.along_rows else self.tile.by_columns
 
+    @property
+    def k(self) -> int:
+        """Elements of k that one instruction takes."""
+        return K_BYTES // self.tile.element_bytes
+
     def descriptor(self) -> Value:
-        """The 64-bit descriptor of the operand's first 16 elements of k."""
+        """The 64-bit descriptor of the operand's first `k` elements of k."""
         address = shared_address(self.pointer)
         bits = self.layout.bits
         signed = bits - (1 << 64) if bits >> 63 else bits
         return ((address & 0x3FFFF) >> 4).to(i64) | i64(signed)
 
     def steps(self, count: int, extent: int) -> tuple[int, ...]:
-        """What to add to the descriptor for each 16 elements of k, of an operand with `extent` rows or columns.
+        """What to add to the descriptor for each `k` elements of k, of an operand with `extent` rows or columns.
 
         Raises:
             ShapeError: the tile is smaller than that.
         """
         have = (self.tile.columns, self.tile.rows) if self.along_rows else (self.tile.rows, self.tile.columns)
-        if count <= 0 or extent > have[0] or count * K > have[1]:
-            raise ShapeError(
-                f"{count} steps of a WGMMA operand of {extent} by {K} do not fit a tile of {have[0]} by {have[1]}"
-            )
-        return tuple(self.tile.step(t * K, along_rows=self.along_rows) >> 4 for t in range(count))
+        if count <= 0 or extent > have[0] or count * self.k > have[1]:
+            wanted = f"{count} steps of a WGMMA operand of {extent} by {self.k}"
+            raise ShapeError(f"{wanted} do not fit a tile of {have[0]} by {have[1]}")
+        return tuple(self.tile.step(t * self.k, along_rows=self.along_rows) >> 4 for t in range(count))
 
 
 @dataclass(frozen=True)
 class WarpgroupAtom:
-    """D (64 x n, f32) += A (64 x 16) * B (16 x n) by the 128 threads of a warpgroup.
+    """D (64 x n, f32) += A (64 x k) * B (k x n) by the 128 threads of a warpgroup; k is 16, or 32 of 8-bit elements.
 
-    `c`: (thread, value) -> row + 64 * column, as in `fly.MmaAtom`. Values 8t .. 8t+7 of the accumulators, narrowed,
-    are the A registers of columns 16t .. 16t+15: one product's result is the next one's operand as it is.
+    `a`, `c`: (thread, value) -> row + 64 * column, as in `fly.MmaAtom`. Values 8t .. 8t+7 of the accumulators,
+    narrowed to 16 bits, are the A registers of columns 16t .. 16t+15: one product's result is the next one's operand
+    as it is. 8-bit ones are so for columns in another order, see `by_pairs`.
     """
 
     n: int
     dtype: str
     is_static: ClassVar[bool] = True
     m: ClassVar[int] = M
-    k: ClassVar[int] = K
     lanes: ClassVar[int] = LANES
     accumulator: ClassVar[str] = "f32"
 
@@ -165,20 +179,29 @@ class WarpgroupAtom:
             raise AtomError(f"WGMMA with n = {self.n}; expected a multiple of 8 from 8 to 256")
 
     @property
+    def k(self) -> int:
+        return K_BYTES // dtype(self.dtype).bytes
+
+    @property
+    def a(self) -> Layout:
+        run = 4 // dtype(self.dtype).bytes  # neighbours in k that share a register
+        return Layout(((4, 8, 4), (run, 2, 2)), ((run * M, 1, 16), (M, 8, 4 * run * M)))
+
+    @property
     def c(self) -> Layout:
         return Layout(((4, 8, 4), (2, 2, self.n // 8)), ((2 * M, 1, 16), (M, 8, 8 * M)))
 
     def values(self, operand: str) -> int:
         """Elements of the accumulators ("c") or of A in registers ("a") that one thread holds."""
-        return {"c": M * self.n // LANES, "a": M * K // LANES}[operand]
+        return {"c": M * self.n // LANES, "a": M * self.k // LANES}[operand]
 
 
 def issue(
     atom: WarpgroupAtom, a: Operand | Sequence[Value], b: Operand, steps: int, accumulator: Value | None = None
 ) -> Value:
-    """Start D += A * B over `steps` times 16 elements of k, as one group; D is usable after a `wait` with it.
+    """Start D += A * B over `steps` times `atom.k` elements of k, as one group; D is usable after a `wait` with it.
 
-    `a` is a matrix in shared memory, or one register operand (8 elements of the dtype) a step; without an
+    `a` is a matrix in shared memory, or one register operand (`atom.values("a")` elements) a step; without an
     `accumulator` (a vector of n / 2 f32) D starts from zero. Until the wait, neither D nor `a`'s registers may be
     touched.
 
@@ -200,13 +223,14 @@ def issue(
     b_place = place
     inputs: list[Value] = [b.descriptor()]
     constraints = ["l"]
-    shape = f"m{M}n{atom.n}k{K}.f32.{atom.dtype}.{atom.dtype}"
+    kind = DTYPES[atom.dtype]
+    shape = f"m{M}n{atom.n}k{atom.k}.f32.{kind}.{kind}"
     if isinstance(a, Operand):
         a_place = b_place + 1
         inputs.append(a.descriptor())
         constraints.append("l")
         a_steps = a.steps(steps, M)
-        turned = f"{int(a.layout.transposed)}, {int(b.layout.transposed)}"
+        turned = f", {int(a.layout.transposed)}, {int(b.layout.transposed)}"
     else:
         if len(a) != steps:
             raise ShapeError(f"{len(a)} register operands for {steps} steps of WGMMA; expected one each")
@@ -217,7 +241,11 @@ def issue(
         registers = [word for operand in a for word in operand.bitcast(i32)]
         inputs += registers
         constraints += ["r"] * len(registers)
-        turned = f"{int(b.layout.transposed)}"
+        turned = f", {int(b.layout.transposed)}"
+    if b.k != atom.k or (isinstance(a, Operand) and a.k != atom.k):
+        raise ShapeError(f"a tile of WGMMA of {atom.dtype} has elements of {b.tile.element_bytes} bytes")
+    if atom.k != K:
+        turned = ""  # 8-bit operands lie one way only
     text.append("wgmma.fence.sync.aligned;")
     for t, b_step in enumerate(b.steps(steps, atom.n)):
         text.append(f"add.s64 db, ${b_place}, {b_step};")
@@ -228,7 +256,7 @@ def issue(
             first = "{" + ", ".join(f"${b_place + 1 + 4 * t + i}" for i in range(4)) + "}"
         # only the first step may start from zero
         predicate = "first" if t == 0 else "1"
-        text.append(f"wgmma.mma_async.sync.aligned.{shape} {{{result}}}, {first}, db, {predicate}, 1, 1, {turned};")
+        text.append(f"wgmma.mma_async.sync.aligned.{shape} {{{result}}}, {first}, db, {predicate}, 1, 1{turned};")
     text += ["wgmma.commit_group.sync.aligned;", "}"]
     if accumulator is not None:
         operands += list(accumulator)
@@ -269,6 +297,26 @@ def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[
         result.append(from_elements([Value(v, f32) for v in values[start:end]]))
         start = end
     return result
+
+
+PAIRS = Layout((2, 2, 4), (1, 8, 2))
+"""Which of 16 columns of the accumulators each of 16 columns of A is that `by_pairs` makes."""
+
+
+def by_pairs(values: Value, kind: DType) -> tuple[Value, ...]:
+    """A warpgroup's accumulators, narrowed to 8 bits, as A registers of 32 columns each, no lane giving any away.
+
+    A thread has 2 neighbouring columns of every 8, but 4 neighbours of every 16 in A: those become 2 of one 8 and 2
+    of the next. So the columns of A are in another order, `PAIRS` in each 16, and the rows of B must be in the same.
+
+    Raises:
+        ShapeError: the accumulators' width is no multiple of 32.
+    """
+    if len(values) % 16:
+        raise ShapeError(f"A registers of {values!r}: {2 * len(values)} columns are no multiple of 32")
+    # of 16 values, two pairs of columns of row g and two of row g + 8, then the next two of both
+    order = [half + row + eight + i for half in (0, 8) for row in (0, 2) for eight in (0, 4) for i in (0, 1)]
+    return tuple(shuffle(values, values, [first + i for i in order]).to(kind) for first in range(0, len(values), 16))
 
 
 def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,29 @@ def residency(machine: Machine, parameters: Parameters) -> int:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Which work the workgroups of a launch do, where that is not told by their places along the grid's first axis.
+
+    Attributes:
+        count: of places; workgroups at one place do equal work, which changes evenly from place to place.
+        of: a workgroup's place, from its linear number.
+        sharing: workgroups that a die starts one after another and that read the same data.
+    """
+
+    count: int
+    of: Callable[[int], int]
+    sharing: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one workgroup: the cycles that it takes, and the cycles of matrix pipes that it uses, the SIMDs' in sum."""
+
+    cycles: float
+    matrix: float
+
+
+@dataclass(frozen=True)
 class LaunchTime:
     """When a launch ends.
 
@@ -43,19 +66,22 @@ class LaunchTime:
         cycles: from the first workgroup's start to the last one's end.
         microseconds: the same at the sustained clock, with the time that any launch takes.
         occupied: share of all workgroup slots' cycles in which a workgroup ran; the rest is imbalance and tail.
+        matrix: share of all SIMDs' cycles in which a matrix instruction executed.
     """
 
     cycles: float
     microseconds: float
     occupied: float
+    matrix: float
 
 
-def schedule(durations: Sequence[float], resident: int, parameters: Parameters) -> LaunchTime:
+def schedule(costs: Sequence[Cost], resident: int, parameters: Parameters) -> LaunchTime:
     """Distribute workgroups in the order of the grid: to the dies in turn, on a die to the slot that is free first.
 
     Args:
-        durations: cycles of each workgroup, with `resident` of them on a compute unit.
+        costs: of each workgroup, with `resident` of them on a compute unit.
     """
+    durations = [cost.cycles for cost in costs]
     dies = parameters.dies
     slots = parameters.compute_units // dies * resident
     last = 0.0
@@ -64,11 +90,12 @@ def schedule(durations: Sequence[float], resident: int, parameters: Parameters) 
         for duration in durations[die::dies]:
             last = max(last, heapq.heappushpop(free, free[0] + duration) + duration)
         last = max(last, *free)
-    total = float(np.sum(durations))
+    units = last * (slots // resident) * dies
     return LaunchTime(
         last,
         last / (parameters.sustained_clock * 1e3) + parameters.launch_microseconds,
-        total / (last * slots * dies) if last else 0.0,
+        sum(durations) / (units * resident) if last else 0.0,
+        sum(cost.matrix for cost in costs) / (units * SIMDS) if last else 0.0,
     )
 
 
@@ -77,28 +104,33 @@ def sample_points(count: int, most: int = 5) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
-def interpolated(cycles: Mapping[int, float], count: int) -> list[float]:
-    """Cycles of workgroups 0 to `count` - 1, given those of some."""
-    points = sorted(cycles)
-    return np.interp(np.arange(count), points, [cycles[x] for x in points]).tolist()
+def interpolated(costs: Mapping[int, Cost], count: int) -> list[Cost]:
+    """Costs at places 0 to `count` - 1, given those at some."""
+    points, every = sorted(costs), np.arange(count)
+    cycles, matrix = (
+        np.interp(every, points, [getattr(costs[x], name) for x in points]).tolist() for name in ("cycles", "matrix")
+    )
+    return [Cost(*both) for both in zip(cycles, matrix)]
 
 
-def durations(
+def costs(
     trace: Trace,
     operations: Sequence[Operation],
     parameters: Parameters,
     resident: int,
     cold: int,
     workgroups: Sequence[int],
-) -> dict[int, float]:
-    """Cycles that each of some recorded workgroups takes with `resident` equal ones on the compute unit.
+) -> dict[int, Cost]:
+    """What each of some recorded workgroups costs with `resident` equal ones on the compute unit.
 
     With one resident workgroup that is its time alone; otherwise two rounds of `resident` run, and each is given its
     share of the time.
     """
-    cycles = {}
+    found = {}
     for number in workgroups:
         rounds = 1 if resident == 1 else 2
         result = replay(trace, operations, parameters, [number] * (resident * rounds), resident, cold)
-        cycles[number] = result.cycles / rounds + parameters.workgroup_start
-    return cycles
+        found[number] = Cost(
+            result.cycles / rounds + parameters.workgroup_start, sum(result.matrix) / (resident * rounds)
+        )
+    return found

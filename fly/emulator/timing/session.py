@@ -11,18 +11,29 @@ from fly.emulator.program import Program
 from fly.emulator.timing.compute_unit import Result, replay
 from fly.emulator.timing.figures import Parameters
 from fly.emulator.timing.instructions import Operation, operations
-from fly.emulator.timing.launch import LaunchTime, durations, interpolated, residency, sample_points, schedule
+from fly.emulator.timing.launch import (
+    Cost,
+    LaunchTime,
+    Places,
+    costs,
+    interpolated,
+    residency,
+    sample_points,
+    schedule,
+)
 from fly.emulator.timing.record import Trace, record
 from fly.errors import ArgumentError, UnsupportedError
 
 MOST_WORKGROUPS = 256  # that are all executed for the time of a launch
+_ALIKE = 0.05  # by how much equal work may differ in instructions: branches that depend on data
 
 
 @dataclass(frozen=True)
 class Launch:
     """A kernel with everything that a launch needs; arguments as in `Program.launch`.
 
-    `keep` holds what owns the memory of `regions`.
+    `keep` holds what owns the memory of `regions`. `places` tells which workgroups do equal work; None: those at one
+    place along the grid's first axis.
     """
 
     program: Program
@@ -33,11 +44,16 @@ class Launch:
     regions: list[Region]
     dynamic_lds: int = 0
     keep: tuple = field(default=(), repr=False)
+    places: Places | None = None
 
     @property
     def workgroups(self) -> int:
         """Size of the grid."""
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def place(self, workgroup: int) -> int:
+        """Of a workgroup, by its linear number."""
+        return self.places.of(workgroup) if self.places else workgroup % self.grid[0]
 
 
 class Session:
@@ -47,7 +63,7 @@ class Session:
         parameters: of the chip; LDS conflicts are counted with its banks.
         workgroups: linear numbers of those to execute in the emulator.
         cold: see `MemoryPath`; by default the workgroups along the grid's first axis are taken to read the same data,
-            those on one die to share it in L2.
+            those on one die to share it in L2, unless `Launch.places` knows better.
 
     Raises:
         ArgumentError: a workgroup outside the grid. EmulatorError: a fault or an unknown instruction.
@@ -70,7 +86,8 @@ class Session:
         self.resident = residency(self.machine, parameters)
         if cold is None:
             together = parameters.compute_units // parameters.dies * self.resident
-            cold = max(1, min(launch.grid[0] // parameters.dies, together))
+            sharing = launch.places.sharing if launch.places else launch.grid[0] // parameters.dies
+            cold = max(1, min(sharing, together))
         self.cold = cold
         self.trace: Trace = record(self.machine, workgroups, parameters, progress)
 
@@ -85,42 +102,46 @@ class Session:
         first = next(iter(self.trace.workgroups))
         return replay(self.trace, self.operations(chosen), chosen, [first] * count, count, self.cold, keep)
 
-    def row(self, parameters: Parameters | None = None, resident: int | None = None) -> list[float]:
-        """Cycles of every workgroup along the grid's first axis, at the start of the others; those not recorded are
-        interpolated.
-        """
+    def row(self, parameters: Parameters | None = None, resident: int | None = None) -> list[Cost]:
+        """Costs at every place; those of places without a recorded workgroup are interpolated."""
         chosen = parameters or self.parameters
         count = self.resident if resident is None else resident
-        numbers = [n for n in self.trace.workgroups if n < self.launch.grid[0]]
-        cycles = durations(self.trace, self.operations(chosen), chosen, count, self.cold, numbers)
-        return interpolated(cycles, self.launch.grid[0])
+        places = self.launch.places.count if self.launch.places else self.launch.grid[0]
+        numbers = {self.launch.place(n): n for n in reversed(self.trace.workgroups)}
+        found = costs(self.trace, self.operations(chosen), chosen, count, self.cold, list(numbers.values()))
+        return interpolated({place: found[n] for place, n in numbers.items()}, places)
 
     def time(self, parameters: Parameters | None = None) -> LaunchTime:
         """The whole launch, workgroups in the order of the grid; needs a session that `whole_launch` made."""
         chosen = parameters or self.parameters
         if len(self.trace.workgroups) == self.launch.workgroups:
             numbers = sorted(self.trace.workgroups)
-            cycles = durations(self.trace, self.operations(chosen), chosen, self.resident, self.cold, numbers)
-            return schedule(list(cycles.values()), self.resident, chosen)
-        rows = self.launch.grid[1] * self.launch.grid[2]
-        return schedule(self.row(chosen) * rows, self.resident, chosen)
+            found = costs(self.trace, self.operations(chosen), chosen, self.resident, self.cold, numbers)
+            return schedule(list(found.values()), self.resident, chosen)
+        row = self.row(chosen)
+        return schedule([row[self.launch.place(n)] for n in range(self.launch.workgroups)], self.resident, chosen)
 
 
 def whole_launch(launch: Launch, parameters: Parameters, cold: int | None = None) -> Session:
     """A session with the workgroups from which `Session.time` can tell the time of the whole launch.
 
-    Some along the grid's first axis, where all rows of the grid do the same; else all, if they are few.
+    Some at different places, where all workgroups of a place do the same; else all, if they are few.
 
     Raises:
-        UnsupportedError: rows of the grid differ, and there are too many workgroups to execute them all.
+        UnsupportedError: workgroups of a place differ, and there are too many workgroups to execute them all.
     """
-    length = launch.grid[0]
-    points = sample_points(length)
-    last = launch.workgroups - length
-    again = [last + points[0], last + points[len(points) // 2]] if last else []
-    session = Session(launch, parameters, list(dict.fromkeys([*points, *again])), cold)
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    for number in range(launch.workgroups):
+        place = launch.place(number)
+        firsts.setdefault(place, number)
+        lasts[place] = number
+    points = [sorted(firsts)[i] for i in sample_points(len(firsts))]
+    again = [place for place in (points[0], points[len(points) // 2]) if firsts[place] != lasts[place]]
+    numbers = [firsts[place] for place in points] + [lasts[place] for place in again]
+    session = Session(launch, parameters, sorted(set(numbers)), cold)
     done = {number: sum(len(wave.code) for wave in waves) for number, waves in session.trace.workgroups.items()}
-    if all(done[number] == done[number - last] for number in again):
+    if all(abs(done[firsts[place]] - done[lasts[place]]) <= _ALIKE * done[firsts[place]] for place in again):
         return session
     if launch.workgroups > MOST_WORKGROUPS:
         raise UnsupportedError(

@@ -1,0 +1,355 @@
+"""FlashAttention-2's functions: the same names, arguments, defaults and results, on fly's kernels.
+
+`from kernels.flash_attn_api import flash_attn_func` takes the place of `from flash_attn import flash_attn_func` for
+inference. Tensors are on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and
+-4 behave differently, docs/compatibility.md says which one is followed.
+
+What holds for all functions here:
+
+    dropout_p: 0.0; others raise. deterministic: either; the forward pass always gives the same bits.
+    softmax_scale: factor of the scores, D**-0.5 by default.
+    causal: query i of Sq sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
+    window_size: (left, right); query i sees keys from i + Skv − Sq − left to i + Skv − Sq + right, both included.
+        -1 or None: no limit. With causal, right is 0.
+    softcap: scores become softcap·tanh(score/softcap); 0 for none.
+    alibi_slopes: (H,) or (B, H) float32; −slope·|i + Skv − Sq − j| is added to the scores.
+    extras: keywords of FlashAttention-3 and -4, see `kernels.api_options.Extras`.
+
+    Returns out, or with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (B, H, Sq) float32, packed
+    (H, total_q), the natural log of the sum of exponentials of the scaled scores, −inf where a query sees no key;
+    S_dmask is empty, as it is in FlashAttention-2 without dropout.
+
+    Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
+    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients, 8-bit inputs.
+
+Under torch.compile and torch.export a call becomes the operation `torch.ops.fly.flash_attn`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+
+from kernels.api_options import (
+    CACHE,
+    DENSE,
+    PACKED,
+    Extras,
+    add_packing,
+    attend,
+    check_cache,
+    one_of,
+    options_of,
+    parts_of,
+    with_rows,
+)
+from kernels.argument_checks import flag
+from kernels.kv_cache_checks import check_length
+from kernels.torch_ops import append
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any], return_attn_probs: bool
+) -> Result:
+    if not return_attn_probs:
+        return attend(q, k, v, causal, options)
+    out, lse = attend(q, k, v, causal, options, return_lse=True)
+    return out, lse, q.new_empty(0)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **extras: Unpack[Extras],
+) -> Result:
+    """Attention of q (B, Sq, H, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv); out (B, Sq, H, Dv).
+
+    H is a multiple of Hkv; head h reads head h·Hkv//H. The other arguments, and what is raised: see the module.
+    """
+    options = options_of(
+        "flash_attn_func",
+        DENSE,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
+    )
+    return _attend(q, k, v, causal, options, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **extras: Unpack[Extras],
+) -> Result:
+    """`flash_attn_func` of q (B, Sq, H, D) and k, v stacked in kv (B, Skv, 2, Hkv, D), which is not copied."""
+    k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 2, 2, "(B, S, 2, Hkv, D)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **extras,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **extras: Unpack[Extras],
+) -> Result:
+    """`flash_attn_func` of q, k, v stacked in qkv (B, S, 3, H, D), which is not copied."""
+    q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 3, 2, "(B, S, 3, H, D)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **extras,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    **extras: Unpack[Extras],
+) -> Result:
+    """Attention of packed sequences: q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
+
+    cu_seqlens_q, cu_seqlens_k: (B + 1,) int32; sequence b has the tokens from cu_seqlens[b] to cu_seqlens[b + 1].
+    max_seqlen_q, max_seqlen_k: at least the longest sequence's length. out is (total_q, H, Dv).
+
+    block_table: (B, max pages) int32; k and v are pages then, (pages, page size, Hkv, D), and sequence b has
+    cu_seqlens_k[b + 1] - cu_seqlens_k[b] keys, or seqused_k[b].
+    """
+    options = options_of(
+        "flash_attn_varlen_func",
+        PACKED,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
+    )
+    add_packing(
+        "flash_attn_varlen_func", options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
+    )
+    return _attend(q, k, v, causal, options, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **extras: Unpack[Extras],
+) -> Result:
+    """`flash_attn_varlen_func` of q (total_q, H, D) and k, v stacked in kv (total_k, 2, Hkv, D), not copied."""
+    k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 1, "(total, 2, Hkv, D)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **extras,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **extras: Unpack[Extras],
+) -> Result:
+    """`flash_attn_varlen_func` of q, k, v stacked in qkv (total, 3, H, D), which is not copied."""
+    q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 1, "(total, 3, H, D)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **extras,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    **extras: Unpack[Extras],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (B, Sq, H, D) with a cache of keys and values, to which new ones may be added first, in place.
+
+    k_cache, v_cache: (cache entries, S, Hkv, D); with block_table, (B, max pages) int32, (pages, page size, Hkv, D).
+    cache_seqlens: keys in the cache, an int for all sequences or (B,) int32; by default all of S. Positions from
+        the start of the cache entry, cache_leftpad's included.
+    k, v: (B, S_new, Hkv, D), written behind the keys that are there. cache_seqlens itself is not changed.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): k is rotated at its positions before it is written, and a
+        copy of q likewise; without causal and window all of q is at position cache_seqlens. rotary_interleaved:
+        pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
+    cache_batch_idx: (B,) int32, the cache entry of each sequence. cache_leftpad: (B,) int32, where each begins.
+    num_splits: parts that keys are split into; 0 takes what suits the device.
+
+    Returns out (B, Sq, H, D), with `return_softmax_lse` (out, softmax_lse (B, H, Sq)). The other arguments, and what
+    is raised: see the module.
+    """
+    name = "flash_attn_with_kvcache"
+    check_cache(name, q=q, k_cache=k_cache, v_cache=v_cache)
+    flag("causal", causal)
+    options = options_of(
+        name,
+        CACHE,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        extras,
+    )
+    options["num_kv_splits"] = num_splits
+    if (pages := one_of(name, "block_table", block_table, options)) is not None:
+        options["block_table"] = pages
+        if cache_seqlens is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
+            cache_seqlens = pages.shape[1] * k_cache.shape[1]
+    elif cache_batch_idx is None and k_cache.shape[0] > q.shape[0]:  # the first entries are the sequences' own
+        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    if isinstance(cache_seqlens, int):
+        check_length(cache_seqlens)
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if any(tensor is not None for tensor in (k, v, rotary_cos, rotary_sin)):
+        q = append(
+            with_rows(q),
+            k_cache,
+            v_cache,
+            with_rows(k),
+            with_rows(v),
+            rotary_cos,
+            rotary_sin,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            pages,
+            rotary_interleaved,
+            rotate_each_query=causal or "window_size" in options,
+        )
+        cache_seqlens = cache_seqlens + k.shape[1]
+    given = {"seqused_kv": cache_seqlens, "kv_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    options |= {key: value for key, value in given.items() if value is not None}
+    return attend(q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)

@@ -1,0 +1,205 @@
+"""Flash attention forward for Hopper on 8-bit floats: the pipeline of `kernels.flash_attn_sm90`, with e4m3 products.
+
+Q, K and V are e4m3, out is bf16. What differs from 16 bits:
+
+| what | why |
+|---|---|
+| V is turned beforehand, to (B, Hkv, D, keys) in the call's workspace | 8-bit operands lie with k along rows' bytes |
+| its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
+| P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
+| no lazy rescale | P would pass 448 |
+| sums are of P before it is rounded | log-sum-exps are as exact as in 16 bits; rounding errors of P have no sign |
+
+`q_descale * k_descale` of a sequence and key head multiplies scores with the softmax's scale, `v_descale` the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import fly
+from fly.backends.nvvm import wgmma
+from fly.backends.nvvm.mbarrier import Position
+from fly.backends.nvvm.wgmma import PanelTile
+from fly.runtime.compile import compile_kernel
+from fly.runtime.prepared import bind
+from kernels.dispatch import Launch, Request, Tensors, device_of
+from kernels.flash_attn_sm90 import Consumer, Producer, Slope, run_block
+from kernels.online_softmax import OnlineSoftmax
+from kernels.sm90_builds import Key, Sm90Options, build_for
+from kernels.sm90_launch import bind_build
+from kernels.sm90_schedule import Work
+
+OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
+DTYPE = torch.float8_e4m3fn
+
+# Like kernels/flash_attn_sm90_tiles.py, and not measured.
+TILES: dict[Key, Mapping[str, Any]] = {
+    (dim, dim, causal, consumers, None): {"block_n": block_n, "stages": 2, "q_stages": q_stages, "cost": cost}
+    for dim, most, block_n, q_stages in ((64, 3, 128, 2), (128, 2, 128, 2), (256, 2, 96, 1))
+    for causal in (False, True)
+    for consumers, cost in ((most, 1.0), (1, 0.75))
+}
+
+
+class Fp8Options(Sm90Options):
+    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns."""
+
+    @property
+    def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
+        """Of Q, K and turned V in shared memory."""
+        return (
+            PanelTile.widest(self.block_m, self.head_dim, 1),
+            PanelTile.widest(self.block_n, self.head_dim, 1),
+            PanelTile.widest(self.head_dim_v, self.block_n, 1),
+        )
+
+    @property
+    def boxes(self) -> tuple[tuple[int, ...], ...]:
+        """What one bulk copy moves of q and of k, see `Sm90Options`, and of turned v, (B, Hkv, D, keys)."""
+        q, k, _ = super().boxes
+        v = self.tiles[2]
+        return q, k, (1, 1, v.rows, v.panel_columns)
+
+
+@fly.kernel
+def flash_attn_sm90_fp8(
+    q: fly.TensorMap,
+    k: fly.TensorMap,
+    v: fly.TensorMap,
+    out: fly.Tensor,
+    lse: fly.Tensor | None,
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
+    counters: fly.Tensor,
+    seq_len_kv: fly.i32,
+    group: fly.i32,
+    section: fly.i32,
+    scale_log2: fly.f32,
+    *operands: fly.Operand,
+    options: Fp8Options,
+):
+    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90` without packed sequences.
+
+    q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
+    (B, Hkv) f32.
+    """
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    sizes = (seq_len_kv, group, section)
+    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
+
+
+class Fp8Producer(Producer):
+    """The producer of 8-bit tiles."""
+
+    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+        place, buffers = (work.entry, work.head // self.group, 0), self.buffers
+        return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, [place], j * self.schedule.block_n)
+
+
+class Fp8Consumer(Consumer):
+    """A consumer of 8-bit tiles."""
+
+    keys_are_rows = False
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.dtype = fly.bf16  # of the output
+
+    def _descaled(self, value: Any, work: Work, *names: str) -> Any:
+        """A value times the head's scales of these names, as far as there are any."""
+        for name in names:
+            scales = self.given.get(name)
+            if scales is not None:
+                head = work.head // (self.schedule.heads // scales.shape[1])
+                value = value * scales.load(work.batch, head)
+        return value
+
+    def _of_head(self, work: Work) -> Slope:
+        """What the head's scores are multiplied by, in log2 units."""
+        return self._descaled(self.scale, work, "q_descale", "k_descale")
+
+    def _advance(
+        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
+        return softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+
+    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 32 keys each."""
+        return wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3)
+
+    def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
+        inverse, lse = softmax.finish(self._of_head(work))
+        scale = self._descaled(fly.f32(1.0), work, "v_descale")
+        return inverse.map(lambda x: x * scale), lse.map(lambda x: x - OFFSET * math.log(2))
+
+
+TURN_THREADS = 128
+KEYS, DIMS = 16, 16  # that a thread turns, 16 bytes each
+
+
+def keys_of_block(head_dim: int) -> int:
+    """Keys that one block of `turn_values` turns."""
+    return TURN_THREADS * KEYS * DIMS // head_dim
+
+
+@fly.kernel
+def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int):
+    """turned[b, h, :, 16 i + j] = v[b, 16 i + PAIRS(j), h, :], zero past the last key.
+
+    v: (B, S, Hkv, D), turned: (B, Hkv, D, S rounded up to 16), 8-bit, 16-byte aligned. Grid: (blocks of
+    `keys_of_block`, Hkv, B). A thread turns 16 keys by 16 dimensions in registers; 32 threads load 64 bytes of each
+    key, and store 128 of each dimension.
+    """
+    first, head, batch = fly.block_id.x * keys_of_block(head_dim), fly.block_id.y, fly.block_id.z
+    lane, warp, beside = fly.thread_id.x % 32, fly.thread_id.x // 32, head_dim // (4 * DIMS)
+    column = (lane % 4 + 4 * (warp % beside)) * DIMS
+    key = (lane // 4 + 8 * (warp // beside)) * KEYS
+    rows = v[batch, :, head, :].rows(head_dim).window(first, keys_of_block(head_dim))
+    columns = turned[batch, head, :, :]
+    with fly.when(first + key < turned.shape[3]):
+        words = [rows.load(key + i, column, DIMS).bitcast(fly.i32) for i in range(KEYS)]
+        for word in range(DIMS // 4):
+            fours = [_turned([words[wgmma.PAIRS(4 * slot + i)][word] for i in range(4)]) for slot in range(KEYS // 4)]
+            for i in range(4):
+                values = fly.from_elements([four[i] for four in fours]).bitcast(v.dtype)
+                fly.store(values, columns.at(column + 4 * word + i, first + key), align=16)
+
+
+def _turned(words: list[fly.Value]) -> list[fly.Value]:
+    """A 4 by 4 matrix of bytes, a word a row, turned."""
+    even, low = 0x00FF00FF, 0xFFFF
+
+    def twos(a: fly.Value, b: fly.Value) -> tuple[fly.Value, fly.Value]:
+        return (a & even) | ((b & even) << 8), ((a >> 8) & even) | (b & ~even)
+
+    (even_01, odd_01), (even_23, odd_23) = twos(*words[:2]), twos(*words[2:])
+    pairs = ((even_01, even_23), (odd_01, odd_23))
+    lower = [(a & low) | (b << 16) for a, b in pairs]
+    upper = [((a >> 16) & low) | (b & ~low) for a, b in pairs]
+    return [*lower, *upper]
+
+
+def prepare(tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    units = device_of(tensors.q.device).compute_units
+    options, splits = build_for(request, units, table=TILES, kind=Fp8Options)
+    batch, keys, kv_heads, head_dim = tensors.v.shape
+    # only its sizes and strides matter here
+    turned = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)
+    size = turned.numel()
+    start = size + -size % 256
+    grid = (-(-keys // keys_of_block(head_dim)), kv_heads, batch)
+    turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), {"head_dim": head_dim}, compile_kernel)
+    forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
+
+    def run(tensors: Tensors, stream: int | None) -> None:
+        memory = tensors.workspace.reshape(-1).view(torch.uint8)
+        turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
+        forward.run(tensors._replace(v=memory, workspace=memory[start:]), stream)
+
+    return Launch(run, start + forward.workspace_bytes)

@@ -1,0 +1,84 @@
+"""Key tiles that a block-sparse mask lists, for the kernels that walk them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+from kernels.features import Given
+
+# counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
+PARTIAL = ("block_counts", "block_indices")
+WHOLE = ("whole_block_counts", "whole_block_indices")
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """The key blocks that one query block lists: `count` of them, i32; what the lists say beyond is cut."""
+
+    indices: fly.Tensor
+    place: tuple[Any, ...]
+    count: fly.Value
+
+    @staticmethod
+    def of(given: Given, names: tuple[str, str], place: tuple[Any, ...]) -> BlockRow | None:
+        """None where the mask has no such blocks."""
+        counts, indices = map(given.get, names)
+        if counts is None:
+            return None
+        count = fly.minimum(fly.maximum(counts.load(*place), 0), indices.shape[-1])
+        return BlockRow(indices, place, fly.first_lane(count))
+
+    def block(self, entry: Any) -> fly.Value:
+        """The key block that an entry names; entries past the last one are the last one."""
+        entry = fly.maximum(fly.minimum(entry, self.count - 1), 0)
+        return self.indices.load(*self.place, entry)
+
+
+@dataclass(frozen=True)
+class TileList:
+    """The key tiles of one block of queries, by step: first those of whole key blocks, then those of partial ones.
+
+    Steps [0, `whole_steps`) need no `mask_mod`, steps [whole_steps, `steps`) do. Tiles [`seen_from`, `seen_to`) are
+    seen by every row for all that lengths, causality and windows say. `per_block`: tiles of a key block.
+    """
+
+    whole: BlockRow | None
+    partial: BlockRow
+    per_block: int
+    tiles: fly.Value
+    whole_steps: fly.Value
+    steps: fly.Value
+    seen_from: fly.Value
+    seen_to: fly.Value
+
+    @staticmethod
+    def of(
+        given: Given, batch: Any, head: Any, first_row: Any, block_n: int, tiles: Any, seen: tuple[Any, Any]
+    ) -> TileList:
+        """Of queries from `first_row` on; there are `tiles` key tiles of `block_n`, and every row sees those in
+        `seen`."""
+        rows, keys = given.features.block_size
+        place = (batch, head, first_row // rows)
+        whole, partial = (BlockRow.of(given, names, place) for names in (WHOLE, PARTIAL))
+        per_block = keys // block_n
+        whole_steps = fly.i32(0) if whole is None else whole.count * per_block
+        return TileList(whole, partial, per_block, tiles, whole_steps, whole_steps + partial.count * per_block, *seen)
+
+    def tile(self, step: Any) -> fly.Value:
+        """The key tile of a step; outside of the list, and at the end of a last block, perhaps one without keys."""
+        inside = step < self.whole_steps
+        entry = fly.select(inside, step, step - self.whole_steps)
+        block = entry // self.per_block
+        if self.whole is None:
+            key_block = self.partial.block(block)
+        else:
+            key_block = fly.select(inside, self.whole.block(block), self.partial.block(block))
+        tile = key_block * self.per_block + (entry - block * self.per_block)
+        # of all tiles past the last one, which are masked, the first
+        return fly.first_lane(fly.maximum(fly.minimum(tile, self.tiles), 0))
+
+    def seen_whole(self, tile: Any) -> fly.Value:
+        """Whether every row sees the tile, `mask_mod` aside."""
+        return (tile >= self.seen_from) & (tile < self.seen_to)

@@ -1,0 +1,77 @@
+"""Reference attention on e4m3 inputs, and the tolerance that an 8-bit kernel is held to.
+
+The rule is that of `tests.kernels.reference`, where plain attention is what such a kernel computes at best: exact
+scores of the values that the inputs stand for, probabilities rounded to e4m3, the output rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kernels.reference import (
+    MAX_SCORES,
+    Reference,
+    attention,
+    blocks,
+    exact_products,
+    max_difference,
+    product,
+)
+
+OFFSET = 2.0**8  # probabilities are rounded as multiples of 1 / 256
+E4M3 = torch.float8_e4m3fn
+
+
+def factors(scale: torch.Tensor | None, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """A scale of shape (), (1,), (B, Hkv), or None for one, as (B, 1, Hkv, 1)."""
+    scale = torch.ones((), device=device) if scale is None else scale
+    return scale.expand(batch, kv_heads)[:, None, :, None]
+
+
+def rounded(probabilities: torch.Tensor) -> torch.Tensor:
+    """Probabilities from 0 to 1 as an 8-bit kernel multiplies them."""
+    return (probabilities * OFFSET).to(E4M3).to(probabilities.dtype) / OFFSET
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float) -> torch.Tensor:
+    """Attention on float32 (B, S, H, D) values with probabilities rounded before the product, in bf16."""
+    seq_len, seq_len_kv, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16, device=q.device)
+    for b in range(len(q)):
+        for head, row in blocks(q.shape[2], seq_len, seq_len_kv, MAX_SCORES):
+            kv_heads = torch.arange(head.start, head.stop, device=q.device) // group
+            key, value = (t[b].transpose(0, 1)[kv_heads] for t in (k, v))
+            scores = product(q[b, row, head].transpose(0, 1) * softmax_scale, key.transpose(-1, -2))
+            if causal:
+                query = torch.arange(row.start, row.start + scores.shape[-2], device=q.device)[:, None]
+                seen = torch.arange(seq_len_kv, device=q.device) <= query + (seq_len_kv - seq_len)
+                scores.masked_fill_(~seen, -torch.inf)
+            highest = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
+            total = weights.sum(-1, keepdim=True)
+            result = product(rounded(weights), value) / total.masked_fill(total == 0, 1.0)
+            out[b, row, head] = result.transpose(0, 1).to(out.dtype)
+    return out
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+) -> Reference:
+    """Float32 attention on what e4m3 q, k, v stand for, and how far `plain` is from it."""
+    sizes = (len(q), k.shape[2], q.device)
+    group = q.shape[2] // k.shape[2]
+    q = q.float() * factors(q_descale, *sizes).repeat_interleave(group, 2)
+    k, v = k.float() * factors(k_descale, *sizes), v.float() * factors(v_descale, *sizes)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    with exact_products():
+        out, lse = attention(q, k, v, causal=causal, softmax_scale=scale)
+        error = max_difference(plain(q, k, v, causal, scale), out)
+    return Reference(out, lse, error)

@@ -1,0 +1,233 @@
+"""Block-sparse masks: how they are built, what the kernels make of them, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kernels.block_mask import BlockMask, create_block_mask
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.feature_cases import Inputs, document_mask
+from tests.kernels.feature_reference import check_used, feature_reference
+
+
+def causal(b, h, q, k):
+    return k <= q + 100
+
+
+def sliding(b, h, q, k):
+    return (k <= q + 60) & (k > q - 30)
+
+
+def by_sequence_and_head(b, h, q, k):
+    return (k + 64 * b + 32 * h) % 192 < 96
+
+
+def nothing_for_some(b, h, q, k):
+    """The second block of queries sees nothing, nor does any query the third block of keys."""
+    return ((q < 64) | (q >= 128)) & ((k < 128) | (k >= 192))
+
+
+def everything(b, h, q, k):
+    return k >= 0
+
+
+@pytest.fixture
+def seed():
+    """Fresh for every test; part of every failure's message."""
+    return secrets.randbits(31)
+
+
+@pytest.fixture(autouse=True)
+def emulated(request, monkeypatch):
+    """An emulated GPU with checks, and the generic kernel."""
+    parameters = getattr(request.node, "callspec", None)
+    monkeypatch.setenv("FLY_ARCH", (parameters.params if parameters else {}).get("arch", "gfx950"))
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    monkeypatch.setenv("FLY_KERNEL", "generic")
+
+
+def dense(mask: BlockMask, first: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """(B, H, Qb, Kb) bool: which blocks are listed."""
+    found = torch.zeros(*first.shape[:3], -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]), dtype=torch.bool)
+    for place in torch.cartesian_prod(*map(torch.arange, first.shape[:3])).tolist():
+        found[(*place, first[tuple(place)][: numbers[tuple(place)]].long())] = True
+    return found
+
+
+@pytest.mark.parametrize("mask_mod", [causal, sliding, by_sequence_and_head, nothing_for_some, everything])
+@pytest.mark.parametrize("size", [64, (32, 128)])
+def test_a_block_mask_lists_what_is_seen(mask_mod, size):
+    mask = create_block_mask(mask_mod, 2, 3, 200, 330, "cpu", size)
+    rows, keys = mask.BLOCK_SIZE
+    b, h, q, k = (torch.arange(n) for n in (2, 3, 200, 330))
+    seen = mask_mod(b[:, None, None, None], h[:, None, None], q[:, None], k).expand(2, 3, 200, 330)
+    partial = dense(mask, mask.kv_indices, mask.kv_num_blocks)
+    whole = dense(mask, mask.full_kv_indices, mask.full_kv_num_blocks)
+    for i in range(-(-200 // rows)):
+        for j in range(-(-330 // keys)):
+            block = seen[:, :, i * rows : (i + 1) * rows, j * keys : (j + 1) * keys].flatten(2)
+            assert torch.equal(whole[:, :, i, j], block.all(-1))
+            assert torch.equal(partial[:, :, i, j], block.any(-1) & ~block.all(-1))
+
+
+CASES = [
+    ("gfx942", causal, 64, {}),
+    ("gfx950", causal, (128, 64), {"num_kv_splits": 2}),
+    ("gfx942", sliding, 128, {"softcap": 2.0}),
+    ("gfx950", sliding, (32, 128), {"causal": True}),
+    ("gfx942", by_sequence_and_head, (64, 64), {"window_size": (100, 50), "num_kv_splits": 3}),
+    ("gfx950", nothing_for_some, 64, {}),
+    ("gfx942", everything, 64, {"causal": True, "window_size": (90, -1)}),
+    ("gfx950", everything, 128, {"seqused": True}),
+]
+
+
+@pytest.mark.parametrize(("arch", "mask_mod", "size", "options"), CASES)
+def test_it_is_the_same_as_its_mask_mod(arch, mask_mod, size, options, seed):
+    inputs = Inputs([180, 180], [300, 300], head_dim=32, seed=seed)
+    q, k, v = inputs.tensors()
+    mask = create_block_mask(mask_mod, 2, 2, 180, 300, "cpu", size)
+    options = {"causal": False, "sink": inputs.floats(2)} | options
+    if options.pop("seqused", False):
+        options["seqused_q"], options["seqused_kv"] = (
+            torch.tensor(x, dtype=torch.int32) for x in ([180, 5], [210, 0])
+        )
+    out, lse = flydsl_flash_attn_func(q, k, v, block_mask=mask, return_lse=True, **options)
+    options.pop("num_kv_splits", None)
+    report = check_used(out, feature_reference(q, k, v, mask_mod=mask_mod, **options), lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
+def test_documents(seed):
+    """A mask with an auxiliary tensor, for all sequences and heads at once; no score of another document counts."""
+    inputs = Inputs([200, 200], [200, 200], seed=seed)
+    q, k, v = inputs.tensors()
+    documents = torch.arange(200, dtype=torch.int32) // 70
+    mask = create_block_mask(document_mask, None, None, 200, 200, "cpu", 64, [documents])
+    assert mask.kv_num_blocks.shape == (1, 1, 4)
+    out, lse = flydsl_flash_attn_func(q, k, v, block_mask=mask, aux_tensors=[documents], return_lse=True)
+    ref = feature_reference(q, k, v, mask_mod=document_mask, aux_tensors=[documents])
+    report = check_used(out, ref, lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
+def test_blocks_that_are_not_listed_are_not_read(seed):
+    """NaN in keys that nobody sees changes nothing; queries whose blocks list nothing get zeros."""
+    inputs = Inputs([180], [300], seed=seed)
+    q, k, v = inputs.tensors()
+    k[:, 128:192] = v[:, 128:192] = math.nan
+    mask = create_block_mask(nothing_for_some, None, None, 180, 300, "cpu", 64)
+    out, lse = flydsl_flash_attn_func(q, k, v, False, block_mask=mask, return_lse=True)
+    assert not out.isnan().any()
+    assert (out[:, 64:128] == 0).all() and (lse[..., 64:128] == -math.inf).all()
+
+
+def test_lists_that_are_wrong_stay_inside(seed):
+    """Numbers and indices that no list has are cut; the emulator faults on any access outside of the tensors."""
+    q, k, v = Inputs([130], [200], seed=seed).tensors()
+    mask = create_block_mask(causal, None, None, 130, 200, "cpu", 64)
+    wrong = torch.full_like(mask.kv_num_blocks, 1000)
+    indices = torch.full_like(mask.kv_indices, 2**20)
+    indices[..., 0] = -7
+    mask = replace(mask, kv_num_blocks=wrong, kv_indices=indices, full_kv_num_blocks=-wrong)
+    flydsl_flash_attn_func(q, k, v, block_mask=mask)
+
+
+def test_flex_attentions_masks_are_taken(seed):
+    """With whole blocks listed apart or not; the result is FlexAttention's own."""
+    q, k, v = Inputs([180], [300], heads=2, kv_heads=2, seed=seed).tensors()
+    for separate in (True, False):
+        flex = flex_attention.create_block_mask(
+            sliding, None, None, 180, 300, device="cpu", BLOCK_SIZE=64, separate_full_blocks=separate
+        )
+        mask = BlockMask.of(flex)
+        assert BlockMask.of(mask) is mask and len(mask.tensors) == (4 if separate else 2)
+        out = flydsl_flash_attn_func(q, k, v, False, block_mask=mask)
+        exact = flex_attention.flex_attention(*(x.transpose(1, 2).float() for x in (q, k, v)), block_mask=flex)
+        torch.testing.assert_close(out.float(), exact.transpose(1, 2), atol=2e-2, rtol=0)
+    ours = create_block_mask(sliding, None, None, 180, 300, "cpu", 64)
+    flex = flex_attention.create_block_mask(sliding, None, None, 180, 300, device="cpu", BLOCK_SIZE=64)
+    listed = dense(ours, ours.kv_indices, ours.kv_num_blocks) | dense(
+        ours, ours.full_kv_indices, ours.full_kv_num_blocks
+    )
+    of_flex = BlockMask.of(flex)
+    assert torch.equal(listed, flex.to_dense().bool())
+    assert of_flex.seq_lengths == ours.seq_lengths and of_flex.BLOCK_SIZE == ours.BLOCK_SIZE
+
+
+def good(**changes):
+    return replace(create_block_mask(everything, None, None, 5, 7, "cpu", 64), **changes)
+
+
+COUNTS = torch.zeros(1, 1, 1, dtype=torch.int32)
+MISTAKES = {
+    "a function": (everything, ArgumentTypeError, "block_mask must be a kernels.block_mask.BlockMask, got function"),
+    "a flex mask": (
+        flex_attention.create_block_mask(everything, None, None, 5, 7, device="cpu"),
+        ArgumentTypeError,
+        "block_mask must be a kernels.block_mask.BlockMask, got BlockMask; pass kernels.block_mask.BlockMask.of(it)",
+    ),
+    "other lengths": (
+        create_block_mask(everything, None, None, 7, 5, "cpu", 64),
+        ArgumentError,
+        "block_mask is for (Sq, Skv) = (7, 5), not (5, 7): build one for these lengths",
+    ),
+    "other heads": (
+        create_block_mask(everything, None, 3, 5, 7, "cpu", 64),
+        ArgumentError,
+        "block_mask.kv_num_blocks must have shape (B or 1, H or 1, query blocks) with (B, H, query blocks) = "
+        "(2, 2, 1), got (1, 3, 1)",
+    ),
+    "int64": (
+        good(kv_indices=COUNTS[None].long()),
+        ArgumentTypeError,
+        "block_mask.kv_indices has dtype torch.int64; accepted: torch.int32",
+    ),
+    "rank": (
+        good(kv_indices=COUNTS),
+        ArgumentError,
+        "block_mask.kv_indices must have shape (B or 1, H or 1, query blocks, key blocks) with",
+    ),
+    "no list": (
+        good(full_kv_indices=[0]),
+        ArgumentTypeError,
+        "block_mask.full_kv_indices must be a torch.Tensor, got",
+    ),
+    "block size": (good(BLOCK_SIZE=(0, 64)), ArgumentError, "block_mask's BLOCK_SIZE must be positive, got (0, 64)"),
+    "small blocks": (
+        create_block_mask(everything, None, None, 5, 7, "cpu", (64, 16)),
+        UnsupportedError,
+        "a block_mask's BLOCK_SIZE is (64, 16); flash_attn_generic takes multiples of (32, 64) at this head "
+        "dimension: build it with such blocks, or pass its mask_mod as mask_mod",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    mask, error, message = MISTAKES[name]
+    with pytest.raises(error) as caught:
+        flydsl_flash_attn_func(*Inputs([5, 5], [7, 7]).tensors(), block_mask=mask)
+    assert type(caught.value) is error and message in str(caught.value)
+
+
+def test_what_does_not_go_together():
+    tensors = Inputs([5], [7]).tensors()
+    with pytest.raises(ArgumentError, match="block_mask has a mask_mod of its own: leave mask_mod out"):
+        flydsl_flash_attn_func(*tensors, block_mask=good(), mask_mod=everything)
+    packed = Inputs([5], [7], packed=True)
+    lengths = {"max_seqlen_q": 5, "max_seqlen_kv": 7}
+    with pytest.raises(ArgumentError, match=r"block_mask is for \(B, S, H, D\) tensors; for packed"):
+        flydsl_flash_attn_func(*packed.tensors(), block_mask=good(), **packed.form(), **lengths)
+    with pytest.raises(ArgumentTypeError, match=r"BlockMask\.of takes a torch\.nn\.attention.*, got list"):
+        BlockMask.of([])
+    for sizes, name in (((0, 7, 64), "Sq"), ((5, 0, 64), "Skv"), ((5, 7, (64, 0)), "BLOCK_SIZE")):
+        with pytest.raises(ArgumentError, match=f"create_block_mask: {name} must be at least 1, got 0"):
+            create_block_mask(everything, None, None, *sizes[:2], "cpu", sizes[2])

@@ -1,0 +1,98 @@
+"""Attention on 8-bit floats on a Hopper GPU, against float32 on the values that the inputs stand for."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from fly.errors import UnsupportedError
+from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
+from tests.kernels.fp8_reference import reference
+from tests.kernels.reference import check
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="torch sees no Hopper GPU")]
+E4M3 = torch.float8_e4m3fn
+SHAPES = [(128, 128), (1, 5), (333, 333), (200, 1000), (513, 77), (64, 4096), (2048, 2048)]
+
+
+@pytest.fixture
+def generator():
+    """Fresh for every test; its seed is part of every failure's message."""
+    return torch.Generator("cuda").manual_seed(secrets.randbits(31))
+
+
+def inputs(generator, queries, keys, dim, batch=2, heads=4, kv_heads=2, row=None):
+    """q, k and v; rows are `row` elements apart if that is more than `dim`."""
+    sizes = ((batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads))
+    return [torch.randn(*size, row or dim, device="cuda", generator=generator).to(E4M3)[..., :dim] for size in sizes]
+
+
+def wrong(generator, q, k, v, causal, **options) -> str | None:
+    """What is wrong with a call's results; what is not written stays NaN."""
+    out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    _, lse = flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out, **options)
+    scales = {name: value for name, value in options.items() if name.endswith("descale")}
+    report = check(out, reference(q, k, v, causal=causal, **scales), lse)
+    return None if report.ok else f"seed {generator.initial_seed()}: {report}"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lengths(dim, causal, shape, generator):
+    assert wrong(generator, *inputs(generator, *shape, dim), causal) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 2), (8, 8)], ids=str)
+@pytest.mark.parametrize("splits", [1, 3, 0])
+def test_groups_and_splits(dim, heads, splits, generator):
+    for queries in (1, 17, 300):
+        tensors = inputs(generator, queries, 900, dim, heads=heads[0], kv_heads=heads[1])
+        assert wrong(generator, *tensors, True, num_kv_splits=splits) is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)], ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scales(shape, splits, generator):
+    def scale():
+        return torch.rand(shape, device="cuda", generator=generator) + 0.25
+
+    scales = {"q_descale": scale(), "k_descale": scale(), "v_descale": scale()}
+    for queries in (2, 200):
+        tensors = inputs(generator, queries, 400, 128)
+        assert wrong(generator, *tensors, True, num_kv_splits=splits, **scales) is None
+        assert wrong(generator, *tensors, False, v_descale=scales["v_descale"]) is None
+
+
+def test_strides(generator):
+    assert wrong(generator, *inputs(generator, 150, 270, 64, row=192), True) is None
+
+
+def test_a_workspace_of_the_callers(generator):
+    q, k, v = inputs(generator, 100, 500, 128)
+    size = flydsl_flash_attn_workspace(q, k, v)
+    assert size == 2 * 2 * 128 * 512
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+    assert wrong(generator, q, k, v, True, workspace=workspace) is None
+
+
+def test_a_captured_call_can_be_replayed(generator):
+    q, k, v = inputs(generator, 300, 300, 128)
+    out = flydsl_flash_attn_func(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = flydsl_flash_attn_func(q, k, v)
+    for tensor in (q, k, v):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda", generator=generator).to(E4M3))
+    graph.replay()
+    assert torch.equal(replayed, flydsl_flash_attn_func(q, k, v)) and not torch.equal(replayed, out)
+
+
+def test_what_is_not_done_is_refused(generator):
+    q, k, v = inputs(generator, 64, 64, 128)
+    with pytest.raises(UnsupportedError, match="sm90_fp8 kernel does not do sliding windows"):
+        flydsl_flash_attn_func(q, k, v, window_size=(16, 0))
