@@ -16,7 +16,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
@@ -39,7 +39,7 @@ from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, build_for
+from kernels.sm90_builds import Sm90Options, build_for, keys_seen
 from kernels.sm90_launch import bind_build
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
 
@@ -580,5 +580,6 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     if tensors.cu_seqlens_q is not None:
         keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
         typical = (-(-len(tensors.q) // request.batch), -(-keys // request.batch))
-    options, splits = build_for(request, units, typical)
+    seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
+    options, splits = build_for(seen, units, typical)
     return bind_build(flash_attn_sm90, tensors, request, options, splits)

@@ -200,6 +200,14 @@ def _plain_build_for(
     return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
 
 
+def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
+    """How many keys the queries of a sequence see together at most, given the request's operands."""
+    if not request.asked.windowed:
+        return request.seq_len_kv
+    left = operands[request.asked.operands.index("window_left")]
+    return min(request.seq_len_kv, left + request.seq_len)
+
+
 _ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
 _MANY = 1 << 20  # query rows that fill any device
 

@@ -209,9 +209,10 @@ class Schedule:
             k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
         else:
             k_first = k_end = fly.i32(0)
-        block, queries, keys = slot - first_slot(batch), q_end - q_first, k_end - k_first
-        if not {"seqused_q", "seqused_kv", "block_table"}.isdisjoint(self.given.features.operands):
-            queries, k_first, keys = self._in_use(batch, queries, k_first, keys)
+        block, queries = slot - first_slot(batch), q_end - q_first
+        cut = not {"seqused_q", "seqused_kv", "block_table"}.isdisjoint(self.given.features.operands)
+        if cut:
+            queries, k_first, keys = self._in_use(batch, queries, k_first, k_end - k_first)
         blocks = fly.ceil_div(queries, self.block_m)
         empty = (block < 0) | (block >= blocks)
         described = (
@@ -222,7 +223,7 @@ class Schedule:
             q_first,
             queries,
             k_first,
-            keys,
+            keys if cut else k_end - k_first,
         )
         return empty, described
 

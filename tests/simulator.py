@@ -534,6 +534,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "vector.from_elements": lambda b, node, *elements: np.stack(elements, axis=1),
     "math.fma": _same(_fma),
     "math.exp2": _same(np.exp2),
+    "math.tanh": _same(np.tanh),
     "math.log2": _same(np.log2),
     "math.sqrt": _same(np.sqrt),
     "math.absf": _same(np.abs),

@@ -56,10 +56,11 @@ def build(options: Sm90Options, form: str = "dense", dtype: str = "bf16") -> Art
     return compile_kernel(flash_attn_sm90, arguments, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
 
-def accept(artefact: Artefact, options: Sm90Options, directory) -> None:
-    """ptxas takes the kernel without a note, spills or scratch, and finds room for a block."""
+def accept(artefact: Artefact, options: Sm90Options, directory, stack: int = 0) -> None:
+    """ptxas takes the kernel without a note or more than `stack` bytes of spills, and finds room for a block."""
     report = run_ptxas(artefact.isa, "sm_90a", directory)
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+    assert frames and all(int(x) <= stack for frame in frames for x in frame), report
     assert not re.search(r"\(C\d+\)|warning|Potential", report), report
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     producer, consumer = options.registers

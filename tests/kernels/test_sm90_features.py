@@ -5,7 +5,7 @@ Run in numpy as traced; `tests/kernels/test_features_gpu.py` has the results of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from kernels.dispatch import Request
 from kernels.features import LOG2_E, Features, Mod
 from kernels.flash_attn_sm90 import HeadPlace
 from kernels.mask import KeyRange
-from kernels.sm90_builds import build_for, decode_options, options_of, with_features
+from kernels.sm90_builds import build_for, keys_seen
 from kernels.sm90_schedule import Schedule, query_of
 from tests.kernels.feature_reference import Scores, Span
 from tests.simulator import Machine, Program, flat
@@ -298,12 +298,20 @@ def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
             assert out[row, KEYS] == operands["sink"][head]
 
 
+def test_a_window_leaves_few_keys_to_split():
+    asked = Features(("seqused_kv", "window_left", "sink"))
+    request = Request(128, "bf16", True, True, False, 1, 4, 131072, 64, 8, 1.0, num_kv_splits=0, asked=asked)
+    assert keys_seen(request, ("counts", 1024, "sinks")) == 1028
+    assert keys_seen(replace(request, asked=Features()), ()) == 131072
+    assert build_for(request, 132)[1] > 9 >= build_for(replace(request, seq_len_kv=1028), 132)[1]
+
+
 def test_builds_have_the_features_asked_for_and_smaller_tiles_where_scores_have_code_of_their_own():
     asked = Features(("window_left", "sink"))
     request = Request(128, "bf16", True, False, True, 2, 4096, 4096, 16, 16, 1.0, asked=asked)
     options, _ = build_for(request, 132)
     assert options.features == asked and options.block_n > 64
-    for features in (Features(("bias",)), Features(score_mod=Mod.of(shifted)), Features(mask_mod=Mod.of(pattern))):
-        for base in (options_of((128, 128, True, 2, None)), decode_options(128, 128, False, 8)):
-            built = with_features(base, features)
-            assert built.block_n == 64 and built.features == features
+    for asked in (Features(("bias",)), Features(score_mod=Mod.of(shifted)), Features(mask_mod=Mod.of(pattern))):
+        for seq_len in (4096, 1):
+            options, _ = build_for(replace(request, seq_len=seq_len, asked=asked), 132)
+            assert options.block_n == 64 and options.features == asked
