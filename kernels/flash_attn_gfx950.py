@@ -22,6 +22,9 @@ Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more 
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
 a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale. Where tiles need a mask
 the limit is -inf, so that one branch leads to both, and the rest of a tile is one block to the scheduler.
+
+Features (`kernels.features`): score modifiers and mask functions are a stage of cluster 2, between S(j) and its
+maximum; windows make the first tiles partial as well as the last; the sink is one more score at the end.
 """
 
 from __future__ import annotations
