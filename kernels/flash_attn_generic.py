@@ -124,8 +124,8 @@ def flash_attn_generic(
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    Tensors of the dense, packed or split form of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may
-    have another head dimension than q and k; scale_log2: softmax_scale * log2(e); operands of `options.features`.
+    Tensors in the forms of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may have another head
+    dimension than q and k; scale_log2: softmax_scale * log2(e); operands of `options.features`.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:

@@ -33,7 +33,7 @@ OPERANDS = (TensorSpec("i32", 1, 4, True), TensorSpec("i32", 2, 4, True))
 
 # architecture, head dimension, page size, and how the build differs
 WAYS = [
-    ("gfx942", 64, 16, {"stages": 1}),
+    ("gfx942", 64, 16, {"stages": 1, "waves": 4, "block_m": 128}),
     ("gfx950", 64, 16, {"stages": 1}),
     ("sm_80", 64, 16, {}),
     ("sm_80", 64, 64, {"stages": 3, "queries": "shared", "lazy": True}),
@@ -116,6 +116,12 @@ def test_tiles_divide_into_pages_or_pages_into_tiles(head_dims, page_size):
         assert options.page_size == page_size and options.features == FEATURES
         assert options.block_n % options.key_rows == 0 and page_size % options.key_rows == 0
         assert all(box[1] == options.key_rows for box in options.boxes[1:])
+
+
+def test_waves_that_copy_more_rows_than_a_page_has():
+    options = GenericOptions(64, True, 64, 64, 2, 1, features=FEATURES, page_size=16)
+    with pytest.raises(ShapeError, match="a wave copies 32 rows at a time, and pages have 16"):
+        _program("gfx942", options)
 
 
 def test_builds_that_pages_do_not_fit():
