@@ -15,7 +15,7 @@ import torch
 from fly.errors import ArgumentTypeError
 from kernels.argument_checks import check_last_stride, check_tensor, fail
 from kernels.block_mask import BlockMask
-from kernels.features import OPERANDS, Features, Mod
+from kernels.features import OPERANDS, Features, Mod, dependencies
 
 NO_WINDOW = (-1, -1)
 MIN_PAGE = 16
@@ -149,6 +149,12 @@ def _function(name: str, function: Any) -> Mod | None:
         return None
     if not isinstance(function, Callable):
         fail(f"{name} must be a function, got {function!r} ({type(function).__name__})", ArgumentTypeError)
+    for captured, value in dependencies(function):
+        if isinstance(value, torch.Tensor):
+            fail(
+                f"{name} captures the tensor {captured!r}: pass it in aux_tensors, and it is an argument after key",
+                ArgumentTypeError,
+            )
     return Mod.of(function)
 
 
@@ -224,7 +230,8 @@ def check_features(
             fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
         lists = _block_lists(block_mask, mask_mod, (batch, heads), (q.shape[-3], k.shape[-3]), packed, device)
         found |= dict(zip(BLOCKS, lists))
-        mask_mod, block_size = Mod.of(block_mask.mask_mod), tuple(block_mask.BLOCK_SIZE)
+        mask_mod = _function("block_mask.mask_mod", block_mask.mask_mod)
+        block_size = tuple(block_mask.BLOCK_SIZE)
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
     asked = Features(names, score_mod, mask_mod, block_size)

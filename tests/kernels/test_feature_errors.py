@@ -123,6 +123,11 @@ MISTAKES = {
         TYPE,
         "mask_mod must be a function, got tensor([1.]) (Tensor)",
     ),
+    "mask_mod captures a tensor": (
+        {"mask_mod": (lambda table: lambda b, h, q, k: table[k] > 0)(floats(3))},
+        TYPE,
+        "mask_mod captures the tensor 'table': pass it in aux_tensors, and it is an argument after key",
+    ),
     "aux_tensors is one tensor": (
         {"aux_tensors": floats(3), "score_mod": mod},
         TYPE,
