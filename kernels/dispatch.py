@@ -210,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=tuple(name for name in FEATURES if name not in ("paged", "block_mask")),
+        features=(*(name for name in EVERY_FEATURE if name not in ("paged", "block_mask")), "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(aligned(4), keys_within(2**32, ahead=200)),
