@@ -109,7 +109,11 @@ def _check_floats(name: str, value: Any, device: torch.device) -> None:
 
 
 def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> torch.Tensor:
-    _check_floats("alibi_slopes", slopes, device)
+    check_tensor("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32:
+        fail(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32", ArgumentTypeError)
+    if slopes.device != device:
+        fail(f"alibi_slopes must be on q's device {device}, got {slopes.device}")
     if slopes.shape not in ((heads,), (batch, heads)):
         fail(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
     check_last_stride("alibi_slopes", slopes)

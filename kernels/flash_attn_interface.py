@@ -137,7 +137,7 @@ def flydsl_flash_attn_func(
         window_size: (left, right): query i, which stands at key position p = i + Skv − Sq, sees the keys from
             p − left to p + right; −1 leaves a side open. causal closes the right side.
         softcap: scores become softcap · tanh(score / softcap); 0 for none.
-        alibi_slopes: (H,) or (B, H), floats: scores are lowered by slope · |key − p|.
+        alibi_slopes: (H,) or (B, H) float32: scores are lowered by slope · |key − p|.
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or

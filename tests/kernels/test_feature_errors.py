@@ -78,7 +78,7 @@ MISTAKES = {
     "slopes are ints": (
         {"alibi_slopes": counts(H)},
         TYPE,
-        "alibi_slopes has dtype torch.int32; accepted: torch.float32, torch.bfloat16, torch.float16",
+        "alibi_slopes has dtype torch.int32; accepted: torch.float32",
     ),
     "slopes of key heads": (
         {"alibi_slopes": floats(HKV)},
