@@ -16,7 +16,8 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ import torch
 import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import PanelTile
+from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, Producer, Slope, run_block
+from kernels.flash_attn_sm90 import Consumer, Producer, Slope, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
@@ -46,8 +47,14 @@ TILES: dict[Key, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
 class Fp8Options(Sm90Options):
-    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns."""
+    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
+
+    `piece`: columns of O that one product with a tile of V makes.
+    """
+
+    piece: int = 64
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -93,6 +100,14 @@ def flash_attn_sm90_fp8(
     run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
 
 
+@dataclass(frozen=True)
+class Output:
+    """O so far, and what its rows are to be multiplied by before more is added: it is measured from older maxima."""
+
+    values: fly.Value
+    factor: fly.RowVector
+
+
 class Fp8Producer(Producer):
     """The producer of 8-bit tiles."""
 
@@ -104,11 +119,41 @@ class Fp8Producer(Producer):
 class Fp8Consumer(Consumer):
     """A consumer of 8-bit tiles."""
 
-    keys_are_rows = False
-
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.dtype = fly.bf16  # of the output
+        self.piece_atom = WarpgroupAtom(self.options.piece, self.output_atom.dtype)
+
+    def _no_output(self) -> Output:
+        return Output(super()._no_output(), fly.RowVector.full(self.output_layout, 1, 1.0))
+
+    def fragment(self, output: Output) -> fly.Fragment:
+        return super().fragment(output.values)
+
+    def _piece(self, number: int, state: State) -> fly.Value:
+        """Start P V of a key tile for the columns of one piece, from zero."""
+        tile, columns = self.buffers.v_tile, self.options.piece
+        memory = self.buffers.v.offset(state.v_at.index * tile.bytes).offset(number * columns * tile.swizzle)
+        steps = self.options.block_n // self.piece_atom.k
+        return wgmma.issue(self.piece_atom, state.weights, Operand(memory, tile), steps)
+
+    def _accumulate(self, work: Work, j: Any, output: Output, state: State) -> fly.Value:
+        self.buffers.v_ring.wait(state.v_at)
+        return self._piece(0, state)
+
+    def _accumulated(
+        self, started: fly.Value, output: Output, state: State, after: Sequence[fly.Value] = ()
+    ) -> Output:
+        before, factors, pieces = output.values, super().fragment(output.values).spread(output.factor, 0), []
+        for number in range(self.options.head_dim_v // self.options.piece):
+            product = wgmma.wait(0, self._piece(number, state) if number else started, after=after)[0]
+            place = slice(number * len(product), (number + 1) * len(product))
+            pieces.append(fly.fma(before[place], factors[place], product))
+            after = ()
+        return Output(fly.concat(pieces), output.factor)
+
+    def _rescaled(self, output: Output, factor: fly.RowVector, needed: fly.Value | None) -> Output:
+        return Output(output.values, fly.RowVector(self.output_layout, factor.values))
 
     def _descaled(self, value: Any, work: Work, *names: str) -> Any:
         """A value times the head's scales of these names, as far as there are any."""
