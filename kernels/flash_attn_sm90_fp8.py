@@ -8,6 +8,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 | its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
+| each tile's P V starts from zero, and is added to O in f32 | 8-bit products are added with about 14 bits, cut off: over 8192 keys V of one sign lost 15 % |
 | sums are of P before it is rounded | log-sum-exps are as exact as in 16 bits; rounding errors of P have no sign |
 
 `q_descale * k_descale` of a sequence and key head multiplies scores with the softmax's scale, `v_descale` the output.
@@ -40,21 +41,24 @@ DTYPE = torch.float8_e4m3fn
 
 # Like kernels/flash_attn_sm90_tiles.py, and not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
-    (dim, dim, causal, consumers, None): {"block_n": block_n, "stages": 2, "q_stages": q_stages, "cost": cost}
-    for dim, most, block_n, q_stages in ((64, 3, 128, 2), (128, 2, 128, 2), (256, 2, 96, 1))
+    (dim, dim, causal, consumers, None): {"stages": 2, "cost": cost, **tiles}
+    for dim, most, tiles in (
+        (64, 3, {"block_n": 128, "q_stages": 2}),
+        (128, 2, {"block_n": 128, "q_stages": 2}),
+        (256, 2, {"block_n": 64, "q_stages": 1, "hold": True}),
+    )
     for causal in (False, True)
     for consumers, cost in ((most, 1.0), (1, 0.75))
 }
 
 
-@dataclass(frozen=True)
 class Fp8Options(Sm90Options):
-    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
+    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns."""
 
-    `piece`: columns of O that one product with a tile of V makes.
-    """
-
-    piece: int = 64
+    @property
+    def piece(self) -> int:
+        """Columns of O that one product with a tile of V makes: those that registers are left for."""
+        return self.head_dim_v if self.head_dim_v <= 128 else 32
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -144,12 +148,14 @@ class Fp8Consumer(Consumer):
     def _accumulated(
         self, started: fly.Value, output: Output, state: State, after: Sequence[fly.Value] = ()
     ) -> Output:
-        before, factors, pieces = output.values, super().fragment(output.values).spread(output.factor, 0), []
+        (product,) = wgmma.wait(0, started, after=after)
+        before, factors, pieces = output.values, self.fragment(output).spread(output.factor, 0), []
         for number in range(self.options.head_dim_v // self.options.piece):
-            product = wgmma.wait(0, self._piece(number, state) if number else started, after=after)[0]
+            if number:
+                # the wait has the piece before it done, so that no more than two are held at a time
+                product, pieces[-1] = wgmma.wait(0, self._piece(number, state), pieces[-1])
             place = slice(number * len(product), (number + 1) * len(product))
             pieces.append(fly.fma(before[place], factors[place], product))
-            after = ()
         return Output(fly.concat(pieces), output.factor)
 
     def _rescaled(self, output: Output, factor: fly.RowVector, needed: fly.Value | None) -> Output:
@@ -171,11 +177,12 @@ class Fp8Consumer(Consumer):
     def _advance(
         self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        return softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        softmax, probabilities, *rest = softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        return softmax, wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3), *rest
 
-    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
-        """P as the A registers of the second product, 32 keys each."""
-        return wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3)
+    def _narrow(self, probabilities: tuple[fly.Value, ...]) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 32 keys each: `_advance` has narrowed it."""
+        return probabilities
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         inverse, lse = softmax.finish(self._of_head(work))
