@@ -16,6 +16,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,8 +276,6 @@ class HeadPlace:
 class Consumer:
     """One consumer warpgroup: its rows of all of the block's tiles."""
 
-    keys_are_rows = True  # of V's tiles
-
     def __init__(
         self,
         schedule: Schedule,
@@ -339,6 +338,9 @@ class Consumer:
 
         return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
+    def _no_output(self) -> fly.Value:
+        return fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0]
+
     def fragment(self, output: fly.Value) -> fly.Fragment:
         """The output's accumulators as a fragment of 64 rows."""
         return fly.Fragment(self.output_layout, ((output,),))
@@ -389,9 +391,15 @@ class Consumer:
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
-        values = Operand(memory, tile, self.keys_are_rows)
+        values = Operand(memory, tile, along_rows=True)
         steps = self.options.block_n // self.output_atom.k
         return wgmma.issue(self.output_atom, state.weights, values, steps, output)
+
+    def _accumulated(
+        self, started: fly.Value, output: fly.Value, state: State, after: Sequence[fly.Value] = ()
+    ) -> fly.Value:
+        """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
+        return wgmma.wait(0, started, after=after)[0]
 
     def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
         """Set the rows of a V tile from `rows` on to zero: not the sequence's, and a NaN there times 0 is NaN.
@@ -475,7 +483,7 @@ class Consumer:
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
-        carry = (fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0], state)
+        carry = (self._no_output(), state)
         slope = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and not self.every_mask:
@@ -501,7 +509,7 @@ class Consumer:
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(state.q_at, state.k_at)
-        output = self._accumulate(work, j + 1, output, state)
+        started = self._accumulate(work, j + 1, output, state)
         if self.options.ping_pong:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
@@ -513,7 +521,8 @@ class Consumer:
         softmax, probabilities, factor, needed = self._advance(
             slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
-        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
+        after = softmax.total.values[0] if self.options.hold else ()
+        output = self._accumulated(started, output, state, after)
         buffers.v_ring.release(state.v_at)
         output = self._rescaled(output, factor, needed)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
@@ -535,21 +544,21 @@ class Consumer:
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(q_at, state.k_at)
-        output = self._accumulate(work, work.first_tile, output, state)
+        started = self._accumulate(work, work.first_tile, output, state)
         if self.options.ping_pong:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, scores, slope)
-        (output,) = wgmma.wait(0, output, after=softmax.total.values[0] if self.options.hold else ())
+        after = softmax.total.values[0] if self.options.hold else ()
+        output = self._accumulated(started, output, state, after)
         buffers.v_ring.release(state.v_at)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
 
     def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """The last product of the block's last tile."""
-        (output,) = wgmma.wait(0, self._accumulate(work, work.first_tile, output, state))
-        return output, state
+        return self._accumulated(self._accumulate(work, work.first_tile, output, state), output, state), state
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""

@@ -8,6 +8,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 | its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
+| each tile's P V starts from zero, and is added to O in f32 | 8-bit products are added with about 14 bits, cut off: over 8192 keys V of one sign lost 15 % |
 | sums are of P before it is rounded | log-sum-exps are as exact as in 16 bits; rounding errors of P have no sign |
 
 `q_descale * k_descale` of a sequence and key head multiplies scores with the softmax's scale, `v_descale` the output.
@@ -16,7 +17,8 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +26,11 @@ import torch
 import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import PanelTile
+from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, Producer, Slope, run_block
+from kernels.flash_attn_sm90 import Consumer, Producer, Slope, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
@@ -39,8 +41,12 @@ DTYPE = torch.float8_e4m3fn
 
 # Like kernels/flash_attn_sm90_tiles.py, and not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
-    (dim, dim, causal, consumers, None): {"block_n": block_n, "stages": 2, "q_stages": q_stages, "cost": cost}
-    for dim, most, block_n, q_stages in ((64, 3, 128, 2), (128, 2, 128, 2), (256, 2, 96, 1))
+    (dim, dim, causal, consumers, None): {"stages": 2, "cost": cost, **tiles}
+    for dim, most, tiles in (
+        (64, 3, {"block_n": 128, "q_stages": 2}),
+        (128, 2, {"block_n": 128, "q_stages": 2}),
+        (256, 2, {"block_n": 64, "q_stages": 1, "hold": True}),
+    )
     for causal in (False, True)
     for consumers, cost in ((most, 1.0), (1, 0.75))
 }
@@ -48,6 +54,11 @@ TILES: dict[Key, Mapping[str, Any]] = {
 
 class Fp8Options(Sm90Options):
     """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns."""
+
+    @property
+    def piece(self) -> int:
+        """Columns of O that one product with a tile of V makes: those that registers are left for."""
+        return self.head_dim_v if self.head_dim_v <= 128 else 32
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -93,6 +104,14 @@ def flash_attn_sm90_fp8(
     run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
 
 
+@dataclass(frozen=True)
+class Output:
+    """O so far, and what its rows are to be multiplied by before more is added: it is measured from older maxima."""
+
+    values: fly.Value
+    factor: fly.RowVector
+
+
 class Fp8Producer(Producer):
     """The producer of 8-bit tiles."""
 
@@ -104,11 +123,43 @@ class Fp8Producer(Producer):
 class Fp8Consumer(Consumer):
     """A consumer of 8-bit tiles."""
 
-    keys_are_rows = False
-
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.dtype = fly.bf16  # of the output
+        self.piece_atom = WarpgroupAtom(self.options.piece, self.output_atom.dtype)
+
+    def _no_output(self) -> Output:
+        return Output(super()._no_output(), fly.RowVector.full(self.output_layout, 1, 1.0))
+
+    def fragment(self, output: Output) -> fly.Fragment:
+        return super().fragment(output.values)
+
+    def _piece(self, number: int, state: State) -> fly.Value:
+        """Start P V of a key tile for the columns of one piece, from zero."""
+        tile, columns = self.buffers.v_tile, self.options.piece
+        memory = self.buffers.v.offset(state.v_at.index * tile.bytes).offset(number * columns * tile.swizzle)
+        steps = self.options.block_n // self.piece_atom.k
+        return wgmma.issue(self.piece_atom, state.weights, Operand(memory, tile), steps)
+
+    def _accumulate(self, work: Work, j: Any, output: Output, state: State) -> fly.Value:
+        self.buffers.v_ring.wait(state.v_at)
+        return self._piece(0, state)
+
+    def _accumulated(
+        self, started: fly.Value, output: Output, state: State, after: Sequence[fly.Value] = ()
+    ) -> Output:
+        (product,) = wgmma.wait(0, started, after=after)
+        before, factors, pieces = output.values, self.fragment(output).spread(output.factor, 0), []
+        for number in range(self.options.head_dim_v // self.options.piece):
+            if number:
+                # the wait has the piece before it done, so that no more than two are held at a time
+                product, pieces[-1] = wgmma.wait(0, self._piece(number, state), pieces[-1])
+            place = slice(number * len(product), (number + 1) * len(product))
+            pieces.append(fly.fma(before[place], factors[place], product))
+        return Output(fly.concat(pieces), output.factor)
+
+    def _rescaled(self, output: Output, factor: fly.RowVector, needed: fly.Value | None) -> Output:
+        return Output(output.values, fly.RowVector(self.output_layout, factor.values))
 
     def _descaled(self, value: Any, work: Work, *names: str) -> Any:
         """A value times the head's scales of these names, as far as there are any."""
@@ -126,11 +177,12 @@ class Fp8Consumer(Consumer):
     def _advance(
         self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        return softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        softmax, probabilities, *rest = softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        return softmax, wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3), *rest
 
-    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
-        """P as the A registers of the second product, 32 keys each."""
-        return wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3)
+    def _narrow(self, probabilities: tuple[fly.Value, ...]) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 32 keys each: `_advance` has narrowed it."""
+        return probabilities
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         inverse, lse = softmax.finish(self._of_head(work))
