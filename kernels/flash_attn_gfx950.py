@@ -171,7 +171,7 @@ def attend(
 class Tiles:
     """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's. What another kind changes:
+    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's. Another kind changes
     `atom`, (m, n, k) of its matrix instructions, and `threshold`, see the module.
     """
 

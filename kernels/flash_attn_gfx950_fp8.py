@@ -1,10 +1,10 @@
-"""Flash attention forward for gfx950 on 8-bit floats: the pipeline of `kernels.flash_attn_gfx950`, with e4m3 products.
+"""Flash attention forward for gfx950 on 8-bit floats: `kernels.flash_attn_gfx950`, with e4m3 products.
 
 Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 | what | why |
 |---|---|
-| an operand is 16 bytes a lane, for two matrix instructions of k = 16 | LDS reads of K stay 16 bytes wide, and half as many |
+| an operand is 16 bytes a lane, for two instructions of k = 16 | LDS reads of K stay 16 bytes wide, half as many |
 | V is read by `ds_read_b64_tr_b8` | it turns 8 keys by 16 head dimensions at a time |
 | P is 2^5 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-14 of the largest on do not vanish |
 | rescales where a maximum grew by more than 2^3.75 | P stays below 2^8.75 = 431 |
