@@ -78,4 +78,5 @@ class MatrixLoad:
 
 def plain_load(lanes: int, values: int, bits: int = 16) -> MatrixLoad:
     """A vector load of `values` contiguous elements of `bits` bits per lane."""
-    return MatrixLoad(f"load{values * bits}", values, values, Layout((lanes, values), (values, 1)), bits=bits)
+    name = f"load{values * bits}" + ("" if bits == 16 else f"_b{bits}")
+    return MatrixLoad(name, values, values, Layout((lanes, values), (values, 1)), bits=bits)
