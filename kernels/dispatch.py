@@ -217,6 +217,18 @@ KERNELS: tuple[Kernel, ...] = (
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
+        name="gfx950_fp8",
+        module="kernels.flash_attn_gfx950_fp8",
+        archs=("gfx950",),
+        head_dims=(128,),
+        dtypes=("f8e4m3",),
+        features=("split_kv", "debug_counts", "descale"),
+        tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE[1:]), ("gfx950",)),
+        reason="the gfx950 kernel on 8-bit products",
+        needs=(aligned(4), keys_within(2**32, ahead=200)),
+        switched_off=config.DISABLE_DUALWAVE_SWP,
+    ),
+    Kernel(
         name="sm90",
         module="kernels.flash_attn_sm90",
         archs=("sm_90a",),

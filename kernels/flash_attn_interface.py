@@ -111,8 +111,8 @@ def flydsl_flash_attn_func(
 
     Args:
         q: (B, Sq, H, D), bfloat16 or float16, D 32 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
-            256. The last dimension is contiguous, other strides are free; on a CUDA or ROCm device, or on the CPU,
-            where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
+            256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA or ROCm
+            device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
             Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
