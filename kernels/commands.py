@@ -80,7 +80,7 @@ def _dims(kernel: Kernel) -> str:
 
 
 COLUMNS = (
-    Column("kernel", 9, lambda k: k.name if k.module else f"{k.name} (not built)"),
+    Column("kernel", 10, lambda k: k.name if k.module else f"{k.name} (not built)"),
     Column("targets", 8, lambda k: _listed(k.archs)),
     Column("head_dim", 8, _dims),
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
