@@ -49,6 +49,7 @@ TILES: dict[Key, Mapping[str, Any]] = {
     )
     for causal in (False, True)
     for consumers, cost in ((most, 1.0), (1, 0.75))
+    if dim < 256 or consumers > 1  # one alone spills most
 }
 
 
