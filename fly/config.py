@@ -75,7 +75,10 @@ CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of 
 CACHE_SIZE = Variable("FLY_CACHE_SIZE_MB", "512", _megabytes, "bound on the disk cache's size, megabytes")
 LLD = Variable("FLY_LLD", "", str, "path of ld.lld; by default ROCm's, then PATH, then the ziglang wheel's")
 KERNEL = Variable(
-    "FLY_KERNEL", "", _one_of("", "generic", "gfx950", "sm90", "sm90_fp8"), "force a flash-attention kernel"
+    "FLY_KERNEL",
+    "",
+    _one_of("", "generic", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8"),
+    "force a flash-attention kernel",
 )
 DISABLE_DUALWAVE_SWP = Variable(
     "FLYDSL_DISABLE_DUALWAVE_SWP", "0", _boolean, "1 keeps the gfx950 dual-wave kernel from being chosen"

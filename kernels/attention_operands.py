@@ -99,9 +99,15 @@ class ListedCopy:
         """As the copy's."""
         return getattr(self.copy, "asynchronous", False)
 
-    def issue(self, step: Any, destination: fly.SharedTile) -> Any:
+    def locate(self, step: Any) -> tuple[fly.Value, ...]:
+        """The step's tile, and what the copy has to know of it."""
+        tile = self.tile_of(step)
+        return tile, *self.copy.locate(tile)
+
+    def issue(self, step: Any, destination: fly.SharedTile, located: tuple[fly.Value, ...] | None = None) -> Any:
         """Set the step's tile on its way."""
-        return self.copy.issue(self.tile_of(step), destination)
+        tile, *known = located or self.locate(step)
+        return self.copy.issue(tile, destination, tuple(known))
 
     def land(self, in_flight: Any, destination: fly.SharedTile) -> None:
         """Store what arrived."""

@@ -15,7 +15,7 @@ import torch
 from fly.errors import ArgumentTypeError
 from kernels.argument_checks import check_last_stride, check_tensor, fail
 from kernels.block_mask import BlockMask
-from kernels.features import OPERANDS, Features, Mod
+from kernels.features import OPERANDS, Features, Mod, dependencies
 
 NO_WINDOW = (-1, -1)
 MIN_PAGE = 16
@@ -109,7 +109,11 @@ def _check_floats(name: str, value: Any, device: torch.device) -> None:
 
 
 def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> torch.Tensor:
-    _check_floats("alibi_slopes", slopes, device)
+    check_tensor("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32:
+        fail(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32", ArgumentTypeError)
+    if slopes.device != device:
+        fail(f"alibi_slopes must be on q's device {device}, got {slopes.device}")
     if slopes.shape not in ((heads,), (batch, heads)):
         fail(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
     check_last_stride("alibi_slopes", slopes)
@@ -149,6 +153,12 @@ def _function(name: str, function: Any) -> Mod | None:
         return None
     if not isinstance(function, Callable):
         fail(f"{name} must be a function, got {function!r} ({type(function).__name__})", ArgumentTypeError)
+    for captured, value in dependencies(function):
+        if isinstance(value, torch.Tensor):
+            fail(
+                f"{name} captures the tensor {captured!r}: pass it in aux_tensors, and it is an argument after key",
+                ArgumentTypeError,
+            )
     return Mod.of(function)
 
 
@@ -224,7 +234,8 @@ def check_features(
             fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
         lists = _block_lists(block_mask, mask_mod, (batch, heads), (q.shape[-3], k.shape[-3]), packed, device)
         found |= dict(zip(BLOCKS, lists))
-        mask_mod, block_size = Mod.of(block_mask.mask_mod), tuple(block_mask.BLOCK_SIZE)
+        mask_mod = _function("block_mask.mask_mod", block_mask.mask_mod)
+        block_size = tuple(block_mask.BLOCK_SIZE)
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
     asked = Features(names, score_mod, mask_mod, block_size)

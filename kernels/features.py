@@ -15,7 +15,7 @@ Scores are modified in this order, each where it is asked for, in the units of s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
@@ -89,6 +89,18 @@ def _identity(value: Any, inside: tuple[Any, ...]) -> Hashable:
     captured = tuple(_identity(cell.cell_contents, inside) for cell in value.__closure__ or ())
     defaults = (value.__defaults__, tuple(sorted((value.__kwdefaults__ or {}).items())))
     return code, used, captured, defaults
+
+
+def dependencies(function: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function captures or finds in its module, functions that it calls included."""
+    if not isinstance(function, FunctionType) or function in inside:
+        return
+    names = function.__globals__
+    captured = zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()))
+    for name, value in (*captured, *((n, names[n]) for n in _global_names(function.__code__) if n in names)):
+        for part in value if isinstance(value, tuple) else (value,):
+            yield name, part
+            yield from dependencies(part, (*inside, function))
 
 
 @cache
@@ -240,7 +252,7 @@ class Given:
             return scores
 
         def seen(score: Any, head: Any, query: Any, key: Any) -> Any:
-            keep = mod.function(place.batch, head, query, key, *map(Aux, self.aux))
+            keep = mod.function(_Batch(place.batch.ir, place.batch.dtype), head, query, key, *map(Aux, self.aux))
             if isinstance(keep, bool):
                 return score if keep else fly.f32(-math.inf)
             if not isinstance(keep, fly.Value) or keep.dtype is not fly.i1:
@@ -263,6 +275,20 @@ class Aux:
     def __getitem__(self, index: Any) -> fly.Value:
         value = self.tensor.load(*(index if isinstance(index, tuple) else (index,)))
         return value.to(fly.f32) if value.dtype.is_float else value
+
+
+class _Batch(fly.Value):
+    """A sequence's number, with what FlexAttention's `and_masks` and `or_masks` ask of it."""
+
+    __slots__ = ()
+
+    def new_ones(self, *size: Any, **options: Any) -> fly.Value:
+        """True, to be combined with masks."""
+        return fly.i1(True)
+
+    def new_zeros(self, *size: Any, **options: Any) -> fly.Value:
+        """False, to be combined with masks."""
+        return fly.i1(False)
 
 
 def _of_head(place: Place, load: Callable[[fly.Value], fly.Value]) -> fly.Value | fly.RowVector:

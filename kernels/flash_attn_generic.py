@@ -138,6 +138,7 @@ def flash_attn_generic(
         causal=options.causal,
         block_m=options.block_m,
         block_n=options.block_n,
+        xcds=fly.target().xcds,
         given=given,
         page_size=options.page_size,
     )

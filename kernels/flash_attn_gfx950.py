@@ -137,16 +137,22 @@ def flash_attn_gfx950(
         given=given,
     )
     with work.if_any_row():
-        _attend(work, scale_log2, given.at(work), debug_counts, options)
+        attend(work, scale_log2, given.at(work), debug_counts, options, Tiles)
 
 
-def _attend(
-    work: Work, scale_log2: fly.Value, given: Given, debug_counts: fly.Tensor | None, options: DualWaveOptions
+def attend(
+    work: Work,
+    scale_log2: fly.Value,
+    given: Given,
+    debug_counts: fly.Tensor | None,
+    options: DualWaveOptions,
+    kind: type[Tiles],
 ) -> None:
+    """A block's work, with tiles of a kind."""
     wave = fly.wave_id()
     wave_rows = BLOCK_M // WAVES
     wave_row = work.first_row + wave * wave_rows
-    tiles = Tiles(work, wave * wave_rows, scale_log2, given, options)
+    tiles = kind(work, wave * wave_rows, scale_log2, given, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
@@ -155,7 +161,7 @@ def _attend(
         with fly.when(wave < WAVES // 2):
             s_barrier()
 
-    inverse, row_lse = softmax.finish(tiles.link.layout, given.sink(work))
+    inverse, row_lse = tiles.finish(softmax)
     store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
     if work.lse is not None:
         store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
@@ -168,8 +174,12 @@ def _attend(
 class Tiles:
     """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's.
+    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's. Another kind changes
+    `atom`, (m, n, k) of its matrix instructions, and `threshold`, see the module.
     """
+
+    atom = (32, 32, 16)
+    threshold = RESCALE_THRESHOLD
 
     def __init__(
         self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
@@ -180,13 +190,13 @@ class Tiles:
         self.scale_log2 = scale_log2
         self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
-        self.link = fly.chain(fly.target().mma(self.dtype.name, (32, 32, 16)))
+        self.link = fly.chain(fly.target().mma(self.dtype.name, self.atom))
         self.dim_steps = options.head_dim // self.link.atom.k
         self.dim_tiles = options.head_dim // self.link.layout.columns
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
-        self.margin = (RESCALE_THRESHOLD if options.lazy_rescale else 0.0) / self.scale
+        self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
@@ -197,21 +207,37 @@ class Tiles:
 
     def _open(self) -> None:
         """Set up buffers, copies and operand loads."""
-        link, target, dim = self.link, fly.target(), self.options.head_dim
+        link, loads = self.link, self._loads()
         atom, operand = link.atom, link.column_operand
         values = atom.values(operand)
 
         def plan(**kwargs: Any) -> fly.OperandPlan:
             want = fly.operand_coordinates(atom, operand, **kwargs)
-            return fly.require_plan(fly.plan_operand(target.matrix_loads, want, values), atom, operand)
+            return fly.require_plan(fly.plan_operand(loads, want, values), atom, operand)
 
-        k_layout, v_layout = k_tile(dim), v_tile(dim)
+        k_layout, v_layout = self._layouts()
         self.k_copy = fly.DirectCopy(self.work.k, k_layout, group=2)
         self.v_copy = fly.DirectCopy(self.work.v, v_layout, group=2)
         self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
         self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.k = [fly.SharedTile.ring(f"k{i}", k_layout, self.dtype, 1)[0] for i in range(2)]
         self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
+
+    def _loads(self) -> tuple[fly.MatrixLoad, ...]:
+        """Those of the target for these elements."""
+        return fly.target().matrix_loads
+
+    def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
+        """Of K and V in LDS."""
+        return k_tile(self.options.head_dim), v_tile(self.options.head_dim)
+
+    def _narrow(self, probabilities: fly.Value) -> fly.Value:
+        """As the matrix instructions take them."""
+        return probabilities.to(self.dtype, rounding="nearest_any")
+
+    def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
+        """What the output is multiplied by, and the log-sum-exp."""
+        return softmax.finish(self.link.layout, self.given.sink(self.work))
 
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
@@ -376,8 +402,7 @@ class Tiles:
         total = softmax.total
         for i in range(0, len(probabilities), 2):
             total = total + probabilities[i : i + 2]
-        narrow = probabilities.to(self.dtype, rounding="nearest_any")
-        return self.link.operands([narrow]), replace(softmax, total=total)
+        return self.link.operands([self._narrow(probabilities)]), replace(softmax, total=total)
 
     def accumulate(
         self,
@@ -417,7 +442,7 @@ class Tiles:
             # a row without any key so far is measured from 0: -inf - -inf is NaN; nothing was accumulated there
             none = maximum == -math.inf
             factor = fly.select(none, 1.0, fly.exp2((softmax.maximum - maximum) * self.scale))
-            shift = fly.select(none, 0.0, -(maximum * self.scale))
+            shift = fly.select(none, 0.0, self._shift(maximum))
             factors = fly.RowVector(self.link.layout, ((factor,),))
             total = softmax.total * fly.broadcast(factor, 2)
             limit = fly.select(self.partial(tile.number + 1), -math.inf, maximum + self.margin)
@@ -430,6 +455,10 @@ class Tiles:
             return s_early, s_late, *state
 
         return fly.cond(needed, rare, lambda: (early, late, output, softmax))
+
+    def _shift(self, maximum: fly.Value) -> fly.Value:
+        """What is added to scale * score of a row with this maximum."""
+        return -(maximum * self.scale)
 
     def boundary(self, cluster: int) -> None:
         """The end of a cluster: where every wave's priority changes, and the groups meet."""
@@ -473,7 +502,12 @@ def v_tile(head_dim: int) -> fly.PaddedTile:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
+    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare` and `prepare_kernel`."""
+    return prepare_kernel(flash_attn_gfx950, tensors, request)
+
+
+def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> Launch:
+    """Compile and bind a kernel of these parameters and options for one kind of call.
 
     One build serves equal and different lengths: masks follow the lengths at run time.
 
@@ -493,7 +527,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         **{name: value for name, value in given.items() if value is not None},
     )
     return bind_forward(
-        flash_attn_gfx950,
+        kernel,
         tensors,
         request,
         block_m=BLOCK_M,

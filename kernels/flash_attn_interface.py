@@ -111,8 +111,8 @@ def flydsl_flash_attn_func(
 
     Args:
         q: (B, Sq, H, D), bfloat16 or float16, D 32 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
-            256. The last dimension is contiguous, other strides are free; on a CUDA or ROCm device, or on the CPU,
-            where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
+            256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA or ROCm
+            device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
             Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
@@ -137,7 +137,7 @@ def flydsl_flash_attn_func(
         window_size: (left, right): query i, which stands at key position p = i + Skv − Sq, sees the keys from
             p − left to p + right; −1 leaves a side open. causal closes the right side.
         softcap: scores become softcap · tanh(score / softcap); 0 for none.
-        alibi_slopes: (H,) or (B, H), floats: scores are lowered by slope · |key − p|.
+        alibi_slopes: (H,) or (B, H) float32: scores are lowered by slope · |key − p|.
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or

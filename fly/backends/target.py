@@ -18,7 +18,8 @@ class Target:
     `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
     that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
-    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats.
+    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats. `mma_atoms` and `matrix_loads` are for 16-bit
+    operands, `byte_atoms` and `byte_loads` for 8-bit ones.
     """
 
     arch: str
@@ -35,6 +36,8 @@ class Target:
     xcds: int = 1
     hopper: bool = False
     float8: bool = False
+    byte_atoms: tuple[MmaAtom, ...] = field(default=(), repr=False)
+    byte_loads: tuple[MatrixLoad, ...] = field(default=(), repr=False)
 
     def mma(self, dtype: str, shape: tuple[int, int, int] | None = None) -> MmaAtom:
         """The preferred matrix instruction for operands of `dtype`, or the one of a shape (m, n, k).
@@ -42,28 +45,31 @@ class Target:
         Raises:
             AtomError: there is none.
         """
-        for atom in self.mma_atoms:
+        for atom in (*self.mma_atoms, *self.byte_atoms):
             if atom.dtype == dtype and shape in (None, (atom.m, atom.n, atom.k)):
                 return atom
-        offered = ", ".join(f"{a.m}x{a.n}x{a.k} {a.dtype}" for a in self.mma_atoms)
+        offered = ", ".join(f"{a.m}x{a.n}x{a.k} {a.dtype}" for a in (*self.mma_atoms, *self.byte_atoms))
         wanted = dtype if shape is None else f"{'x'.join(map(str, shape))} {dtype}"
         raise AtomError(f"{self.arch} has no matrix instruction for {wanted}; it has {offered}")
 
     def atom(self, name: str) -> MmaAtom:
         """A matrix instruction by name."""
-        return next(atom for atom in self.mma_atoms if atom.name == name)
+        return next(atom for atom in (*self.mma_atoms, *self.byte_atoms) if atom.name == name)
 
     def matrix_load(self, name: str) -> MatrixLoad:
         """A shared-memory load by name."""
-        return next(load for load in self.matrix_loads if load.name == name)
+        return next(load for load in (*self.matrix_loads, *self.byte_loads) if load.name == name)
 
 
 def _registry() -> dict[str, Callable[[], Target]]:
     from fly.backends.nvvm import atoms as nvvm
     from fly.backends.rocdl import atoms as rocdl
 
-    def amd(arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...]) -> Target:
-        return Target(arch, "rocdl", 64, shared_kib << 10, 512, units, atoms, loads, direct_copy_bytes=direct, xcds=8)
+    def amd(
+        arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...], **more: tuple
+    ) -> Target:
+        sizes = (64, shared_kib << 10, 512, units)
+        return Target(arch, "rocdl", *sizes, atoms, loads, direct_copy_bytes=direct, xcds=8, **more)
 
     def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False, float8: bool = False) -> Target:
         return Target(
@@ -82,7 +88,16 @@ def _registry() -> dict[str, Callable[[], Target]]:
 
     targets = (
         amd("gfx942", 64, 304, rocdl.GFX942_MMA, rocdl.GFX942_LOADS, (4,)),
-        amd("gfx950", 160, 256, rocdl.GFX950_MMA, rocdl.GFX950_LOADS, (4, 16)),
+        amd(
+            "gfx950",
+            160,
+            256,
+            rocdl.GFX950_MMA,
+            rocdl.GFX950_LOADS,
+            (4, 16),
+            byte_atoms=rocdl.GFX950_BYTE_MMA,
+            byte_loads=rocdl.GFX950_BYTE_LOADS,
+        ),
         # compute units of the largest part; shared memory per block from the CUDA programming guide
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),

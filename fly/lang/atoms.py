@@ -57,7 +57,7 @@ class MmaAtom:
 class MatrixLoad:
     """A wave-wide load from shared memory that may move data between lanes.
 
-    Every lane gives the address of a run of `run` contiguous elements of 16 bits and receives `values` of them:
+    Every lane gives the address of a run of `run` contiguous elements of `bits` bits and receives `values` of them:
     value v of lane l is element `column(l, v)` of the run of lane `source(l, v)`, with `table[(l, v)]` =
     source * run + column as a (lane, value) layout. `granule` is the number of contiguous elements that must
     stay together in a swizzled tile. An empty `intrinsic` is a plain vector load.
@@ -69,12 +69,14 @@ class MatrixLoad:
     table: Layout
     granule: int = 8
     intrinsic: str = field(default="", repr=False)
+    bits: int = 16
 
     @property
     def lanes(self) -> int:
         return Layout(self.table.shape[0]).size
 
 
-def plain_load(lanes: int, values: int) -> MatrixLoad:
-    """A vector load of `values` contiguous 16-bit elements per lane."""
-    return MatrixLoad(f"load{values * 16}", values, values, Layout((lanes, values), (values, 1)))
+def plain_load(lanes: int, values: int, bits: int = 16) -> MatrixLoad:
+    """A vector load of `values` contiguous elements of `bits` bits per lane."""
+    name = f"load{values * bits}" + ("" if bits == 16 else f"_b{bits}")
+    return MatrixLoad(name, values, values, Layout((lanes, values), (values, 1)), bits=bits)

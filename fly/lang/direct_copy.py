@@ -21,7 +21,7 @@ from fly.lang.shared import PaddedTile, SharedTile
 from fly.lang.sync import Token, join
 from fly.lang.tensor import RowView, wide
 
-VECTOR = 8  # 16-bit elements a lane moves with one instruction
+VECTOR_BYTES = 16  # that a lane moves with one instruction
 MAX_SHIFT = 4095  # bytes; the instruction's own offset has 12 bits
 
 
@@ -48,8 +48,11 @@ class DirectCopy:
 
     def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
         target = current().target
-        if VECTOR * 2 not in target.direct_copy_bytes:
-            raise ShapeError(f"{target.arch} has no direct-to-shared copy of {VECTOR * 2} bytes a lane")
+        if VECTOR_BYTES not in target.direct_copy_bytes:
+            raise ShapeError(f"{target.arch} has no direct-to-shared copy of {VECTOR_BYTES} bytes a lane")
+        if source.dtype.bytes != layout.element_bytes:
+            raise ShapeError(f"a tile of {layout.element_bytes}-byte elements for rows of {source.dtype}")
+        vector = VECTOR_BYTES // layout.element_bytes
         if source.columns != layout.columns or source.alignment < 4:
             raise ShapeError(
                 f"a direct copy needs rows of {layout.columns} elements at 4-byte alignment, not {source.columns} "
@@ -57,10 +60,10 @@ class DirectCopy:
             )
         x, y, z = current().block
         waves = x * y * z // target.wave_size
-        if layout.line != target.wave_size * VECTOR or layout.lines % waves:
+        if layout.line != target.wave_size * vector or layout.lines % waves:
             raise ShapeError(
                 f"{layout.lines} lines of {layout.line} elements do not divide into runs of {waves} waves, "
-                f"{target.wave_size * VECTOR} elements each"
+                f"{target.wave_size * vector} elements each"
             )
         self.source = source
         self.layout = layout
@@ -76,7 +79,7 @@ class DirectCopy:
         self._wave = wave_id()
         self._step = source.pitch * layout.rows
         lane = lane_id()
-        places = [layout.coordinate(i * VECTOR) for i in range(target.wave_size)]
+        places = [layout.coordinate(i * vector) for i in range(target.wave_size)]
         row = lane_map([r for r, _ in places], lane)
         column = lane_map([c for _, c in places], lane)
         self._offsets = [self._lane_offset(run, row, column) for run in range(self.runs)]
@@ -86,7 +89,9 @@ class DirectCopy:
         lines = [self.layout.coordinate(line * self.layout.line) for line in range(run, self.layout.lines, self.runs)]
         row = row + lane_map([r - lines[0][0] for r, _ in lines], self._wave) + lines[0][0]
         column = column + lane_map([c - lines[0][1] for _, c in lines], self._wave) + lines[0][1]
-        return row * self.source.pitch + (column * 2 + self._bias - run * self.layout.line_bytes)
+        return row * self.source.pitch + (
+            column * self.layout.element_bytes + self._bias - run * self.layout.line_bytes
+        )
 
     def start(self, first: Any, lead: int = 0) -> CopyPosition:
         """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied."""
@@ -109,6 +114,6 @@ class DirectCopy:
         tokens = []
         for run, offset in enumerate(self._offsets):
             operands = [target.ir, at.base.ir, (offset + self._step * tile).ir, bound.ir]
-            attributes = {"bytes": i64_attribute(VECTOR * 2), "shift": i64_attribute(run * self.layout.line_bytes)}
+            attributes = {"bytes": i64_attribute(VECTOR_BYTES), "shift": i64_attribute(run * self.layout.line_bytes)}
             tokens.append(Token(emit("fly.copy_direct", operands, [token_type()], attributes).results[0]))
         return join(tokens)

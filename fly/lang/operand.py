@@ -164,7 +164,7 @@ class OperandLoader:
                 op = emit("fly.load_matrix", [address.ir], [result], {"atom": string_attribute(load.name)})
                 pieces.append(Value(op.results[0], element, load.values))
             else:
-                pieces.append(memory.load(address, element, load.values, align=load.run * 2))
+                pieces.append(memory.load(address, element, load.values, align=load.run * load.bits // 8))
         values = self.plan.values
         joined = pieces[0] if len(pieces) == 1 else None
         result = []

@@ -1,4 +1,4 @@
-"""Shared memory: named buffers, and swizzled 16-bit tiles that operands are loaded from."""
+"""Shared memory: named buffers, and swizzled or padded tiles that operands are loaded from."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class SwizzledTile:
 
 @dataclass(frozen=True)
 class PaddedTile:
-    """The layout of a (rows x columns) tile of 16-bit elements in lines, with unused elements after each line.
+    """The layout of a (rows x columns) tile in lines, with unused elements after each line.
 
     `order` maps (row, column) to an element of the tile without padding: a bijection whose extents and strides are
     powers of two. `pad` elements follow every `line` of them. Each bit of a coordinate then adds its own number of
@@ -136,6 +136,7 @@ class PaddedTile:
     order: Layout
     line: int
     pad: int
+    element_bytes: int = 2
 
     def __post_init__(self):
         if self.order.rank != 2 or not self.order.is_bijective:
@@ -143,10 +144,11 @@ class PaddedTile:
         for name, number in (("line", self.line), ("rows", self.rows), ("columns", self.columns)):
             if number <= 0 or number & (number - 1):
                 raise LayoutError(f"{name} of a padded tile is {number}; expected a power of two")
-        if self.pad < 0 or self.pad % 8 or self.order.size % self.line:
+        multiple = 16 // self.element_bytes
+        if self.pad < 0 or self.pad % multiple or self.order.size % self.line:
             raise LayoutError(
                 f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} "
-                "of padding; the padding is a multiple of 8"
+                f"of padding; the padding is a multiple of {multiple}"
             )
         bits = [1 << b for b in range((self.order.size - 1).bit_length())]
         if sorted(self.order.table()[bit] for bit in bits) != bits:
@@ -168,7 +170,7 @@ class PaddedTile:
     @property
     def line_bytes(self) -> int:
         """Bytes from one line to the next."""
-        return (self.line + self.pad) * 2
+        return (self.line + self.pad) * self.element_bytes
 
     @property
     def bytes(self) -> int:
@@ -187,11 +189,11 @@ class PaddedTile:
     def base(self, row: Value, column: Value) -> Value:
         """Byte offset of a run-time coordinate; static parts are added by `displace`."""
         place = self.order((row, column))
-        return place * 2 + place // self.line * (self.pad * 2)
+        return place * self.element_bytes + place // self.line * (self.pad * self.element_bytes)
 
     def displace(self, row: int, column: int) -> tuple[int, int]:
         """(0, add): bytes from `base(r, c)` to (r + row, c + column), whose bits are disjoint from r's and c's."""
-        return 0, self(row, column) * 2
+        return 0, self(row, column) * self.element_bytes
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ FEATURES: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
     "window narrow": lambda x: {"window_size": (0, 0)},
     "softcap": lambda x: {"softcap": 1.5},
     "alibi heads": lambda x: {"alibi_slopes": x.floats(x.heads).abs()},
-    "alibi batch": lambda x: {"alibi_slopes": x.floats(x.batch, x.heads, dtype=torch.float16)},
+    "alibi batch": lambda x: {"alibi_slopes": x.floats(x.batch, x.heads).abs()},
     "bias": lambda x: {"bias": _bias(x)},
     "bias of keys": lambda x: {"bias": x.floats(x.heads, 1, x.keys[0], dtype=torch.bfloat16)},
     "sink": lambda x: {"sink": x.floats(x.heads, dtype=torch.bfloat16, scale=3.0)},

@@ -162,6 +162,17 @@ def test_flex_attentions_masks_are_taken(seed):
     assert of_flex.seq_lengths == ours.seq_lengths and of_flex.BLOCK_SIZE == ours.BLOCK_SIZE
 
 
+def test_masks_put_together(seed):
+    """`and_masks` and `or_masks` start from tensors that they make of the batch's number."""
+    both = flex_attention.and_masks(causal, flex_attention.or_masks(sliding, lambda b, h, q, k: k < 9))
+    q, k, v = Inputs([70], [130], seed=seed).tensors()
+    mask = BlockMask.of(flex_attention.create_block_mask(both, None, None, 70, 130, device="cpu", BLOCK_SIZE=64))
+    out, lse = flydsl_flash_attn_func(q, k, v, False, block_mask=mask, return_lse=True)
+    wanted = lambda b, h, q, k: causal(b, h, q, k) & (sliding(b, h, q, k) | (k < 9))  # noqa: E731
+    report = check_used(out, feature_reference(q, k, v, False, mask_mod=wanted), lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
 def good(**changes):
     return replace(create_block_mask(everything, None, None, 5, 7, "cpu", 64), **changes)
 
@@ -201,6 +212,11 @@ MISTAKES = {
         "block_mask.full_kv_indices must be a torch.Tensor, got",
     ),
     "block size": (good(BLOCK_SIZE=(0, 64)), ArgumentError, "block_mask's BLOCK_SIZE must be positive, got (0, 64)"),
+    "a captured tensor": (
+        good(mask_mod=flex_attention.and_masks(everything, lambda b, h, q, k: COUNTS[q] > 0)),
+        ArgumentTypeError,
+        "block_mask.mask_mod captures the tensor 'COUNTS': pass it in aux_tensors, and it is an argument after key",
+    ),
     "small blocks": (
         create_block_mask(everything, None, None, 5, 7, "cpu", (64, 16)),
         UnsupportedError,
@@ -222,6 +238,10 @@ def test_what_does_not_go_together():
     tensors = Inputs([5], [7]).tensors()
     with pytest.raises(ArgumentError, match="block_mask has a mask_mod of its own: leave mask_mod out"):
         flydsl_flash_attn_func(*tensors, block_mask=good(), mask_mod=everything)
+    pages = {"block_table": torch.zeros(1, 1, dtype=torch.int32), "seqused_kv": torch.ones(1, dtype=torch.int32)}
+    paged = Inputs([5], [16]).tensors()
+    with pytest.raises(ArgumentError, match="block_mask is for k and v without block_table"):
+        flydsl_flash_attn_func(*paged, block_mask=good(), **pages)
     packed = Inputs([5], [7], packed=True)
     lengths = {"max_seqlen_q": 5, "max_seqlen_kv": 7}
     with pytest.raises(ArgumentError, match=r"block_mask is for \(B, S, H, D\) tensors; for packed"):

@@ -78,7 +78,7 @@ MISTAKES = {
     "slopes are ints": (
         {"alibi_slopes": counts(H)},
         TYPE,
-        "alibi_slopes has dtype torch.int32; accepted: torch.float32, torch.bfloat16, torch.float16",
+        "alibi_slopes has dtype torch.int32; accepted: torch.float32",
     ),
     "slopes of key heads": (
         {"alibi_slopes": floats(HKV)},
@@ -122,6 +122,11 @@ MISTAKES = {
         {"mask_mod": torch.ones(1)},
         TYPE,
         "mask_mod must be a function, got tensor([1.]) (Tensor)",
+    ),
+    "mask_mod captures a tensor": (
+        {"mask_mod": (lambda table: lambda b, h, q, k: table[k] > 0)(floats(3))},
+        TYPE,
+        "mask_mod captures the tensor 'table': pass it in aux_tensors, and it is an argument after key",
     ),
     "aux_tensors is one tensor": (
         {"aux_tensors": floats(3), "score_mod": mod},

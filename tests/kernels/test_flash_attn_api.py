@@ -221,10 +221,9 @@ def test_scores(seed, options):
 
 
 @pytest.mark.parametrize("rows", [(), (2,)], ids=["by head", "by sequence and head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_alibi(seed, rows, dtype):
+def test_alibi(seed, rows):
     q, k, v = random(2, 9, 4, 32), random(2, 20, 2, 32), random(2, 20, 2, 32)
-    slopes = torch.rand(*rows, 4).to(dtype)
+    slopes = torch.rand(*rows, 4)
     result = api.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True)
     right(result[:2], dense(q, k, v, causal=True, alibi_slopes=slopes))
 

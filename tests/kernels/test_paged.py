@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from kernels import flash_attn_interface
+from kernels import dispatch, flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged
@@ -308,12 +308,12 @@ def test_a_kernel_without_pages_says_so(monkeypatch):
 
 def test_lengths_are_no_feature_of_their_own(monkeypatch):
     """With pages, a kernel need not know of seqused_kv elsewhere; seqused_q it needs."""
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
-    with pytest.raises(UnsupportedError) as told:
-        flydsl_flash_attn_func(**good())
-    assert "lengths in use" not in str(told.value)
-    with pytest.raises(UnsupportedError, match="lengths in use"):
-        flydsl_flash_attn_func(**good(), seqused_q=int32(2))
+    asked, choose = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda arch, request: asked.append(request) or choose(arch, request))
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    flydsl_flash_attn_func(**good())
+    flydsl_flash_attn_func(**good(), seqused_q=int32(2))
+    assert [request.features for request in asked] == [("paged",), ("seqused", "paged")]
 
 
 def test_every_length_around_the_ends_of_pages_and_tiles(seed):

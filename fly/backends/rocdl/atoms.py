@@ -16,6 +16,8 @@ _C16 = Layout(((16, 4), 4), ((16, 4), 1))
 # A and B: outer index = lane % 32 (or 16); each lane holds 8 consecutive k
 _AB32 = Layout(((32, 2), 8), ((1, 256), 32))
 _AB16 = Layout(((16, 4), 8), ((1, 128), 16))
+# the same of twice the depth: each lane holds 16 consecutive k
+_AB32_BYTES = Layout(((32, 2), 16), ((1, 512), 32))
 
 
 def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int) -> MmaAtom:
@@ -52,6 +54,24 @@ GFX950_MMA = (
     _mfma(16, "f16", "16x16x32.f16", "vector<8xf16>", 1),
 )
 
+# e4m3 (OCP). Two instructions of k = 16 make one atom, whose operands are 16-byte loads.
+GFX950_BYTE_MMA = (
+    MmaAtom(
+        "mfma_32x32x16_f8e4m3",
+        32,
+        32,
+        32,
+        "f8e4m3",
+        "f32",
+        _AB32_BYTES,
+        _AB32_BYTES,
+        _C32,
+        "llvm.amdgcn.mfma.f32.32x32x16.fp8.fp8",
+        2,
+        "i64",
+    ),
+)
+
 # Within 16 lanes, lane l gets element l % 4 of the runs of lanes (l / 4) % 4 + 4 n, n = 0..3.
 _TR16 = MatrixLoad(
     "ds_read_b64_tr_b16",
@@ -61,5 +81,16 @@ _TR16 = MatrixLoad(
     granule=16,
     intrinsic="llvm.amdgcn.ds.read.tr16.b64",
 )
+# Of bytes: lane l gets element l % 8 of the runs of lanes (l / 8) % 2 + 2 n, n = 0..7.
+_TR8 = MatrixLoad(
+    "ds_read_b64_tr_b8",
+    run=8,
+    values=8,
+    table=Layout(((8, 2, 4), 8), ((1, 8, 128), 16)),
+    granule=16,
+    intrinsic="llvm.amdgcn.ds.read.tr8.b64",
+    bits=8,
+)
 GFX942_LOADS = (plain_load(64, 8), plain_load(64, 4))
 GFX950_LOADS = (plain_load(64, 8), _TR16, plain_load(64, 4))
+GFX950_BYTE_LOADS = (plain_load(64, 16, bits=8), _TR8)

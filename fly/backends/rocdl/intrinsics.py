@@ -11,9 +11,9 @@ from mlir import ir
 
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import emit
-from fly.ir.dtypes import f32, i16, i32, i64
+from fly.ir.dtypes import f8e4m3, f32, i1, i16, i32, i64
 from fly.ir.memory import Pointer
-from fly.ir.value import Value
+from fly.ir.value import Value, from_elements
 
 
 class Group(IntFlag):
@@ -55,6 +55,24 @@ def buffer_atomic_add(value: Value, pointer: Pointer) -> None:
     flags = [i16(0).ir, i64(4).ir, i32(0x00027000).ir]  # no stride, 4 bytes, 32-bit float data
     resource = _call("llvm.amdgcn.make.buffer.rsrc.p8.p1", pointer.ir, *flags, result=descriptor)
     _call("llvm.amdgcn.raw.ptr.buffer.atomic.fadd.f32", value.ir, resource, zero, zero, zero, result=f32.mlir)
+
+
+def cvt_pk_fp8(values: Value) -> Value:
+    """A vector of f32 as e4m3, to the nearest even: V_CVT_PK_FP8_F32, which makes NaN of what is above 448 (gfx950).
+
+    Raises:
+        DTypeError: not a vector of f32 whose length is a multiple of 4.
+    """
+    if not isinstance(values, Value) or values.dtype is not f32 or values.length is None or values.length % 4:
+        raise DTypeError(f"cvt_pk_fp8 takes a vector of f32 whose length is a multiple of 4, not {values!r}")
+    words = []
+    for i in range(0, values.length, 4):
+        word = emit("llvm.mlir.poison", [], [i32.mlir]).results[0]
+        for half in range(2):
+            low, high = (values[i + 2 * half + j].ir for j in range(2))
+            word = _call("llvm.amdgcn.cvt.pk.fp8.f32", low, high, word, i1(half).ir, result=i32.mlir)
+        words.append(Value(word, i32))
+    return from_elements(words).bitcast(f8e4m3)
 
 
 def s_barrier() -> None:

@@ -136,6 +136,9 @@ def _mma(op: ir.Operation, b: Builder) -> ir.Value:
 def _load_matrix(op: ir.Operation, b: Builder) -> ir.Value:
     load = b.target.matrix_load(string(op, "atom"))
     result = ir.VectorType(op.results[0].type)
+    if load.bits == 8:  # the intrinsic gives words
+        words = ir.VectorType.get([bits(result) // 32], ir.IntegerType.get_signless(32))
+        return b.bitcast(b.intrinsic(f"{load.intrinsic}.v{words.shape[0]}i32", [op.operands[0]], words), result)
     suffix = f".v{result.shape[0]}{result.element_type}"
     return b.intrinsic(load.intrinsic + suffix, [op.operands[0]], result)
 

@@ -1,0 +1,301 @@
+"""Attention on 8-bit floats for gfx950: results on the emulated GPU with all checks, instructions, banks, arguments.
+
+A finding of the checks raises, so that a test that passes has had none.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import secrets
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fly
+from fly.backends.rocdl.intrinsics import cvt_pk_fp8
+from fly.backends.target import target
+from fly.emulator.banks import MODELS, BankCounter
+from fly.errors import DTypeError, LayoutError, ShapeError, UnsupportedError
+from fly.runtime.device import device_for
+from kernels import dispatch
+from kernels.dispatch import Request
+from kernels.feature_checks import DESCALES
+from kernels.features import NO_FEATURES, Features
+from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions
+from kernels.flash_attn_gfx950_fp8 import flash_attn_gfx950_fp8, k_tile, v_tile
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.fp8_reference import reference
+from tests.kernels.reference import check
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = WAVES * 64
+DIM = 128
+
+
+@pytest.fixture
+def seed():
+    """Fresh for every test; part of every failure's message."""
+    return secrets.randbits(31)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The emulated gfx950 with checks, and no other kernel."""
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    monkeypatch.setenv("FLY_KERNEL", "gfx950_fp8")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The emulated gfx950 without checks."""
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "0")
+    return device_for(("cpu", 0))
+
+
+def inputs(seed, queries, keys, heads=2, kv_heads=1, batch=1, largest=4.0):
+    """q, k and v, uniform in [-largest, largest]: large scores make maxima grow, so that rescales are taken."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads))
+    values = (torch.rand(*s, DIM, generator=generator) * 2 * largest - largest for s in sizes)
+    return [x.to(E4M3) for x in values]
+
+
+def compare(q, k, v, causal, seed, **options):
+    out, lse = flydsl_flash_attn_func(q, k, v, causal, return_lse=True, **options)
+    scales = {name: options[name] for name in DESCALES if name in options}
+    report = check(out, reference(q, k, v, causal=causal, **scales), lse)
+    assert out.dtype is torch.bfloat16
+    assert report.ok, f"seed {seed}: {report}"
+
+
+# results
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "largest"),
+    [(200, 256, True, 1.0), (300, 333, False, 2.0), (129, 31, True, 2.0), (65, 127, True, 4.0)],
+)
+def test_lengths(queries, keys, causal, largest, seed, emulated):
+    compare(*inputs(seed, queries, keys, largest=largest), causal, seed)
+
+
+def test_heads_share_keys_and_have_scales(seed, emulated):
+    g = torch.Generator().manual_seed(seed)
+    per_head = {name: torch.rand(2, 2, generator=g) + 0.5 for name in DESCALES}
+    compare(*inputs(seed, 40, 150, 6, 2, batch=2, largest=1.0), True, seed, **per_head)
+
+
+@pytest.mark.parametrize("scales", [("q_descale",), ("k_descale",), ("v_descale",)])
+def test_each_scale_alone(scales, seed, emulated):
+    compare(*inputs(seed, 33, 70), False, seed, **dict.fromkeys(scales, torch.tensor([0.5])))
+
+
+def test_scales_of_zero_see_every_key_alike(seed, emulated):
+    q, k, v = inputs(seed, 33, 70)
+    out, lse = flydsl_flash_attn_func(q, k, v, False, return_lse=True, q_descale=torch.tensor(0.0))
+    wanted = v.float().mean(1, keepdim=True).expand(1, 33, 2, DIM)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-3, rtol=1e-2)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "splits"), [(100, 500, True, 4), (1, 450, True, 0), (31, 65, False, 2)]
+)
+def test_split_keys(queries, keys, causal, splits, seed, emulated):
+    """The second with query heads as rows."""
+    scales = {name: torch.tensor([[0.5, 2.0]]) for name in DESCALES}
+    compare(*inputs(seed, queries, keys, 4, 2, largest=1.0), causal, seed, num_kv_splits=splits, **scales)
+
+
+def test_strided_inputs(seed, emulated):
+    """Rows that lie head by head, or with other tensors' between them; the emulator faults outside of them."""
+    wide = inputs(seed, 90, 200, heads=4, kv_heads=4, largest=1.0)
+    q = wide[0].transpose(1, 2).contiguous().transpose(1, 2)[:, :, ::2]
+    k, v = torch.stack([x.view(torch.uint8) for x in wide[1:]], dim=2).view(E4M3).unbind(2)
+    compare(q, k[:, :, 1:3], v[:, :, 1:3], True, seed)
+
+
+def test_maxima_that_grow(seed, emulated):
+    """Scores that grow by 3.5 from tile to tile, in log2 units: no probability is larger than the offset's 2^8."""
+    q, k, v = inputs(seed, 64, 64 * 6, heads=1, largest=0.25)
+    q[..., 0] = torch.tensor(2.0).to(E4M3)
+    step = 3.5 / 2 * math.sqrt(DIM) / math.log2(math.e)
+    k[0, :, 0, 0] = (torch.arange(6).repeat_interleave(64) * step).to(E4M3)
+    counts = torch.zeros(2)
+    compare(q, k, v, False, seed, debug_counts=counts)
+    # two waves have rows; the others repeat the last one
+    assert counts[1].item() == 6 * WAVES, f"seed {seed}"
+
+
+# instructions
+
+
+@functools.cache
+def compiled(causal: bool, features: Features = NO_FEATURES, split: bool = False) -> fly.Artefact:
+    tensor = functools.partial(fly.TensorSpec, alignment=16, unit_stride=True)
+    operands = [fly.TensorSpec("f32", 2, 4, False)] * len(features.operands)
+    out, lse = tensor("f32" if split else "bf16", 4 + split), tensor("f32", 3 + split)
+    specs = (*[tensor("f8e4m3", 4)] * 3, out, lse, fly.ScalarSpec("f32"), None, None, None, *operands)
+    options = DualWaveOptions(DIM, causal, features=features)
+    return fly.compile(flash_attn_gfx950_fp8, *specs, block=BLOCK, target="gfx950", options=options)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("features", [NO_FEATURES, Features(DESCALES)], ids=["plain", "descaled"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_registers_and_shared_memory(causal, features, split):
+    resources = compiled(causal, features, split).resources
+    assert (resources.spills, resources.scratch_bytes) == (0, 0)
+    assert resources.registers + resources.accum_registers <= 208
+    assert resources.shared_bytes == 33664
+
+
+def run(tiles: int, causal: bool) -> None:
+    """One block against so many key tiles; equal scores, so that one rescale is all there is."""
+    q, k = (torch.zeros(1, n, 1, DIM, dtype=torch.uint8).view(E4M3) for n in (256, 64 * tiles))
+    out = torch.empty(1, 256, 1, DIM, dtype=torch.bfloat16)
+    arguments = (q, k, k, out, torch.empty(1, 1, 256), 0.1, None, None, None)
+    flash_attn_gfx950_fp8[(1, 1, 1), BLOCK](*arguments, options=DualWaveOptions(DIM, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_instructions_of_a_tile(causal, unchecked):
+    few, many, mix = 5, 9, Counter()
+    for tiles, sign in ((many, 1), (few, -1)):
+        run(tiles, causal)
+        for opcode, count in unchecked.last.mix.items():
+            mix[opcode] += sign * count / ((many - few) * WAVES)
+    kept = ("v_mfma.*", "v_exp_f32", "v_cvt_pk_fp8_f32", "ds_read_b128", "ds_read_b64_tr_b8", "buffer_load_dwordx4")
+    found = [sum(n for opcode, n in mix.items() if re.fullmatch(pattern, opcode)) for pattern in kept]
+    assert found == [32, 32, 16, 8, 16, 2]
+    assert (mix["s_barrier"], mix["s_waitcnt"]) == (4, 2)
+    assert sum(mix.values()) <= 194.5
+    assert not any(re.match("scratch|flat|global|v_accvgpr|ds_write", o) for o, count in mix.items() if count)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bank_conflicts(model, unchecked):
+    """Every LDS access of a launch, with 32 banks and with 64."""
+    unchecked.lds_observer = counter = BankCounter(model)
+    try:
+        run(5, False)
+    finally:
+        unchecked.lds_observer = None
+    assert set(counter.accesses) == {"buffer_load_dwordx4", "ds_read_b128", "ds_read_b64_tr_b8"}
+    assert +counter.extra == {}
+
+
+# pieces
+
+
+@pytest.mark.parametrize("tile", [k_tile(), v_tile()], ids=["k", "v"])
+def test_places_of_8_bit_tiles(tile):
+    places = [tile(*at) for at in itertools.product(range(tile.rows), range(tile.columns))]
+    assert len(set(places)) == tile.rows * tile.columns == 64 * DIM
+    assert max(places) < tile.bytes == 8 * (1024 + 16)
+    assert all(tile.displace(r, c) == (0, tile(r, c)) for r, c in [(1, 0), (32, 16), (16, 96)])
+
+
+def test_padding_keeps_16_bytes_together():
+    with pytest.raises(LayoutError, match="with 8 of padding; the padding is a multiple of 16"):
+        fly.PaddedTile(fly.Layout((16, 64), (64, 1)), 512, 8, element_bytes=1)
+
+
+def test_atom_and_loads_of_bytes():
+    gfx950 = target("gfx950")
+    atom = gfx950.mma("f8e4m3")
+    assert gfx950.atom(atom.name) is atom and atom not in gfx950.mma_atoms
+    for operand in "ab":
+        layout = getattr(atom, operand)
+        held = {layout((lane, value)) for lane in range(64) for value in range(16)}
+        assert held == set(range(32 * 32))
+        assert all(layout((lane, value)) == lane % 32 + 32 * (16 * (lane // 32) + value)
+                   for lane in range(64) for value in range(16))  # fmt: skip
+    for load in gfx950.byte_loads:
+        assert gfx950.matrix_load(load.name) is load and load.bits == 8
+        given = [load.table((lane, value)) for lane in range(64) for value in range(load.values)]
+        assert sorted(given) == list(range(64 * load.run))
+    assert fly.chain(atom).columns[:8] == (0, 1, 2, 3, 8, 9, 10, 11)
+
+
+@fly.kernel
+def narrowed(x: fly.Tensor, out: fly.Tensor):
+    """out[lane] = x[lane] as e4m3."""
+    lane = fly.lane_id()
+    out.store(cvt_pk_fp8(x.load(lane, 0, length=8)), lane, 0)
+
+
+def test_conversion_is_to_nearest_even(seed, unchecked):
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) * 2.0 ** torch.arange(-8, 8)[
+        :, None
+    ].repeat(4, 1)
+    x = x.clamp(-440, 440)
+    x[0] = torch.tensor([0.0, 448.0, -448.0, 2.0**-10, 3 * 2.0**-10, 17.0, 19.0, -0.0])
+    out = torch.zeros(64, 8, dtype=torch.uint8).view(E4M3)
+    narrowed[(1, 1, 1), 64](x, out)
+    assert torch.equal(out.view(torch.uint8), x.to(E4M3).view(torch.uint8)), f"seed {seed}"
+
+
+@fly.kernel
+def narrowed_wrongly(x: fly.Tensor):
+    """Two values are half a word."""
+    cvt_pk_fp8(x.load(0, 0, length=2))
+
+
+def test_conversion_takes_fours():
+    with pytest.raises(DTypeError, match="cvt_pk_fp8 takes a vector of f32 whose length is a multiple of 4"):
+        fly.compile(narrowed_wrongly, fly.TensorSpec("f32", 2, 16, True), block=64, target="gfx950")
+
+
+# arguments and dispatch
+
+REQUEST = Request(
+    head_dim=DIM,
+    dtype="f8e4m3",
+    causal=True,
+    cross_seqlen=False,
+    return_lse=False,
+    batch=2,
+    seq_len=300,
+    seq_len_kv=300,
+    num_heads=8,
+    num_kv_heads=2,
+    softmax_scale=0.1,
+    features=("descale",),
+    asked=Features(DESCALES),
+)
+
+
+def test_what_is_refused_names_an_alternative(monkeypatch):
+    monkeypatch.delenv("FLY_KERNEL", raising=False)
+    assert dispatch.choose("gfx950", REQUEST).name == "gfx950_fp8"
+    for change, text in [
+        ({"features": ("packed",)}, "gfx950_fp8 kernel does not do packed sequences .*: call it once per sequence"),
+        ({"features": ("paged",)}, "the gfx950_fp8 kernel does not do keys in pages .*: gather"),
+        ({"features": ("softcap",)}, "the gfx950_fp8 kernel does not do softcap yet: a score_mod"),
+        ({"head_dim": 64}, "the gfx950_fp8 kernel takes head_dim 128, not 64: pad q, k and v with zeros to"),
+        ({"dtype": "f8e5m2"}, "the gfx950_fp8 kernel takes f8e4m3, not f8e5m2: convert with"),
+        (
+            {"tuning": {"dualwave_swp_lazy_rescale": True}},
+            "the gfx950_fp8 kernel has no tuning option dualwave_swp_lazy_rescale on gfx950: leave it out",
+        ),
+        ({"dtype": "bf16"}, "the gfx950 kernel does not do scales of 8-bit inputs"),
+    ]:  # fmt: skip
+        with pytest.raises(UnsupportedError, match=text):
+            dispatch.choose("gfx950", replace(REQUEST, **change))
+    with pytest.raises(UnsupportedError, match="takes bf16, f16, not f8e4m3: convert with"):
+        dispatch.choose("gfx942", REQUEST)
+
+
+def test_other_head_dimensions_have_no_build():
+    tensor = functools.partial(fly.TensorSpec, alignment=16, unit_stride=True)
+    specs = (*[tensor("f8e4m3", 4)] * 3, tensor("bf16", 4), None, fly.ScalarSpec("f32"), None, None, None)
+    with pytest.raises(ShapeError, match="head_dim is 64; the gfx950 kernel of 8-bit floats takes 128"):
+        fly.compile(flash_attn_gfx950_fp8, *specs, block=BLOCK, target="gfx950", options=DualWaveOptions(64, False))
