@@ -53,10 +53,9 @@ def row_options(row, features=NO_FEATURES) -> Fp8Options:
 
 
 def accept(artefact, options, directory) -> None:
-    """No note of ptxas, and no spills where O is added up whole; in pieces it leaves a few, outside of the loops."""
+    """No note of ptxas, and at most a few words spilled: a tile's own O takes what registers are left."""
     report = run_ptxas(artefact.isa, "sm_90a", directory)
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
-    assert spilled <= (0 if options.piece == options.head_dim_v else 160), report
+    assert sum(map(int, re.findall(r"(\d+) bytes spill", report))) <= 160, report
     assert not re.search(r"\(C\d+\)|warning|Potential", report), report
     assert options.tile_bytes < artefact.dynamic_shared <= min(options.tile_bytes + 2048, 227 << 10)
 

@@ -68,6 +68,14 @@ def test_scales(shape, splits, generator):
         assert wrong(generator, *tensors, False, v_descale=scales["v_descale"]) is None
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_values_of_one_sign(dim, generator):
+    """Which add up: what products cut off does as well."""
+    for queries, keys in ((64, 8192), (4096, 4096)):
+        q, k, v = inputs(generator, queries, keys, dim)
+        assert wrong(generator, q, k, v.float().abs().to(E4M3), True) is None
+
+
 def test_strides(generator):
     assert wrong(generator, *inputs(generator, 150, 270, 64, row=192), True) is None
 
