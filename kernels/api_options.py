@@ -59,7 +59,7 @@ DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink")
 PACKED = (*DENSE, "page_table")
 CACHE = ("page_table", "learnable_sink")
 
-_FP8 = "8-bit inputs are not available, convert q, k and v with .to(torch.bfloat16)"
+_FP8 = "flydsl_flash_attn_func takes 8-bit inputs and their scales"
 _MOD = "flydsl_flash_attn_func takes one (with fly's own signature)"
 # (its default, what to do instead)
 UNAVAILABLE: Mapping[str, tuple[Any, str]] = {

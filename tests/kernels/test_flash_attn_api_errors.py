@@ -197,7 +197,7 @@ MISTAKES = {
         paged,
         {"q": Q.flatten(0, 1).to(torch.float8_e4m3fn), "k_descale": torch.ones(2, 2)},
         UNSUPPORTED,
-        "k_descale is not available: 8-bit inputs are not available, convert q, k and v with .to(torch.bfloat16)",
+        "k_descale is not available: flydsl_flash_attn_func takes 8-bit inputs and their scales",
     ),
 }
 
