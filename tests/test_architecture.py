@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 EXCEPTIONS = {
     ("fly.runtime.cli", "kernels.commands"): "the command line has the kernel library's commands",
     ("fly.runtime.profile_cli", "kernels.flash_attn_interface"): "the command line profiles calls of flash attention",
+    ("fly.runtime.profile_cli", "kernels.tile_scheduler"): "and where on the grid their blocks are",
 }
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {

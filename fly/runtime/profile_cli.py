@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly import config
-from fly.backends.target import target
 from fly.errors import ArgumentError, DeviceError
 from fly.runtime.emulate_arguments import HELP
 from fly.runtime.object_files import add_launch_options, file_launch, kernel_of, literal, numbers, read_object
@@ -259,6 +258,7 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     Args:
         settings: of `flash_attention`, for which the launch was captured.
     """
+    from fly.backends.target import target
     from fly.emulator.timing.launch import Places
 
     scheduler = importlib.import_module("kernels.tile_scheduler")
