@@ -269,14 +269,10 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     xcds = target(launch.program.arch).xcds
 
     def place(workgroup: int) -> int:
-        if launch.kernel.endswith("gfx950"):
-            block = scheduler.shared_keys_place(workgroup, launch.grid, group, xcds)[0]
-        else:
-            block = workgroup % blocks
+        block = scheduler.shared_keys_place(workgroup, launch.grid, group, xcds)[0]
         return blocks - 1 - block if chosen.arguments["causal"] else block
 
-    sharing = blocks * group if launch.kernel.endswith("gfx950") else blocks // xcds
-    return replace(launch, places=Places(blocks, place, sharing))
+    return replace(launch, places=Places(blocks, place, blocks * group))
 
 
 def _other(path: str, launch: Launch) -> Launch:
