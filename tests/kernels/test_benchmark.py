@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import flash_attn_fwd as benchmark
-from benchmarks import report, shapes, tune
+from benchmarks import flash_attn_decode, report, shapes, tune
 from benchmarks.providers import Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
@@ -286,3 +286,16 @@ def test_the_page_on_benchmarks_names_what_there_is():
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
         assert re.search(rf"`(--)?{name}`", page), name
+
+
+def test_decoding_needs_whole_pages_and_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        flash_attn_decode.main(["--page_size", "100"])
+    assert "must be multiples of --page_size 100" in capsys.readouterr().err
+    assert flash_attn_decode.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_a_cell_of_decoding_counts_keys_and_values():
+    assert flash_attn_decode.Cell(1, 131072, 64, 8, 128, "bf16").bytes == 2 * 131072 * 8 * 128 * 2
