@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import flash_attn_fwd as benchmark
 from benchmarks import flash_attn_decode, report, shapes, tune
+from benchmarks import flash_attn_fwd as benchmark
 from benchmarks.providers import Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
