@@ -186,8 +186,7 @@ def run(cells: Sequence[Cell], names: Sequence[str], page_size: int, iters: int)
     return records
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; exit code 2 where there is no GPU."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time decoding next to its peers and the speed of memory.")
     parser.add_argument("--batch", type=int, nargs="+", metavar="N", default=BATCHES)
     parser.add_argument("--seq_len_kv", type=int, nargs="+", metavar="N", default=KEYS)
@@ -199,6 +198,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iters", type=int, metavar="N", default=15, help="rounds (15)")
     parser.add_argument("--provider", action="append", choices=tuple(PROVIDERS), help="only this one (repeatable)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; exit code 2 where there is no GPU."""
+    parser = _parser()
     args = parser.parse_args(argv)
     if any(keys % args.page_size for keys in args.seq_len_kv):
         parser.error(f"--seq_len_kv must be multiples of --page_size {args.page_size}, got {args.seq_len_kv}")

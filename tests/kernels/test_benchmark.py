@@ -281,7 +281,7 @@ def test_bad_flags(flags, message, capsys):
 def test_the_page_on_benchmarks_names_what_there_is():
     page = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
-    for parser in (harness._parser(), benchmark._parser(), tune._parser()):
+    for parser in (harness._parser(), benchmark._parser(), flash_attn_decode._parser(), tune._parser()):
         accepted |= {flag for action in parser._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
