@@ -92,11 +92,13 @@ def launch_of(
     request: Request,
     splits: int,
     last: Callable[[int | None], int] | None = None,
+    combines: bool = False,
 ) -> Launch:
-    """A launch of a forward kernel, and with split keys of the combination after it.
+    """A launch of a forward kernel, and with split keys of the combination after it, unless the kernel `combines`.
 
     `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
-    offsets, `debug_counts`, what `last(stream)` gives, and the operands that are tensors.
+    offsets, `debug_counts`, what `last(stream)` gives, if it `combines` the whole out and lse, and the operands that
+    are tensors.
     """
     more = (lambda stream: ()) if last is None else (lambda stream: (last(stream),))
     if splits == 1:
@@ -119,8 +121,17 @@ def launch_of(
         memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors.q.device)
     out, lse = partials.views(memory)
     forward = bound(out, lse)
-    combine = split_combine.prepare(out, lse, tensors, request)
     lse_offset = partials.lse_offset
+
+    def run_combining(tensors: Tensors, stream: int | None) -> None:
+        q, k, v, out, lse, *others, workspace, operands = tensors
+        partial = workspace.data_ptr()
+        first = (q.data_ptr(), k.data_ptr(), v.data_ptr(), partial, partial + lse_offset)
+        forward(*first, *_addresses(others), *more(stream), *_addresses((out, lse, *operands)), stream=stream)
+
+    if combines:
+        return Launch(run_combining, partials.bytes)
+    combine = split_combine.prepare(out, lse, tensors, request)
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
         q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors

@@ -192,8 +192,12 @@ class Given:
 
     def sink(self, place: Place) -> fly.Value | fly.RowVector | None:
         """The head's sink; None also for a part of the keys, as the combination takes it in."""
+        return None if place.split or self.get("sink") is None else _of_head(place, self.sink_of)
+
+    def sink_of(self, head: fly.Value) -> fly.Value | None:
+        """A head's sink, or None."""
         sink = self.get("sink")
-        return None if sink is None or place.split else _of_head(place, lambda head: sink.load(head).to(fly.f32))
+        return None if sink is None else sink.load(head).to(fly.f32)
 
     def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
         """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""

@@ -41,8 +41,10 @@ from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
+from kernels.sm90_combine import Combination
 from kernels.sm90_launch import bind_build
 from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
+from kernels.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
@@ -93,6 +95,8 @@ def flash_attn_sm90(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -103,13 +107,14 @@ def flash_attn_sm90(
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
-    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and
-    after; `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on
-    at a time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
+    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: see
+    `kernels.tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
+    `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a
+    time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
     sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
     block for each multiprocessor is best.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     run_block((q, k, v), tensors, (seq_len_kv, group, section), scale_log2, operands, options, Producer, Consumer)
 
 
@@ -125,10 +130,10 @@ def run_block(
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
-    `maps`, `tensors`, `sizes`: q to v, out to counters, and seq_len_kv to section of its parameters.
+    `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
     """
     q, k, v = maps
-    out, lse, cu_seqlens_q, cu_seqlens_kv, counters = tensors
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters, *whole = tensors
     seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
@@ -162,7 +167,9 @@ def run_block(
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
-        consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
+        role = consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split)
+        ends = (out, lse), whole, pack, options.head_dim_v, CLEARED
+        role.run(out, lse, Combination(schedule, given, *ends) if options.combines else None)
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,7 @@ class Consumer:
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
 
-    def run(self, out: fly.Tensor, lse: fly.Tensor | None) -> None:
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None, combination: Combination | None) -> None:
         """All of the block's tiles."""
         board = self.buffers.board
         if self.options.ping_pong:
@@ -319,13 +326,14 @@ class Consumer:
             )
             inverse, row_lse = self._finish(work, state.softmax)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
+            of_part = (lambda tensor, w=work: part(tensor, w.split)) if self.split else lambda tensor: tensor
+            view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, output)
             if lse is not None:
-                vector = self.schedule.vector_of(
-                    work, self.schedule.part(lse, work, self.split), self.options.pack_gqa
-                )
+                vector = self.schedule.vector_of(work, of_part(lse), self.options.pack_gqa)
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
+            if combination is not None:
+                combination.run(work, self.count(work))
             tiles.next(following, next_state, board_at)
 
     def _first_if_any(self, work: Work, start: tuple) -> State:

@@ -88,6 +88,8 @@ def flash_attn_sm90_fp8(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -100,7 +102,7 @@ def flash_attn_sm90_fp8(
     q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
     (B, Hkv) f32.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
     run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
 

@@ -19,6 +19,7 @@ from fly.errors import ShapeError
 from kernels.dispatch import Request
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_sm90_tiles import TILES
+from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
@@ -34,7 +35,7 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are; `page_size`: of keys in pages.
+    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself.
     """
 
     head_dim: int
@@ -50,10 +51,13 @@ class Sm90Options:
     pack_gqa: int = 1
     features: Features = NO_FEATURES
     page_size: int | None = None
+    combines: bool = False
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
+        if self.combines and self.consumers > 1:
+            raise ShapeError(f"consumers is {self.consumers}; expected 1 where the kernel combines split keys")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
         if (self.page_size is None) == ("block_table" in self.features.operands):
@@ -194,7 +198,8 @@ def _plain_build_for(
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return options, request.num_kv_splits or automatic
+        splits = request.num_kv_splits or automatic
+        return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units, table)
     return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
