@@ -195,17 +195,13 @@ class Given:
         sink = self.get("sink")
         return None if sink is None or place.split else _of_head(place, lambda head: sink.load(head).to(fly.f32))
 
-    def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
-        """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""
+    def at(self, place: Place) -> Given:
+        """With what is one number for the head loaded: for before a loop in which `modify` is."""
         slopes = self.get("alibi_slopes")
         if not isinstance(slopes, fly.Tensor):
-            return slopes
-        return _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
-
-    def at(self, place: Place) -> Given:
-        """With what is one number for the head loaded, so that no tile of a block with one place loads it again."""
-        slope = self.slope(place)
-        return self if slope is None else replace(self, operands={**self.operands, "alibi_slopes": slope})
+            return self
+        slope = _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
+        return replace(self, operands={**self.operands, "alibi_slopes": slope})
 
     def modify(
         self,
@@ -214,11 +210,10 @@ class Given:
         rows: fly.RowVector,
         first_key: Any,
         place: Place,
-        slope: fly.Value | fly.RowVector | None = None,
     ) -> fly.Fragment:
         """Raw scores as the softmax takes them (see `scale`), not masked.
 
-        `rows`: query indices; columns start at `first_key`. `slope`: of `place`, where it has been loaded.
+        `rows`: query indices; columns start at `first_key`. What `at(place)` loads is loaded here if it is not yet.
         """
         if not self.features.modifies:
             return scores
@@ -229,8 +224,7 @@ class Given:
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
         if self.get("alibi_slopes") is not None:
-            slope = self.slope(place) if slope is None else slope
-            scores = _alibi(scores, slope, rows, first_key, place.keys)
+            scores = _alibi(scores, self.at(place).get("alibi_slopes"), rows, first_key, place.keys)
         if (bias := self.get("bias")) is not None:
 
             def add_bias(score: Any, head: Any, query: Any, key: Any) -> Any:
