@@ -120,18 +120,17 @@ def launch_of(
     out, lse = partials.views(memory)
     forward = bound(out, lse)
     combine = split_combine.prepare(out, lse, tensors, request)
-    lse_offset = partials.lse_offset
+    lse_offset, places = partials.lse_offset, split_combine.operand_places(request)
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
         q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
-        combined = split_combine.operands_of(operands, request) if operands else ()
+        given = _addresses(operands)
         partial = workspace.data_ptr()
         partials = (partial, partial + lse_offset)
         others = _addresses((cu_seqlens_q, *rest))
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream))
-        forward(*addresses, *_addresses(operands), stream=stream)
-        ends = _addresses((out, lse, cu_seqlens_q, *combined))
-        combine(*partials, *ends, stream=stream)
+        forward(*addresses, *given, stream=stream)
+        combine(*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places], stream=stream)
 
     return Launch(run_split, partials.bytes)
 

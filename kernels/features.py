@@ -122,10 +122,13 @@ class Features:
     mask_mod: Mod | None = None
     block_size: tuple[int, int] | None = None
 
+    def place(self, name: str) -> int:
+        """Where operand `name` is among those of a call's operands that are tensors."""
+        return [n for n in self.operands if n not in NUMBERS].index(name)
+
     def tensor(self, operands: Iterable[Any], name: str) -> Any:
         """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
-        tensors = [value for value in operands if not isinstance(value, int | float)]
-        return tensors[[n for n in self.operands if n not in NUMBERS].index(name)]
+        return [value for value in operands if not isinstance(value, int | float)][self.place(name)]
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""
