@@ -259,8 +259,7 @@ def flydsl_flash_attn_func(
 
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
-            dtype = OUT_DTYPES.get(q.dtype, q.dtype)
-            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
+            out = _empty_out(q, v)
         lse = _empty_lse(q) if return_lse else None
         if plan is None:
             if workspace is not None:
@@ -290,8 +289,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     call = check_call(q, k, v, causal, out, options)
     kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
-    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device) if out is None else out
+    out = _empty_out(q, v) if out is None else out
     lse = _empty_lse(q) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
     tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)
@@ -299,6 +297,11 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 _NO_SCOPE: AbstractContextManager[None] = nullcontext()
+
+
+def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+    return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:
