@@ -98,17 +98,20 @@ def launch_of(
     `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
     offsets, `debug_counts`, what `last(stream)` gives, and the operands that are tensors.
     """
-    more = (lambda stream: ()) if last is None else (lambda stream: (last(stream),))
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
         optional = [i for i, tensor in enumerate(tensors[:8]) if i >= 4 and tensor is not None]
 
         def run(tensors: Tensors, stream: int | None) -> None:
-            q, k, v, out = tensors[:4]
-            others = [tensors[i].data_ptr() for i in optional] if optional else ()
-            operands = _addresses(tensors.operands) if tensors.operands else ()
-            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
-            forward(*addresses, *others, *more(stream), *operands, stream=stream)
+            q, k, v, out, *_, operands = tensors
+            addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
+            if optional:
+                addresses += [tensors[i].data_ptr() for i in optional]
+            if last is not None:
+                addresses.append(last(stream))
+            if operands:
+                addresses += _addresses(operands)
+            forward(*addresses, stream=stream)
 
         return Launch(run)
 
@@ -127,8 +130,9 @@ def launch_of(
         given = _addresses(operands)
         partial = workspace.data_ptr()
         partials = (partial, partial + lse_offset)
-        others = _addresses((cu_seqlens_q, *rest))
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream))
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *_addresses((cu_seqlens_q, *rest))]
+        if last is not None:
+            addresses.append(last(stream))
         forward(*addresses, *given, stream=stream)
         combine(*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places], stream=stream)
 
