@@ -250,8 +250,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
 
     def run(tensors: Tensors, stream: int | None) -> None:
-        memory = tensors.workspace.reshape(-1).view(torch.uint8)
+        memory = tensors.workspace
         turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
-        forward.run(tensors._replace(v=memory, workspace=memory[start:]), stream)
+        parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
+        forward.run(tensors._replace(v=memory, workspace=parts), stream)
 
     return Launch(run, start + forward.workspace_bytes)
