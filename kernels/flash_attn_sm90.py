@@ -48,7 +48,7 @@ from kernels.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
-Slope = fly.Value | fly.RowVector | None  # ALiBi's
+OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 
 
 @dataclass(frozen=True)
@@ -432,23 +432,23 @@ class Consumer:
         scores = work.keys.apply(scores, queries, first_key)
         return self.given.mask(scores, queries, first_key, self.place(work)) if self.every_mask else scores
 
-    def _modified(self, work: Work, j: Any, scores: fly.Value, slope: Slope) -> fly.Fragment:
+    def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead) -> fly.Fragment:
         """Scores of key tile j as the softmax takes them, not masked."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
         first_key = j * self.options.block_n
-        return self.given.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), slope)
+        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work))
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
-    def _start(self, work: Work, scores: fly.Value, slope: Slope) -> tuple[OnlineSoftmax, fly.Fragment]:
+    def _start(self, work: Work, scores: fly.Value, of_head: OfHead) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile."""
         j = work.last_tile - 1
-        fragment = self._modified(work, j, scores, slope)
+        fragment = self._modified(work, j, scores, of_head)
         if self.diagonal or self.every_mask or self.features.windowed:
             fragment = self._mask(work, j, fragment)
         else:
@@ -456,15 +456,15 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = self._advance(slope, start, fragment, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(of_head, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
 
-    def _of_head(self, work: Work) -> Slope:
+    def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
-        return self.given.slope(self.place(work))
+        return self.given.at(self.place(work))
 
     def _advance(
-        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """`OnlineSoftmax.advance`."""
         return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
@@ -481,35 +481,35 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, scores, slope)
+        softmax, probabilities = self._start(work, scores, of_head)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and not self.every_mask:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, of_head, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
         if self.features.windowed and not self.every_mask:
             begin = fly.minimum(work.whole_from, end)
         for i, carried in (loop := fly.range(end - begin, carry=carry)):
-            loop.next(self.step(work, end - 1 - i, *carried, slope, masked=self.every_mask))
+            loop.next(self.step(work, end - 1 - i, *carried, of_head, masked=self.every_mask))
         if self.features.windowed and not self.every_mask:
             for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
-                loop.next(self.step(work, begin - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, begin - 1 - i, *carried, of_head, masked=True))
         return loop.results
 
     def step(
-        self, work: Work, j: Any, output: fly.Value, state: State, slope: Slope, masked: bool
+        self, work: Work, j: Any, output: fly.Value, state: State, of_head: OfHead, masked: bool
     ) -> tuple[fly.Value, State]:
         """Key tile j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
@@ -522,12 +522,12 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j, scores, slope)
+        fragment = self._modified(work, j, scores, of_head)
         if masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = self._advance(
-            slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
+            of_head, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
@@ -545,7 +545,7 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
-        slope = self._of_head(following)
+        of_head = self._of_head(following)
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
@@ -557,7 +557,7 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, scores, slope)
+        softmax, probabilities = self._start(following, scores, of_head)
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
         buffers.v_ring.release(state.v_at)

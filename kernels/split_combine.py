@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,25 +152,26 @@ def combined(
     return output * fly.broadcast(inverse, VECTOR), lse
 
 
-def operands_of(operands: Iterable[Any], request: Request) -> tuple[Any, ...]:
-    """The operands that the combination takes, of those of a call."""
+def operand_places(request: Request) -> tuple[int, ...]:
+    """Which the combination takes of a call's operands that are tensors."""
     asked = request.asked
-    return tuple(asked.tensor(operands, name) for name in asked.only(OPERANDS).operands)
+    return tuple(asked.place(name) for name in asked.only(OPERANDS).operands)
 
 
 def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
     """Compile and bind the combination.
 
-    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those of `operands_of`.
+    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those at `operand_places`.
     """
+    asked = request.asked.only(OPERANDS)
     blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.value_dim))
-    statics = {"head_dim": request.value_dim, "features": request.asked.only(OPERANDS)}
+    statics = {"head_dim": request.value_dim, "features": asked}
     arguments = (
         partial_out,
         partial_lse,
         tensors.out,
         tensors.lse,
         tensors.cu_seqlens_q,
-        *operands_of(tensors.operands, request),
+        *(request.asked.tensor(tensors.operands, name) for name in asked.operands),
     )
     return bind(split_combine, blocks, THREADS, arguments, statics, compile_kernel)
