@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fly
@@ -102,11 +103,9 @@ class Producer:
         return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
 
     def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        j, note = self._tile(work, j), None
-        if (numbers := self.buffers.numbers) is not None:
-            note = lambda: numbers.store(j, at.index)  # noqa: E731
-        places = self._keys(work, j)
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places, note=note)
+        j, buffers = self._tile(work, j), self.buffers
+        note = None if buffers.numbers is None else partial(buffers.numbers.store, j, at.index)
+        return self._load(self.k, buffers.k_ring, buffers.k, buffers.k_tile, at, self._keys(work, j), note=note)
 
     def _load_v(self, at: Position, work: Work, j: Any) -> Position:
         places = self._keys(work, self._tile(work, j))
