@@ -260,17 +260,8 @@ class Schedule:
         range_ = KeyRange(queries, keys, self.causal, left=left, right=right)
         full, last = range_.tiles(first_row, self.block_m, self.block_n)
         if self.lists:
-            whole = range_.skipped(first_row, self.block_m, self.block_n)[1]
-            listed = None
-            if not steps:
-                tiles = fly.ceil_div(keys, self.block_n)
-                place = (self._existing(batch), head, first_row)
-                listed = TileList.of(self.given, *place, self.block_n, tiles, alone)
-                steps = self._steps(listed, split)
-            first, partial, last = steps
-            seen = SeenTiles(whole, full)
-            place = (batch, head, first_row, split, q_first, k_first)
-            return Work(*place, range_, first, first, partial, last, seen=seen, listed=listed)
+            seen = SeenTiles(range_.skipped(first_row, self.block_m, self.block_n)[1], full)
+            return self._listed((batch, head, first_row, split, q_first, k_first), range_, seen, steps)
         if left is None:
             first, full, end = split_tiles(full, last, split, self.splits)
             whole = first
@@ -282,11 +273,20 @@ class Schedule:
         last = fly.maximum(end, first + 1)
         return Work(batch, head, first_row, split, q_first, k_first, range_, first, whole, full, last)
 
-    def _steps(self, listed: TileList, split: fly.Value) -> tuple[fly.Value, fly.Value, fly.Value]:
-        """(first, partial, last) steps of a split; where it has none, one past the list's end, without keys."""
-        first, partial, end = split_tiles(listed.whole_steps, listed.steps, split, self.splits)
-        first = fly.select(first < end, first, listed.steps)
-        return first, partial, fly.maximum(end, first + 1)
+    def _listed(
+        self, place: tuple[Any, ...], range_: KeyRange, seen: SeenTiles, steps: tuple[fly.Value, ...]
+    ) -> Work:
+        """The tile at a place, of a list; the list is read where its `steps` are not known."""
+        batch, head, first_row, split, *_ = place
+        listed = None
+        if not steps:
+            tiles = fly.ceil_div(range_.keys, self.block_n)
+            listed = TileList.of(self.given, self._existing(batch), head, first_row, self.block_n, tiles, alone)
+            steps = split_tiles(listed.whole_steps, listed.steps, split, self.splits)
+        first, partial, end = steps
+        # a part without steps takes one past the list's end: parts with fewer steps are the last ones
+        last = fly.maximum(end, first + 1)
+        return Work(*place, range_, first, first, partial, last, seen=seen, listed=listed)
 
     def queries_of(self, work: Work) -> Sequence:
         """A tile's sequence in the tensors of queries, to be indexed by row and head."""
