@@ -141,8 +141,13 @@ class Features:
 
     @property
     def elementwise(self) -> bool:
-        """Whether there is code for every score alone."""
-        return self.score_mod is not None or self.mask_mod is not None or "bias" in self.operands
+        """Whether there is code for every score of every tile alone."""
+        return self.score_mod is not None or self.masks_every_tile or "bias" in self.operands
+
+    @property
+    def masks_every_tile(self) -> bool:
+        """Whether there is a `mask_mod` that is not for partial blocks alone."""
+        return self.mask_mod is not None and self.block_size is None
 
     @property
     def per_score(self) -> bool:

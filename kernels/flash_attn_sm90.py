@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     barrier_arrive,
@@ -32,8 +32,8 @@ from fly.backends.nvvm.intrinsics import (
     setmaxnreg_inc,
     warpgroup_id,
 )
-from fly.backends.nvvm.mbarrier import Position, Ring, init_all
-from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.backends.nvvm.mbarrier import Position, init_all
+from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
@@ -43,46 +43,13 @@ from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
 from kernels.sm90_combine import Combination
 from kernels.sm90_launch import bind_build
-from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
+from kernels.sm90_producer import Buffers, Producer
+from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
 from kernels.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
 OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Shared memory: tiles, the rings over them, and the board that says what the block works on."""
-
-    q: fly.Pointer
-    k: fly.Pointer
-    v: fly.Pointer
-    q_tile: PanelTile
-    k_tile: PanelTile
-    v_tile: PanelTile
-    q_ring: Ring
-    k_ring: Ring
-    v_ring: Ring
-    board: Board
-
-    @staticmethod
-    def allocate(options: Sm90Options) -> Buffers:
-        """Of one block."""
-        q_tile, k_tile, v_tile = options.tiles
-        warps = options.consumers * WARPGROUP // 32
-        return Buffers(
-            q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
-            k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
-            v=fly.alloc_shared("v", v_tile.bytes * options.stages, 1024),
-            q_tile=q_tile,
-            k_tile=k_tile,
-            v_tile=v_tile,
-            q_ring=Ring.allocate("q", options.q_stages, warps),
-            k_ring=Ring.allocate("k", options.stages, warps),
-            v_ring=Ring.allocate("v", options.stages, warps),
-            board=Board.allocate(warps),
-        )
 
 
 @fly.kernel
@@ -173,101 +140,18 @@ def run_block(
 
 
 @dataclass(frozen=True)
-class Producer:
-    """The one thread that fills the rings, in the order in which consumers need them."""
-
-    schedule: Schedule
-    buffers: Buffers
-    q: fly.TensorMap
-    k: fly.TensorMap
-    v: fly.TensorMap
-    group: Any
-    pack: int
-
-    def run(self) -> None:
-        """All of the block's tiles."""
-        schedule, board, bounded = self.schedule, self.buffers.board, self.schedule.bounded
-        work = schedule.find(fly.block_id.x)
-        board_at = board.publish(Position.start(), work, bounded)
-        q_at, k_at = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at)
-        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-            number = schedule.take()  # early: it is needed only after the loads
-            rest = work.last_tile - work.first_tile
-            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
-                j = work.last_tile - 1 - i
-                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
-            k_at, v_at = loop.results
-            following = schedule.find(number)
-            board_at = board.publish(board_at, following, bounded)
-            # a tile's first K comes before the last V of the tile before
-            q_at, k_at = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
-        schedule.finish()
-
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
-        return fly.cond(
-            work.exists,
-            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
-            lambda: (q_at, k_at),
-        )
-
-    def _load_q(self, at: Position, work: Work) -> Position:
-        head = (work.head,) if self.pack == 1 else (work.head, 0)
-        place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
-
-    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        places = self._keys(work, j)
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places)
-
-    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        places = self._keys(work, j)
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
-
-    def _keys(self, work: Work, j: Any) -> list[tuple[Any, ...]]:
-        """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
-        schedule = self.schedule
-        row, head = work.k_first + j * schedule.block_n, work.head // self.group
-        if schedule.page_size is None:
-            return [(work.entry, row, head)]
-        # loaded before the wait for a slot, so that they arrive meanwhile; for V again, which holds fewer registers
-        pages = schedule.pages(work, j)
-        inside = row % schedule.page_size if len(pages) == 1 else 0
-        return [(page, inside, head) for page in pages]
-
-    def _load(
-        self,
-        tensor_map: fly.TensorMap,
-        ring: Ring,
-        memory: fly.Pointer,
-        tile: PanelTile,
-        at: Position,
-        places: list[tuple[Any, ...]],
-        column: Any = 0,
-    ) -> Position:
-        """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
-        `column`."""
-        barrier = ring.acquire(at, tile.bytes)
-        slot = memory.offset(at.index * tile.bytes)
-        piece_bytes = tile.panel_bytes // len(places)
-        for i, place in enumerate(places):
-            for panel in range(tile.panels):
-                corner = (*place, column + panel * tile.panel_columns)
-                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
-        return ring.next(at)
-
-
-@dataclass(frozen=True)
 class State:
-    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are."""
+    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are.
+
+    `tile`: with a block mask, which key tile it is.
+    """
 
     softmax: OnlineSoftmax
     weights: tuple[fly.Value, ...]
     q_at: Position
     k_at: Position
     v_at: Position
+    tile: fly.Value | None = None
 
 
 @dataclass(frozen=True)
@@ -299,7 +183,9 @@ class Consumer:
         self.scale_log2, self.scale = scale_log2, given.scale(scale_log2)
         self.features = features = options.features
         # which tiles need a mask: none but a sequence's last, those along a diagonal, or all of them
-        self.every_mask = features.mask_mod is not None
+        self.every_mask = features.masks_every_tile
+        # whether loops of their own take those; where a list has an order of its own, each tile tests whether it does
+        self.mask_loops = not (self.every_mask or schedule.lists)
         self.diagonal = options.causal or "window_right" in features.operands
         self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
@@ -342,7 +228,8 @@ class Consumer:
         def none() -> State:
             zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
             softmax = OnlineSoftmax.start(self.score_layout, 1)
-            return State(softmax, (zero,) * (self.options.block_n // self.output_atom.k), *start)
+            weights = (zero,) * (self.options.block_n // self.output_atom.k)
+            return State(softmax, weights, *start, fly.i32(0) if self.schedule.lists else None)
 
         return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
@@ -392,12 +279,18 @@ class Consumer:
         steps = self.options.head_dim // self.score_atom.k
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
+    def _listed(self, k_at: Position) -> fly.Value | None:
+        """With a block mask, which key tile is in K's slot."""
+        numbers = self.buffers.numbers
+        return None if numbers is None else fly.first_lane(numbers.load(k_at.index))
+
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
-        """Start O += P V of key tile j."""
+        """Start O += P V of key tile j, or with a list of step j."""
         tile = self.buffers.v_tile
         memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
+            j = j if state.tile is None else state.tile
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
         values = Operand(memory, tile, along_rows=True)
         steps = self.options.block_n // self.output_atom.k
@@ -432,6 +325,17 @@ class Consumer:
         scores = work.keys.apply(scores, queries, first_key)
         return self.given.mask(scores, queries, first_key, self.place(work)) if self.every_mask else scores
 
+    def _mask_listed(self, work: Work, step: Any, tile: fly.Value, scores: fly.Fragment) -> fly.Fragment:
+        """Scores of a step's key tile, masked where it needs that; most tiles are seen whole, and test it once."""
+        queries, first_key = self._queries(work), tile * self.options.block_n
+        whole = step < work.full_tiles
+
+        def masked() -> fly.Fragment:
+            kept = work.keys.apply(scores, queries, first_key)
+            return fly.cond(whole, lambda: kept, lambda: self.given.mask(kept, queries, first_key, self.place(work)))
+
+        return fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
+
     def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead) -> fly.Fragment:
         """Scores of key tile j as the softmax takes them, not masked."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
@@ -445,11 +349,15 @@ class Consumer:
         narrow = probabilities.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
-    def _start(self, work: Work, scores: fly.Value, of_head: OfHead) -> tuple[OnlineSoftmax, fly.Fragment]:
-        """Softmax of a tile's first scores: those of the last key tile."""
+    def _start(
+        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead
+    ) -> tuple[OnlineSoftmax, fly.Fragment]:
+        """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
         j = work.last_tile - 1
-        fragment = self._modified(work, j, scores, of_head)
-        if self.diagonal or self.every_mask or self.features.windowed:
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        if listed is not None:
+            fragment = self._mask_listed(work, j, listed, fragment)
+        elif self.diagonal or self.every_mask or self.features.windowed:
             fragment = self._mask(work, j, fragment)
         else:
             fragment = fly.cond(
@@ -484,26 +392,27 @@ class Consumer:
         of_head = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
+        listed = self._listed(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, scores, of_head)
-        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
+        softmax, probabilities = self._start(work, listed, scores, of_head)
+        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
         of_head = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
-        if self.diagonal and not self.every_mask:
+        if self.diagonal and self.mask_loops:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
                 loop.next(self.step(work, work.last_tile - 1 - i, *carried, of_head, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
-        if self.features.windowed and not self.every_mask:
+        if self.features.windowed and self.mask_loops:
             begin = fly.minimum(work.whole_from, end)
         for i, carried in (loop := fly.range(end - begin, carry=carry)):
             loop.next(self.step(work, end - 1 - i, *carried, of_head, masked=self.every_mask))
-        if self.features.windowed and not self.every_mask:
+        if self.features.windowed and self.mask_loops:
             for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
                 loop.next(self.step(work, begin - 1 - i, *carried, of_head, masked=True))
         return loop.results
@@ -511,9 +420,10 @@ class Consumer:
     def step(
         self, work: Work, j: Any, output: fly.Value, state: State, of_head: OfHead, masked: bool
     ) -> tuple[fly.Value, State]:
-        """Key tile j: its scores and softmax, and the product of the tile before it."""
+        """Key tile j, or with a list step j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
         buffers.k_ring.wait(state.k_at)
+        listed = self._listed(state.k_at)
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(state.q_at, state.k_at)
@@ -522,8 +432,10 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j, scores, of_head)
-        if masked:
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        if listed is not None:
+            fragment = self._mask_listed(work, j, listed, fragment)
+        elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = self._advance(
@@ -534,7 +446,7 @@ class Consumer:
         buffers.v_ring.release(state.v_at)
         output = self._rescaled(output, factor, needed)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at)
+        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
         def scaled() -> fly.Value:
@@ -549,6 +461,7 @@ class Consumer:
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
+        listed = self._listed(state.k_at)
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(q_at, state.k_at)
@@ -557,12 +470,12 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, scores, of_head)
+        softmax, probabilities = self._start(following, listed, scores, of_head)
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
         buffers.v_ring.release(state.v_at)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
+        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """The last product of the block's last tile."""

@@ -30,10 +30,11 @@ from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, OfHead, Producer, State, run_block
+from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
+from kernels.sm90_producer import Producer
 from kernels.sm90_schedule import Work
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448

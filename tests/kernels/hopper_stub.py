@@ -47,7 +47,7 @@ def install(monkeypatch: pytest.MonkeyPatch, compile: Compile | None = None) -> 
     monkeypatch.setitem(device._devices, ("cpu", config.ARCH.get()), stub)
     monkeypatch.setattr(tensor_map, "CPU", None)
     monkeypatch.setattr(prepared, "launcher_of", launcher_of)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device: counters)
+    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
     for module in (flash_attn_interface, kv_cache):
         monkeypatch.setattr(module, "_plans", {})
     return stub
