@@ -135,8 +135,8 @@ def flydsl_flash_attn_func(
             sharing no memory with q, k or v.
         cross_seqlen: whether queries and keys of a sequence may differ in number. Detected by default: from the
             shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
-        num_kv_splits: parts that the keys are split into, each computed by blocks of its own and combined by a
-            second kernel: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
+        num_kv_splits: parts that the keys are split into, each computed by blocks of its own and then
+            combined: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
         workspace: memory for split keys and turned 8-bit values instead of an allocation in the call, contiguous,
             16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused
             without these.
