@@ -168,9 +168,9 @@ class Fragment:
 
     @staticmethod
     def from_rows(layout: AccumulatorLayout, pieces: Sequence[Sequence[Sequence[Value]]]) -> Fragment:
-        """Of every row's elements apart: `pieces[row_tile][slot][column_tile]` are those of `layout.slot_values[slot]`.
+        """Of every row's elements: `pieces[row_tile][slot][column_tile]` are those of `layout.slot_values[slot]`.
 
-        Elements may be of another dtype than the accumulators'.
+        They may be of another dtype than the accumulators.
         """
         held = [v for registers in layout.slot_values for v in registers]
         order = [held.index(v) for v in range(layout.values)]
