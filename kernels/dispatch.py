@@ -168,6 +168,14 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
+def in_pages_or(need: Need, paged: Need) -> Need:
+    """Contiguous keys need the one, keys in pages the other."""
+    return Need(
+        f"{need.what}; of pages, {paged.what[0].lower()}{paged.what[1:]}",
+        lambda request: (paged if "paged" in request.features else need).refuses(request),
+    )
+
+
 def rows_within(bytes_: int) -> Need:
     """Neighbouring rows of K and V are less than `bytes_` apart."""
 
@@ -210,10 +218,10 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(*(name for name in EVERY_FEATURE if name not in ("paged", "block_mask")), "debug_counts"),
+        features=(*(name for name in EVERY_FEATURE if name != "block_mask"), "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
-        needs=(aligned(4), keys_within(2**32, ahead=200)),
+        needs=(aligned(4), in_pages_or(keys_within(2**32, ahead=200), rows_within(4 << 20))),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
