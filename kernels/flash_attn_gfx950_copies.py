@@ -96,6 +96,7 @@ class PagedCopies(Copies):
         return [fly.Stage("find pages", self.find, "pages", "pages", **place)]
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.PagePosition) -> tuple[fly.Token, fly.PagePosition]:
+        sched_barrier()  # K's reads before base and bound, which are computed while LDS is busy
         at = at.within(self.k_copy.source.pages.shape[0])  # v has as many
         return self.k_copy.issue(at, self.k[tile.slot]), at
 

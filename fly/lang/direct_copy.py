@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.errors import ShapeError
+from fly.ir import memory
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir import memory
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, compare, select
@@ -209,7 +209,7 @@ class PagedDirectCopy(_LineCopy):
         return PagePosition(row, memory.load(entry, self.source.table.dtype, constant=True))
 
     def issue(self, at: PagePosition, destination: SharedTile) -> Token:
-        """Start the tile on its way into `destination`, from a page `within` the source's; zeros past the last row."""
+        """Start the tile on its way into `destination`, from a page `within` them; rows past the end are zeros."""
         source, together = self.source, min(self.source.page_size, self.layout.rows)
         base = source.pages.at(at.page, 0, 0).offset(-self._bias)
         if source.page_size > together:

@@ -152,8 +152,8 @@ class PaddedTile:
         pads = (self.pad, self.group_pad)
         if min(pads) < 0 or any(pad % multiple for pad in pads) or self.order.size % (self.line * self.group):
             raise LayoutError(
-                f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} "
-                f"of padding, and groups of {self.group} with {self.group_pad} more; padding is a multiple of {multiple}"
+                f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} of "
+                f"padding, {self.group} to a group with {self.group_pad} more; padding is a multiple of {multiple}"
             )
         bits = [1 << b for b in range((self.order.size - 1).bit_length())]
         if sorted(self.order.table()[bit] for bit in bits) != bits:
