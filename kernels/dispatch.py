@@ -168,10 +168,25 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
-def in_pages_or(need: Need, paged: Need) -> Need:
-    """Contiguous keys need the one, keys in pages the other."""
+def page_within(bytes_: int, rows: int) -> Need:
+    """A page of K or V, and `rows` rows if it has fewer, span less than `bytes_` in memory."""
+
+    def refuses(request: Request) -> str | None:
+        most = bytes_ // max(request.page_size or 0, rows)
+        if request.kv_pitch < most:
+            return None
+        return (
+            f"takes keys less than {most} bytes apart in pages of {request.page_size}, not {request.kv_pitch}: make "
+            "k and v contiguous"
+        )
+
+    return Need(f"a page within {bytes_ >> 20} MiB", refuses)
+
+
+def unless_paged(need: Need, paged: Need) -> Need:
+    """`paged` is for keys in pages, `need` for others."""
     return Need(
-        f"{need.what}; of pages, {paged.what[0].lower()}{paged.what[1:]}",
+        f"{need.what}; {paged.what}",
         lambda request: (paged if "paged" in request.features else need).refuses(request),
     )
 
@@ -221,7 +236,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=(*(name for name in EVERY_FEATURE if name != "block_mask"), "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
-        needs=(aligned(4), in_pages_or(keys_within(2**32, ahead=200), rows_within(4 << 20))),
+        needs=(aligned(4), unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512))),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
