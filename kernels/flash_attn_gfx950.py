@@ -14,9 +14,9 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
 At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
-it. K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that
-need it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are
-static.
+it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguous keys or from pages
+(`kernels.flash_attn_gfx950_copies`). A wait comes two barriers before the reads that need it: the other group passes
+its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
@@ -62,6 +62,10 @@ class DualWaveOptions:
     """The static parameters of one build. The switches exist to measure what each device is worth.
 
     `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
+    `features`: what the operands are; `page_size`: of keys in pages.
+
+    Raises:
+        ShapeError: a head dimension that the kernel does not have, or a page size without a table or the reverse.
     """
 
     head_dim: int
@@ -77,7 +81,7 @@ class DualWaveOptions:
 
     @property
     def together(self) -> int:
-        """How many neighbouring keys of a tile are in one place."""
+        """How many neighbouring keys of a tile lie one after the other in memory."""
         return min(self.page_size or BLOCK_N, BLOCK_N)
 
     def __post_init__(self):
