@@ -106,13 +106,16 @@ class LazySoftmax:
     total: fly.Value
     rescales: fly.Value
 
-    def finish(self, layout: fly.AccumulatorLayout, sink: fly.Value | None) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(
+        self, layout: fly.AccumulatorLayout, sink: fly.Value | fly.RowVector | None
+    ) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
         total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             # the shift of a row without any key is 0
             maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, -self.shift))
-            return finish_with_sink(maximum, total, total.map(lambda _: sink))
+            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
+            return finish_with_sink(maximum, total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - self.shift) * math.log(2)))
         return inverse, lse
@@ -251,7 +254,7 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
-        return softmax.finish(self.link.layout, self.given.sink(self.work))
+        return softmax.finish(self.link.layout, self.given.sink(self.work, self.rows))
 
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
