@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fly.errors import UnsupportedError
+from kernels.feature_checks import DESCALES
+from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from tests.kernels.fp8_reference import reference
 from tests.kernels.reference import check
@@ -66,6 +68,17 @@ def test_scales(shape, splits, generator):
         tensors = inputs(generator, queries, 400, 128)
         assert wrong(generator, *tensors, True, num_kv_splits=splits, **scales) is None
         assert wrong(generator, *tensors, False, v_descale=scales["v_descale"]) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_flash_attentions_functions_take_scales(dim, generator):
+    q, k, v = inputs(generator, 200, 400, dim)
+    scales = {name: torch.rand(2, 2, device="cuda", generator=generator) + 0.25 for name in DESCALES}
+    wanted = reference(q, k, v, causal=True, **scales)
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+    for result in ((out, lse), flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True, **scales)):
+        report = check(result[0], wanted, result[1])
+        assert report.ok, f"seed {generator.initial_seed()}: {report}"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
