@@ -179,6 +179,21 @@ def rows_within(bytes_: int) -> Need:
     return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
 
 
+def mask_blocks(rows: int, keys: int) -> Need:
+    """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
+
+    def refuses(request: Request) -> str | None:
+        size = request.asked.block_size
+        if size is None or not (size[0] % rows or size[1] % keys):
+            return None
+        return (
+            f"takes a block_mask whose BLOCK_SIZE is a multiple of ({rows}, {keys}), not {size}: build it with such "
+            "blocks, or pass its mask_mod as mask_mod"
+        )
+
+    return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: what a kernel can do, and where it lives.
@@ -246,11 +261,11 @@ KERNELS: tuple[Kernel, ...] = (
                 "softcap",
                 "alibi",
             ),
-            *("bias", "sink", "score_mod", "mask_mod"),
+            *("bias", "sink", "score_mod", "mask_mod", "block_mask"),
         ),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
-        needs=(aligned(16),),
+        needs=(aligned(16), mask_blocks(64, 64)),
         mixed_dims=((192, 128),),
     ),
     Kernel(

@@ -195,7 +195,7 @@ def _attend(
         first_key = j * options.block_n
         scores = given.modify(scores, scale_log2, rows, first_key, work)
         if listed is not None and not masked:
-            return fly.cond(listed.seen_whole(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
+            return fly.cond(work.seen.has(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
         if masked:
             scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
         return scores

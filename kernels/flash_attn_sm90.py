@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     barrier_arrive,
@@ -32,8 +32,8 @@ from fly.backends.nvvm.intrinsics import (
     setmaxnreg_inc,
     warpgroup_id,
 )
-from fly.backends.nvvm.mbarrier import Position, Ring, init_all
-from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.backends.nvvm.mbarrier import Position, init_all
+from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from kernels.attention_tiles import store_lse
 from kernels.dispatch import Launch, Request, Tensors, device_of
@@ -41,46 +41,15 @@ from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
+from kernels.sm90_combine import Combination
 from kernels.sm90_launch import bind_build
-from kernels.sm90_schedule import Board, PackedRows, Schedule, Work, query_of
+from kernels.sm90_producer import Buffers, Producer
+from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
+from kernels.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
-Slope = fly.Value | fly.RowVector | None  # ALiBi's
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Shared memory: tiles, the rings over them, and the board that says what the block works on."""
-
-    q: fly.Pointer
-    k: fly.Pointer
-    v: fly.Pointer
-    q_tile: PanelTile
-    k_tile: PanelTile
-    v_tile: PanelTile
-    q_ring: Ring
-    k_ring: Ring
-    v_ring: Ring
-    board: Board
-
-    @staticmethod
-    def allocate(options: Sm90Options) -> Buffers:
-        """Of one block."""
-        q_tile, k_tile, v_tile = options.tiles
-        warps = options.consumers * WARPGROUP // 32
-        return Buffers(
-            q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
-            k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
-            v=fly.alloc_shared("v", v_tile.bytes * options.stages, 1024),
-            q_tile=q_tile,
-            k_tile=k_tile,
-            v_tile=v_tile,
-            q_ring=Ring.allocate("q", options.q_stages, warps),
-            k_ring=Ring.allocate("k", options.stages, warps),
-            v_ring=Ring.allocate("v", options.stages, warps),
-            board=Board.allocate(warps),
-        )
+OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 
 
 @fly.kernel
@@ -93,6 +62,8 @@ def flash_attn_sm90(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -103,13 +74,14 @@ def flash_attn_sm90(
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
-    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and
-    after; `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on
-    at a time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
+    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: see
+    `kernels.tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
+    `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a
+    time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
     sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
     block for each multiprocessor is best.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     run_block((q, k, v), tensors, (seq_len_kv, group, section), scale_log2, operands, options, Producer, Consumer)
 
 
@@ -125,10 +97,10 @@ def run_block(
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
-    `maps`, `tensors`, `sizes`: q to v, out to counters, and seq_len_kv to section of its parameters.
+    `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
     """
     q, k, v = maps
-    out, lse, cu_seqlens_q, cu_seqlens_kv, counters = tensors
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters, *whole = tensors
     seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
@@ -162,105 +134,24 @@ def run_block(
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
-        consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
-
-
-@dataclass(frozen=True)
-class Producer:
-    """The one thread that fills the rings, in the order in which consumers need them."""
-
-    schedule: Schedule
-    buffers: Buffers
-    q: fly.TensorMap
-    k: fly.TensorMap
-    v: fly.TensorMap
-    group: Any
-    pack: int
-
-    def run(self) -> None:
-        """All of the block's tiles."""
-        schedule, board, bounded = self.schedule, self.buffers.board, self.schedule.bounded
-        work = schedule.find(fly.block_id.x)
-        board_at = board.publish(Position.start(), work, bounded)
-        q_at, k_at = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at)
-        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-            number = schedule.take()  # early: it is needed only after the loads
-            rest = work.last_tile - work.first_tile
-            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
-                j = work.last_tile - 1 - i
-                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
-            k_at, v_at = loop.results
-            following = schedule.find(number)
-            board_at = board.publish(board_at, following, bounded)
-            # a tile's first K comes before the last V of the tile before
-            q_at, k_at = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
-        schedule.finish()
-
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
-        return fly.cond(
-            work.exists,
-            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
-            lambda: (q_at, k_at),
-        )
-
-    def _load_q(self, at: Position, work: Work) -> Position:
-        head = (work.head,) if self.pack == 1 else (work.head, 0)
-        place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
-
-    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
-        places = self._keys(work, j)
-        return self._load(self.k, self.buffers.k_ring, self.buffers.k, self.buffers.k_tile, at, places)
-
-    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        places = self._keys(work, j)
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
-
-    def _keys(self, work: Work, j: Any) -> list[tuple[Any, ...]]:
-        """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
-        schedule = self.schedule
-        row, head = work.k_first + j * schedule.block_n, work.head // self.group
-        if schedule.page_size is None:
-            return [(work.entry, row, head)]
-        # loaded before the wait for a slot, so that they arrive meanwhile; for V again, which holds fewer registers
-        pages = schedule.pages(work, j)
-        inside = row % schedule.page_size if len(pages) == 1 else 0
-        return [(page, inside, head) for page in pages]
-
-    def _load(
-        self,
-        tensor_map: fly.TensorMap,
-        ring: Ring,
-        memory: fly.Pointer,
-        tile: PanelTile,
-        at: Position,
-        places: list[tuple[Any, ...]],
-        column: Any = 0,
-    ) -> Position:
-        """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
-        `column`."""
-        barrier = ring.acquire(at, tile.bytes)
-        slot = memory.offset(at.index * tile.bytes)
-        piece_bytes = tile.panel_bytes // len(places)
-        for i, place in enumerate(places):
-            for panel in range(tile.panels):
-                corner = (*place, column + panel * tile.panel_columns)
-                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
-        return ring.next(at)
+        role = consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split)
+        ends = (out, lse), whole, pack, options.head_dim_v, CLEARED
+        role.run(out, lse, Combination(schedule, given, *ends) if options.combines else None)
 
 
 @dataclass(frozen=True)
 class State:
-    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are."""
+    """What one key tile hands to the next: its softmax, its probabilities, and where the rings are.
+
+    `tile`: with a block mask, which key tile it is.
+    """
 
     softmax: OnlineSoftmax
     weights: tuple[fly.Value, ...]
     q_at: Position
     k_at: Position
     v_at: Position
+    tile: fly.Value | None = None
 
 
 @dataclass(frozen=True)
@@ -292,14 +183,16 @@ class Consumer:
         self.scale_log2, self.scale = scale_log2, given.scale(scale_log2)
         self.features = features = options.features
         # which tiles need a mask: none but a sequence's last, those along a diagonal, or all of them
-        self.every_mask = features.mask_mod is not None
+        self.every_mask = features.masks_every_tile
+        # whether loops of their own take those; where a list has an order of its own, each tile tests whether it does
+        self.mask_loops = not (self.every_mask or schedule.lists)
         self.diagonal = options.causal or "window_right" in features.operands
         self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
 
-    def run(self, out: fly.Tensor, lse: fly.Tensor | None) -> None:
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None, combination: Combination | None) -> None:
         """All of the block's tiles."""
         board = self.buffers.board
         if self.options.ping_pong:
@@ -319,13 +212,14 @@ class Consumer:
             )
             inverse, row_lse = self._finish(work, state.softmax)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
+            of_part = (lambda tensor, w=work: part(tensor, w.split)) if self.split else lambda tensor: tensor
+            view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, output)
             if lse is not None:
-                vector = self.schedule.vector_of(
-                    work, self.schedule.part(lse, work, self.split), self.options.pack_gqa
-                )
+                vector = self.schedule.vector_of(work, of_part(lse), self.options.pack_gqa)
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
+            if combination is not None:
+                combination.run(work, self.count(work))
             tiles.next(following, next_state, board_at)
 
     def _first_if_any(self, work: Work, start: tuple) -> State:
@@ -334,7 +228,8 @@ class Consumer:
         def none() -> State:
             zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
             softmax = OnlineSoftmax.start(self.score_layout, 1)
-            return State(softmax, (zero,) * (self.options.block_n // self.output_atom.k), *start)
+            weights = (zero,) * (self.options.block_n // self.output_atom.k)
+            return State(softmax, weights, *start, fly.i32(0) if self.schedule.lists else None)
 
         return fly.cond(work.exists, lambda: self.first(work, *start), none)
 
@@ -384,12 +279,18 @@ class Consumer:
         steps = self.options.head_dim // self.score_atom.k
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
+    def _listed(self, k_at: Position) -> fly.Value | None:
+        """With a block mask, which key tile is in K's slot."""
+        numbers = self.buffers.numbers
+        return None if numbers is None else fly.first_lane(numbers.load(k_at.index))
+
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
-        """Start O += P V of key tile j."""
+        """Start O += P V of key tile j, or with a list of step j."""
         tile = self.buffers.v_tile
         memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
+            j = j if state.tile is None else state.tile
             self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
         values = Operand(memory, tile, along_rows=True)
         steps = self.options.block_n // self.output_atom.k
@@ -424,39 +325,54 @@ class Consumer:
         scores = work.keys.apply(scores, queries, first_key)
         return self.given.mask(scores, queries, first_key, self.place(work)) if self.every_mask else scores
 
-    def _modified(self, work: Work, j: Any, scores: fly.Value, slope: Slope) -> fly.Fragment:
+    def _mask_listed(self, work: Work, step: Any, tile: fly.Value, scores: fly.Fragment) -> fly.Fragment:
+        """Scores of a step's key tile, masked where it needs that; most tiles are seen whole, and test it once."""
+        queries, first_key = self._queries(work), tile * self.options.block_n
+        whole = step < work.full_tiles
+
+        def masked() -> fly.Fragment:
+            kept = work.keys.apply(scores, queries, first_key)
+            return fly.cond(whole, lambda: kept, lambda: self.given.mask(kept, queries, first_key, self.place(work)))
+
+        return fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
+
+    def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead) -> fly.Fragment:
         """Scores of key tile j as the softmax takes them, not masked."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
         first_key = j * self.options.block_n
-        return self.given.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), slope)
+        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work))
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
-    def _start(self, work: Work, scores: fly.Value, slope: Slope) -> tuple[OnlineSoftmax, fly.Fragment]:
-        """Softmax of a tile's first scores: those of the last key tile."""
+    def _start(
+        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead
+    ) -> tuple[OnlineSoftmax, fly.Fragment]:
+        """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
         j = work.last_tile - 1
-        fragment = self._modified(work, j, scores, slope)
-        if self.diagonal or self.every_mask or self.features.windowed:
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        if listed is not None:
+            fragment = self._mask_listed(work, j, listed, fragment)
+        elif self.diagonal or self.every_mask or self.features.windowed:
             fragment = self._mask(work, j, fragment)
         else:
             fragment = fly.cond(
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = self._advance(slope, start, fragment, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(of_head, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
 
-    def _of_head(self, work: Work) -> Slope:
+    def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
-        return self.given.slope(self.place(work))
+        return self.given.at(self.place(work))
 
     def _advance(
-        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """`OnlineSoftmax.advance`."""
         return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
@@ -473,59 +389,63 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
+        listed = self._listed(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, scores, slope)
-        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at)
+        softmax, probabilities = self._start(work, listed, scores, of_head)
+        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
-        if self.diagonal and not self.every_mask:
+        if self.diagonal and self.mask_loops:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, of_head, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
-        if self.features.windowed and not self.every_mask:
+        if self.features.windowed and self.mask_loops:
             begin = fly.minimum(work.whole_from, end)
         for i, carried in (loop := fly.range(end - begin, carry=carry)):
-            loop.next(self.step(work, end - 1 - i, *carried, slope, masked=self.every_mask))
-        if self.features.windowed and not self.every_mask:
+            loop.next(self.step(work, end - 1 - i, *carried, of_head, masked=self.every_mask))
+        if self.features.windowed and self.mask_loops:
             for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
-                loop.next(self.step(work, begin - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, begin - 1 - i, *carried, of_head, masked=True))
         return loop.results
 
     def step(
-        self, work: Work, j: Any, output: fly.Value, state: State, slope: Slope, masked: bool
+        self, work: Work, j: Any, output: fly.Value, state: State, of_head: OfHead, masked: bool
     ) -> tuple[fly.Value, State]:
-        """Key tile j: its scores and softmax, and the product of the tile before it."""
+        """Key tile j, or with a list step j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
+        buffers.k_ring.wait(state.k_at)
+        listed = self._listed(state.k_at)
         scores, started = self._products(
             output, state, state.q_at, lambda: self._accumulate(work, j + 1, output, state)
         )
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j, scores, slope)
-        if masked:
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        if listed is not None:
+            fragment = self._mask_listed(work, j, listed, fragment)
+        elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = self._advance(
-            slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
+            of_head, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         output = self._added(started, output, state, softmax)
         output = self._rescaled(output, factor, needed)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at)
+        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
 
     def _products(
         self, output: fly.Value, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
     ) -> tuple[fly.Value, fly.Value]:
         """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
-        self.buffers.k_ring.wait(state.k_at)
         if self.options.ping_pong:
             self.take_turn()
         scores = self._scores(q_at, state.k_at)
@@ -550,17 +470,19 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
-        slope = self._of_head(following)
+        of_head = self._of_head(following)
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
+        buffers.k_ring.wait(state.k_at)
+        listed = self._listed(state.k_at)
         scores, started = self._products(
             output, state, q_at, lambda: self._accumulate(work, work.first_tile, output, state)
         )
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, scores, slope)
+        softmax, probabilities = self._start(following, listed, scores, of_head)
         output = self._added(started, output, state, softmax)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at)
+        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """The last product of the block's last tile."""

@@ -29,13 +29,15 @@ import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, Producer, Slope, State, run_block
+from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
+from kernels.sm90_producer import Producer
 from kernels.sm90_schedule import Work
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
@@ -65,6 +67,11 @@ class Fp8Options(Sm90Options):
 
     output_first: bool = False
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.output_first and self.hold:
+            raise ShapeError("hold is True; expected False with output_first, whose output waits for no exponentials")
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -108,6 +115,8 @@ def flash_attn_sm90_fp8(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -120,7 +129,7 @@ def flash_attn_sm90_fp8(
     q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
     (B, Hkv) f32.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
     run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
 
@@ -207,7 +216,6 @@ class Fp8Consumer(Consumer):
             return super()._products(output, state, q_at, accumulate)
 
         def scores() -> fly.Value:
-            self.buffers.k_ring.wait(state.k_at)
             started = self._scores(q_at, state.k_at)
             if self.options.ping_pong:
                 self.pass_turn()
@@ -234,14 +242,14 @@ class Fp8Consumer(Consumer):
                 value = value * scales.load(work.batch, head)
         return value
 
-    def _of_head(self, work: Work) -> Slope:
+    def _of_head(self, work: Work) -> OfHead:
         """What the head's scores are multiplied by, in log2 units."""
         return self._descaled(self.scale, work, "q_descale", "k_descale")
 
     def _advance(
-        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        return softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        return softmax.advance(scores, of_head, masked=masked, lazy=False, offset=OFFSET)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 32 keys each."""
@@ -313,8 +321,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
 
     def run(tensors: Tensors, stream: int | None) -> None:
-        memory = tensors.workspace.reshape(-1).view(torch.uint8)
+        memory = tensors.workspace
         turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
-        forward.run(tensors._replace(v=memory, workspace=memory[start:]), stream)
+        parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
+        forward.run(tensors._replace(v=memory, workspace=parts), stream)
 
     return Launch(run, start + forward.workspace_bytes)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.backends.target import target
@@ -19,6 +20,7 @@ from fly.errors import ShapeError
 from kernels.dispatch import Request
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_sm90_tiles import TILES
+from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
@@ -34,7 +36,8 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are; `page_size`: of keys in pages.
+    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself. A
+    block mask's blocks divide into tiles.
     """
 
     head_dim: int
@@ -50,6 +53,7 @@ class Sm90Options:
     pack_gqa: int = 1
     features: Features = NO_FEATURES
     page_size: int | None = None
+    combines: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
 
     def __post_init__(self):
@@ -57,6 +61,8 @@ class Sm90Options:
             raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
+        if self.combines and self.consumers > 1:
+            raise ShapeError(f"consumers is {self.consumers}; expected 1 where the kernel combines split keys")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
         if (self.page_size is None) == ("block_table" in self.features.operands):
@@ -65,6 +71,15 @@ class Sm90Options:
             raise ShapeError("consumers is 3; expected 1 or 2 with keys in pages, whose producer takes registers")
         if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
+        if self.features.block_size is not None:
+            rows, keys = self.features.block_size
+            if self.pack_gqa > 1 or self.consumers == 3:
+                got = f"pack_gqa is {self.pack_gqa} and consumers {self.consumers}"
+                raise ShapeError(f"{got}; expected 1, and 1 or 2 with a block mask, whose lists are by head")
+            if rows % self.block_m or keys % self.block_n:
+                raise ShapeError(
+                    f"blocks of {rows} x {keys} do not divide into tiles of {self.block_m} x {self.block_n}"
+                )
 
     @property
     def block_m(self) -> int:
@@ -109,7 +124,8 @@ class Sm90Options:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
-        if self.page_size is not None:  # the producer holds the pages of a key tile
+        if self.page_size is not None or self.features.block_size is not None:
+            # the producer holds the pages of a key tile, or a list of tiles
             return {1: (96, 256), 2: (72, 216)}[self.consumers]
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
@@ -169,13 +185,21 @@ def build_for(
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
+    asked = request.asked
+    if asked.block_size is not None:
+        table = {key: row for key, row in table.items() if key[3] < 3 and asked.block_size[0] % (64 * key[3]) == 0}
     options, splits = _plain_build_for(request, units, typical, table, kind)
-    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if request.asked.elementwise else options.block_n
+    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if asked.elementwise else options.block_n
+    if asked.block_size is not None:
+        keys = asked.block_size[1]
+        # the most keys that divide a block, and as many tiles more in flight as that makes them smaller
+        block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
+        options = replace(options, stages=options.stages * options.block_n // block_n)
     if request.page_size is not None:
         # a power of two, so that tiles divide into pages, or pages into tiles
         options = replace(options, consumers=min(2, options.consumers))
         block_n = 1 << block_n.bit_length() - 1
-    return replace(options, block_n=block_n, features=request.asked, page_size=request.page_size), splits
+    return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
 
 
 def _plain_build_for(
@@ -187,9 +211,11 @@ def _plain_build_for(
 ) -> tuple[Sm90Options, int]:
     """The same without features and pages."""
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
-    most = key_for(*dims, request.causal, _MANY, request.seq_len_kv, 1, 1, table)
+    group, keys = request.num_heads // request.num_kv_heads, request.seq_len_kv
+    if request.asked.block_size is not None:
+        group, keys = 1, 0  # heads may have lists of their own, and lists are short
+    most = key_for(*dims, request.causal, _MANY, keys, 1, 1, table)
     many = options_of(most, table[most], kind)
-    group = request.num_heads // request.num_kv_heads
     pack = pack_gqa_for(group, *lengths, request.causal, many.block_m, many.block_n)
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     if rows <= DECODE_ROWS:
@@ -197,9 +223,10 @@ def _plain_build_for(
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return options, request.num_kv_splits or automatic
+        splits = request.num_kv_splits or automatic
+        return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    key = key_for(*dims, request.causal, rows, request.seq_len_kv, slices * splits, units, table)
+    key = key_for(*dims, request.causal, rows, keys, slices * splits, units, table)
     return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
 
 
@@ -255,8 +282,8 @@ def decode_options(
 
 
 # In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part
-# costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was within 1 %
-# of the best of 13 in seven of eight shapes of decoding, within 5 % in the other.
+# costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was the best
+# of up to 13 in all of 16 shapes of decoding.
 _ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
 _ENOUGH = 1.03
 
@@ -287,10 +314,11 @@ def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
     """How many heads, or packed sets, to work on at a time: those whose K and V stay in the second-level cache.
 
     Causal tiles differ in length: with fewer than 32 heads a section ends with too few blocks at work. Measured on an
-    H200 for 512 to 16384 keys.
+    H200 for 512 to 16384 keys. Those of block masks are taken to differ as well.
     """
+    uneven = request.causal or request.asked.block_size is not None
     heads = request.batch * request.num_heads // pack_gqa
     element_bytes = 1 if request.dtype.startswith("f8") else 2
     head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)
-    section = _SECTION_BYTES[request.causal] // max(1, head_bytes)
-    return min(max(section, _LEAST_CAUSAL if request.causal else 1), heads)
+    section = _SECTION_BYTES[uneven] // max(1, head_bytes)
+    return min(max(section, _LEAST_CAUSAL if uneven else 1), heads)

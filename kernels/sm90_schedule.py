@@ -15,9 +15,11 @@ from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
-from kernels.tile_scheduler import Sequence, offsets_of, paged_length, part, split_tiles
+from kernels.tile_list import SeenTiles, TileList, alone
+from kernels.tile_scheduler import Sequence, offsets_of, paged_length, split_tiles
 
-NUMBERS = 8  # i32 that describe a tile
+NUMBERS = 8  # i32 that describe a tile,
+STEPS = 4  # and its part of a block mask's list
 STOP = -1
 
 
@@ -30,6 +32,9 @@ class Work:
     others); `entry` is the batch's entry with its keys, for the producer only. Key tiles [whole_from, full_tiles) are
     seen whole by every row; `whole_from` is `first_tile` without a window. A tile without any key is computed like
     the others, all masked.
+
+    With a block mask, [first_tile, last_tile) are steps of a list, of which those from `full_tiles` on need the
+    `mask_mod`; `seen` says which key tiles need no other mask. The producer alone has the list itself, `listed`.
     """
 
     batch: fly.Value
@@ -44,6 +49,8 @@ class Work:
     full_tiles: fly.Value
     last_tile: fly.Value
     entry: Any = 0
+    seen: SeenTiles | None = None
+    listed: TileList | None = None
 
     @property
     def exists(self) -> fly.Value:
@@ -94,6 +101,11 @@ class Schedule:
     def cut_keys(self) -> bool:
         """Whether a sequence's keys may end before their tensor does."""
         return self.packed or self.page_size is not None or self.given.get("seqused_kv") is not None
+
+    @property
+    def lists(self) -> bool:
+        """Whether a block mask lists the key tiles."""
+        return self.given.features.block_size is not None
 
     def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
         """The pages that key tile j's rows are in, in order; for rows past the end the last one's."""
@@ -166,6 +178,8 @@ class Schedule:
         return described[2] >= described[5], described
 
     def _dense(self, number: fly.Value) -> tuple[Any, ...]:
+        if self.lists:
+            number = fly.minimum(number, self.total - 1)  # lists are read for what it gives
         slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
         first_slice = number // (self.section * blocks) * self.section
         beside = fly.minimum(self.section, slices - first_slice)
@@ -179,7 +193,8 @@ class Schedule:
         return (
             head_of_batch // self.heads,
             head_of_batch % self.heads,
-            (blocks - 1 - block if self.causal else block) * self.block_m,
+            # a list is not known to be short or long, but many a mask shows later queries more
+            (blocks - 1 - block if self.causal or self.lists else block) * self.block_m,
             slice_ % self.splits,
             q_first,
             queries,
@@ -237,11 +252,16 @@ class Schedule:
         queries: Any,
         k_first: Any,
         keys: Any,
+        *steps: fly.Value,
     ) -> Work:
-        """The tile that these numbers describe."""
+        """The tile that these numbers describe; `steps`: first_tile, full_tiles, last_tile of a list that has been
+        read."""
         left, right = self.given.get("window_left"), self.given.get("window_right")
         range_ = KeyRange(queries, keys, self.causal, left=left, right=right)
         full, last = range_.tiles(first_row, self.block_m, self.block_n)
+        if self.lists:
+            seen = SeenTiles(range_.skipped(first_row, self.block_m, self.block_n)[1], full)
+            return self._listed((batch, head, first_row, split, q_first, k_first), range_, seen, steps)
         if left is None:
             first, full, end = split_tiles(full, last, split, self.splits)
             whole = first
@@ -253,15 +273,26 @@ class Schedule:
         last = fly.maximum(end, first + 1)
         return Work(batch, head, first_row, split, q_first, k_first, range_, first, whole, full, last)
 
+    def _listed(
+        self, place: tuple[Any, ...], range_: KeyRange, seen: SeenTiles, steps: tuple[fly.Value, ...]
+    ) -> Work:
+        """The tile at a place, of a list; the list is read where its `steps` are not known."""
+        batch, head, first_row, split, *_ = place
+        listed = None
+        if not steps:
+            tiles = fly.ceil_div(range_.keys, self.block_n)
+            listed = TileList.of(self.given, self._existing(batch), head, first_row, self.block_n, tiles, alone)
+            steps = split_tiles(listed.whole_steps, listed.steps, split, self.splits)
+        first, partial, end = steps
+        # a part without steps takes one past the list's end: parts with fewer steps are the last ones
+        last = fly.maximum(end, first + 1)
+        return Work(*place, range_, first, first, partial, last, seen=seen, listed=listed)
+
     def queries_of(self, work: Work) -> Sequence:
         """A tile's sequence in the tensors of queries, to be indexed by row and head."""
         if self.packed:
             return Sequence(None, work.q_first, work.keys.queries)
         return Sequence(work.batch, None, work.keys.queries)
-
-    def part(self, tensor: fly.Tensor, work: Work, split: bool) -> fly.Tensor:
-        """A result tensor, or a split's part of one."""
-        return part(tensor, work.split) if split else tensor
 
     def rows_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedRows:
         """A tile's rows of (B, S, H, D) or (total, H, D), by (row, column)."""
@@ -303,9 +334,16 @@ class PackedVector:
     first: fly.Value
     pack: int
 
+    def load(self, row: fly.Value) -> fly.Value:
+        """One row's number."""
+        return self.tensor.load(*self._place(row))
+
     def store(self, value: fly.Value, row: fly.Value) -> None:
         """Store one row's number."""
-        self.tensor.store(value, self.first + (row & (self.pack - 1)), query_of(row, self.pack) + self.start)
+        self.tensor.store(value, *self._place(row))
+
+    def _place(self, row: fly.Value) -> tuple[fly.Value, fly.Value]:
+        return self.first + (row & (self.pack - 1)), query_of(row, self.pack) + self.start
 
 
 def query_of(row: fly.Value, pack: int) -> fly.Value:
@@ -315,36 +353,41 @@ def query_of(row: fly.Value, pack: int) -> fly.Value:
 
 @dataclass(frozen=True)
 class Board:
-    """Where a block's producer publishes tiles to its consumers: a ring of two descriptions."""
+    """Where a block's producer publishes tiles to its consumers: a ring of two descriptions of `size` i32."""
 
     numbers: fly.SharedMemory
     ring: Ring
+    size: int
 
     @staticmethod
-    def allocate(consumer_warps: int) -> Board:
-        return Board(fly.SharedMemory("work", "i32", 2 * NUMBERS), Ring.allocate("work", 2, consumer_warps))
+    def allocate(consumer_warps: int, lists: bool) -> Board:
+        size = NUMBERS + STEPS if lists else NUMBERS
+        return Board(fly.SharedMemory("work", "i32", 2 * size), Ring.allocate("work", 2, consumer_warps), size)
 
-    def publish(self, at: Position, work: Work, bounded: bool) -> Position:
+    def publish(self, at: Position, work: Work, schedule: Schedule) -> Position:
         """By one thread: let the consumers know the next tile, or that there is none."""
         self.ring.empty.wait(at.index, at.phase ^ 1)
         described = [work.batch, work.head, work.first_row, work.split]
-        if bounded:
+        if schedule.bounded:
             described += [work.q_first, work.keys.queries, work.k_first, work.keys.keys]
+        if schedule.lists:
+            described += [work.first_tile, work.full_tiles, work.last_tile, fly.i32(0)]
         for i in range(0, len(described), 4):
-            self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * NUMBERS + i, align=16)
+            self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * self.size + i, align=16)
         self.ring.full.arrive(at.index)
         return self.ring.next(at)
 
     def read(self, at: Position, schedule: Schedule) -> tuple[Work, Position]:
         """By all threads of a consumer: the next tile."""
         self.ring.wait(at)
-        count = NUMBERS if schedule.bounded else 4
+        count = (NUMBERS if schedule.bounded else 4) + (STEPS if schedule.lists else 0)
         loaded = [
             fly.first_lane(x)
             for i in range(0, count, 4)
-            for x in self.numbers.load(at.index * NUMBERS + i, 4, align=16)
+            for x in self.numbers.load(at.index * self.size + i, 4, align=16)
         ]
         self.ring.release(at)
         if not schedule.bounded:
-            loaded += [0, schedule.seq_len, 0, schedule.seq_len_kv]
-        return schedule.work(*loaded), self.ring.next(at)
+            loaded[4:4] = [0, schedule.seq_len, 0, schedule.seq_len_kv]
+        steps = loaded[8:11] if schedule.lists else ()
+        return schedule.work(*loaded[:8], *steps), self.ring.next(at)

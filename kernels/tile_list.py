@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,14 @@ PARTIAL = ("block_counts", "block_indices")
 WHOLE = ("whole_block_counts", "whole_block_indices")
 
 
+Uniform = Callable[[fly.Value], fly.Value]
+
+
+def alone(value: fly.Value) -> fly.Value:
+    """`uniform` of lists that a single thread walks: it has no lane to agree with."""
+    return value
+
+
 @dataclass(frozen=True)
 class BlockRow:
     """The key blocks that one query block lists: `count` of them, i32; what the lists say beyond is cut."""
@@ -22,13 +31,13 @@ class BlockRow:
     count: fly.Value
 
     @staticmethod
-    def of(given: Given, names: tuple[str, str], place: tuple[Any, ...]) -> BlockRow | None:
+    def of(given: Given, names: tuple[str, str], place: tuple[Any, ...], uniform: Uniform) -> BlockRow | None:
         """None where the mask has no such blocks."""
         counts, indices = map(given.get, names)
         if counts is None:
             return None
         count = fly.minimum(fly.maximum(counts.load(*place), 0), indices.shape[-1])
-        return BlockRow(indices, place, fly.first_lane(count))
+        return BlockRow(indices, place, uniform(count))
 
     def block(self, entry: Any) -> fly.Value:
         """The key block that an entry names; entries past the last one are the last one."""
@@ -40,8 +49,9 @@ class BlockRow:
 class TileList:
     """The key tiles of one block of queries, by step: first those of whole key blocks, then those of partial ones.
 
-    Steps [0, `whole_steps`) need no `mask_mod`, steps [whole_steps, `steps`) do. Tiles [`seen_from`, `seen_to`) are
-    seen by every row for all that lengths, causality and windows say. `per_block`: tiles of a key block.
+    Steps [0, `whole_steps`) need no `mask_mod`, steps [whole_steps, `steps`) do; steps from there on have no key.
+    `per_block`: tiles of a key block; `tiles`: of all keys. `uniform` tells the compiler that what is loaded is the
+    same in every lane of a wave.
     """
 
     whole: BlockRow | None
@@ -50,24 +60,29 @@ class TileList:
     tiles: fly.Value
     whole_steps: fly.Value
     steps: fly.Value
-    seen_from: fly.Value
-    seen_to: fly.Value
+    uniform: Uniform
 
     @staticmethod
     def of(
-        given: Given, batch: Any, head: Any, first_row: Any, block_n: int, tiles: Any, seen: tuple[Any, Any]
+        given: Given,
+        batch: Any,
+        head: Any,
+        first_row: Any,
+        block_n: int,
+        tiles: Any,
+        uniform: Uniform = fly.first_lane,
     ) -> TileList:
-        """Of queries from `first_row` on; there are `tiles` key tiles of `block_n`, and every row sees those in
-        `seen`."""
+        """Of queries from `first_row` on; there are `tiles` key tiles of `block_n`."""
         rows, keys = given.features.block_size
         place = (batch, head, first_row // rows)
-        whole, partial = (BlockRow.of(given, names, place) for names in (WHOLE, PARTIAL))
+        whole, partial = (BlockRow.of(given, names, place, uniform) for names in (WHOLE, PARTIAL))
         per_block = keys // block_n
         whole_steps = fly.i32(0) if whole is None else whole.count * per_block
-        return TileList(whole, partial, per_block, tiles, whole_steps, whole_steps + partial.count * per_block, *seen)
+        steps = whole_steps + partial.count * per_block
+        return TileList(whole, partial, per_block, tiles, whole_steps, steps, uniform)
 
     def tile(self, step: Any) -> fly.Value:
-        """The key tile of a step; outside of the list, and at the end of a last block, perhaps one without keys."""
+        """The key tile of a step; one without keys past the list's end, and perhaps at the end of a last block."""
         inside = step < self.whole_steps
         entry = fly.select(inside, step, step - self.whole_steps)
         block = entry // self.per_block
@@ -77,8 +92,18 @@ class TileList:
             key_block = fly.select(inside, self.whole.block(block), self.partial.block(block))
         tile = key_block * self.per_block + (entry - block * self.per_block)
         # of all tiles past the last one, which are masked, the first
-        return fly.first_lane(fly.maximum(fly.minimum(tile, self.tiles), 0))
+        tile = fly.maximum(fly.minimum(tile, self.tiles), 0)
+        return self.uniform(fly.select(step < self.steps, tile, self.tiles))
 
-    def seen_whole(self, tile: Any) -> fly.Value:
-        """Whether every row sees the tile, `mask_mod` aside."""
-        return (tile >= self.seen_from) & (tile < self.seen_to)
+
+@dataclass(frozen=True)
+class SeenTiles:
+    """Key tiles [`first`, `end`), which every row of a block sees whole for all that lengths, causality and windows
+    say."""
+
+    first: Any
+    end: Any
+
+    def has(self, tile: Any) -> fly.Value:
+        """Whether it is one of them."""
+        return (tile >= self.first) & (tile < self.end)

@@ -24,7 +24,7 @@ import fly
 from kernels.attention_tiles import group_size
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
-from kernels.tile_list import TileList
+from kernels.tile_list import SeenTiles, TileList
 
 MAX_SPLITS = 64
 
@@ -38,7 +38,7 @@ class Work:
     are seen whole by every row of the block; [first_tile, whole_from), which is empty without a window, and
     [full_tiles, last_tile) need `keys.apply`. `ragged`: there may be no query at all; `split`: there are other
     keys. With `listed`, tiles are those of its steps [first_tile, last_tile), and `full_tiles` is where its partial
-    blocks start.
+    blocks start; `seen` are those that need no `keys.apply` then.
     """
 
     batch: fly.Value
@@ -57,6 +57,7 @@ class Work:
     ragged: bool
     split: bool
     listed: TileList | None = None
+    seen: SeenTiles | None = None
 
     def if_any_row(self) -> AbstractContextManager[None]:
         """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
@@ -117,10 +118,10 @@ def block_work(
     first = fly.i32(0)
     if key_range.left is not None:
         first = fly.first_lane(unseen)
-    listed = None
+    listed = seen = None
     if given.features.block_size is not None:
-        seen = (fly.i32(0) if key_range.left is None else whole_from, full)
-        listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n), seen)
+        seen = SeenTiles(fly.i32(0) if key_range.left is None else whole_from, full)
+        listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n))
         first, full, last = fly.i32(0), listed.whole_steps, listed.steps
         if split is not None:
             first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
@@ -145,6 +146,7 @@ def block_work(
         ragged=queries.bounded,
         split=split is not None,
         listed=listed,
+        seen=seen,
     )
 
 

@@ -143,11 +143,12 @@ def test_mbarriers():
 def test_a_ring_waits_for_the_other_side():
     def body(box, x, n):
         ring = Ring.allocate("ring", 3, 4)
+        note = fly.SharedMemory("note", "i32", 4)
         assert ring.stages == 3
         assert (ring.full.arrivals, ring.empty.arrivals) == (1, 4)
         init_all([ring])
         at = Position(n, n)
-        ring.acquire(at, 512)
+        ring.acquire(at, 512, lambda: note.store(n, 2))
         ring.wait(at)
         ring.release(at)
 
@@ -162,6 +163,7 @@ def test_a_ring_waits_for_the_other_side():
         CHECK: %[[FREE:.*]] = arith.xori %arg3, %{{.*}} : i32
         CHECK: mbarrier.try_wait.parity
         CHECK-SAME: %[[FREE]] :
+        CHECK: llvm.store %arg3
         CHECK: mbarrier.arrive.expect_tx
         CHECK-SAME: %c512_i32
         CHECK: mbarrier.try_wait.parity

@@ -8,17 +8,21 @@ import pytest
 
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.features import NUMBERS, Features, Mod
+from kernels.features import NUMBERS, OPERANDS, Features, Mod
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90_builds import Sm90Options, decode_options, options_of
+from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
+from kernels.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
 from tests.kernels.test_flash_attn_sm90_isa import accept, specs
+from tests.kernels.test_sm90_builds import UNITS, request
 
+LISTS = (*PARTIAL, *WHOLE)
 TENSORS = {
     "alibi_slopes": TensorSpec("f32", 2, 4, True),
     "bias": TensorSpec("bf16", 4, 2, True),
     "sink": TensorSpec("f32", 1, 4, True),
+    **{name: TensorSpec("i32", 3 + name.endswith("indices"), 4, True) for name in LISTS},
 }
 COUNTS = TensorSpec("i32", 1, 4, True)
 WINDOW = ("window_left", "window_right")
@@ -55,6 +59,7 @@ def compiled(options: Sm90Options, form: str):
         (replace(options_of(LONG), pack_gqa=8), "packed", Features(("seqused_kv", "window_left", "sink"))),
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "alibi_slopes"))),
         (decode_options(64, 64, False, 8), "dense", Features(("window_left", "softcap", "sink"))),
+        (replace(decode_options(128, 128, False, 8), combines=True), "split", Features(("seqused_kv", "sink"))),
     ],
     ids=lambda x: "+".join(x.operands) or "function" if isinstance(x, Features) else None,
 )
@@ -72,3 +77,56 @@ def test_whole_tiles_of_a_window_have_no_mask():
     )
     commits = [isa.count("wgmma.commit_group.sync.aligned") for isa in (plain, windowed)]
     assert commits == [8, 10]
+
+
+def listed(*names: str, size=(128, 128), **functions) -> Features:
+    """A call's features with a block mask."""
+    operands = tuple(name for name in OPERANDS if name in (*names, *LISTS))
+    return Features(operands, mask_mod=Mod.of(stripes), block_size=size, **functions)
+
+
+def with_lists(dims: tuple[int, int], causal: bool, seq_len: int, asked: Features) -> Sm90Options:
+    """The build for a long or a short call with a block mask."""
+    shape = {"head_dim": dims[0], "head_dim_v": dims[1], "causal": causal, "asked": asked}
+    return build_for(request(seq_len, 4096, 16, 16, 4, **shape), UNITS)[0]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(
+    ("dims", "causal", "seq_len", "form", "asked"),
+    [
+        ((64, 64), False, 4096, "dense", listed()),
+        ((64, 64), True, 4096, "dense", listed(size=(64, 64))),
+        ((96, 96), False, 4096, "dense", listed()),
+        ((128, 128), False, 4096, "dense", listed()),
+        (
+            (128, 128),
+            True,
+            4096,
+            "split",
+            listed("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *WINDOW[:1]),
+        ),
+        ((128, 128), False, 4096, "dense", listed("softcap", "alibi_slopes", "sink")),
+        ((128, 128), False, 4096, "dense", listed("bias")),
+        ((128, 128), False, 4096, "dense", listed(score_mod=Mod.of(by_head))),
+        ((128, 128), False, 40, "split", listed("seqused_kv", *WINDOW)),
+        ((192, 128), False, 4096, "dense", listed()),
+        ((192, 192), True, 4096, "dense", listed()),
+        ((256, 256), False, 4096, "dense", listed()),
+        ((256, 256), False, 40, "split", listed()),
+    ],
+    ids=lambda x: "+".join(x.operands[:3]) if isinstance(x, Features) else None,
+)
+def test_builds_with_block_masks_are_accepted_as_they_are_meant(dims, causal, seq_len, form, asked, tmp_path):
+    options = with_lists(dims, causal, seq_len, asked)
+    accept(compiled(options, form), options, tmp_path)
+
+
+def test_a_block_mask_has_one_loop_and_calls_its_function_behind_a_branch():
+    """Its tiles test whether they need a mask; those that do not are of the same products as without a mask."""
+    options = with_lists((128, 128), True, 4096, listed())
+    plain, lists = (compiled(o, "dense").isa for o in (replace(options, features=Features()), options))
+    # first tile, loops, next tile, last tile: the plain build has a loop along the diagonal too
+    assert [isa.count("wgmma.commit_group.sync.aligned") for isa in (plain, lists)] == [8, 6]
+    # the function's remainders by 3 are multiplications that no other code has
+    assert plain.count("mul.hi") < lists.count("mul.hi")

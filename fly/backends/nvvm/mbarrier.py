@@ -5,7 +5,7 @@ PTX ISA, "mbarrier": a barrier has a phase bit; a wait for parity p returns once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,12 +132,14 @@ class Ring:
         self.full.init()
         self.empty.init()
 
-    def acquire(self, at: Position, count: Any) -> Value:
+    def acquire(self, at: Position, count: Any, note: Callable[[], None] | None = None) -> Value:
         """Producer: wait until the slot is free and announce `count` bytes; the barrier that copies complete on.
 
-        A ring starts out empty, so the first round does not wait.
+        A ring starts out empty, so the first round does not wait. What `note` stores, consumers see with the slot.
         """
         self.empty.wait(at.index, at.phase ^ 1)
+        if note is not None:
+            note()
         self.full.arrive_expecting(at.index, count)
         return self.full.at(at.index)
 
