@@ -14,9 +14,14 @@ dual-wave kernel stands in without `ahead`, which was found with the model and i
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.modelled_builds import Shape, generic_options
 from benchmarks.modelled_builds import build as built

@@ -9,9 +9,14 @@ One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

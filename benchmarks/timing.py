@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-FLUSH_BYTES = 256 << 20  # more than any L2
+FLUSH_BYTES = 1 << 30  # more than any L2, and read in more time than a call takes to queue
 WARM_BURST = 10
 
 
@@ -39,13 +39,13 @@ def _turns(names: list[str], rounds: int, seed: int) -> list[str]:
 
 
 def _on_gpu(calls: Mapping[str, Call], turns: list[str], cold: bool) -> dict[str, list[float]]:
-    # writing the scratch buffer empties the L2 and keeps the GPU busy while the host queues the next call, so
-    # that host time does not show between the events
-    scratch = torch.empty(FLUSH_BYTES if cold else 0, dtype=torch.uint8, device="cuda")
+    # reading the scratch buffer empties the L2, without lines that the call would have to write back, and keeps the
+    # GPU busy while the host queues the next call, so that host time does not show between the events
+    scratch = torch.zeros(FLUSH_BYTES // 4 if cold else 0, device="cuda")
     burst = 1 if cold else WARM_BURST
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for name in turns:
-        scratch.zero_()
+        scratch.sum()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(burst):

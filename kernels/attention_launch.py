@@ -92,23 +92,28 @@ def launch_of(
     request: Request,
     splits: int,
     last: Callable[[int | None], int] | None = None,
+    combines: bool = False,
 ) -> Launch:
-    """A launch of a forward kernel, and with split keys of the combination after it.
+    """A launch of a forward kernel, and with split keys of the combination after it, unless the kernel `combines`.
 
     `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
-    offsets, `debug_counts`, what `last(stream)` gives, and the operands that are tensors.
+    offsets, `debug_counts`, what `last(stream)` gives, if it `combines` the whole out and lse, and the operands that
+    are tensors.
     """
-    more = (lambda stream: ()) if last is None else (lambda stream: (last(stream),))
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
         optional = [i for i, tensor in enumerate(tensors[:8]) if i >= 4 and tensor is not None]
 
         def run(tensors: Tensors, stream: int | None) -> None:
-            q, k, v, out = tensors[:4]
-            others = [tensors[i].data_ptr() for i in optional] if optional else ()
-            operands = _addresses(tensors.operands) if tensors.operands else ()
-            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
-            forward(*addresses, *others, *more(stream), *operands, stream=stream)
+            q, k, v, out, *_, operands = tensors
+            addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
+            if optional:
+                addresses += [tensors[i].data_ptr() for i in optional]
+            if last is not None:
+                addresses.append(last(stream))
+            if operands:
+                addresses += _addresses(operands)
+            forward(*addresses, stream=stream)
 
         return Launch(run)
 
@@ -119,19 +124,22 @@ def launch_of(
         memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors.q.device)
     out, lse = partials.views(memory)
     forward = bound(out, lse)
-    combine = split_combine.prepare(out, lse, tensors, request)
-    lse_offset = partials.lse_offset
+    combine = None if combines else split_combine.prepare(out, lse, tensors, request)
+    lse_offset, places = partials.lse_offset, split_combine.operand_places(request)
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
         q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
-        combined = split_combine.operands_of(operands, request) if operands else ()
+        given = _addresses(operands)
         partial = workspace.data_ptr()
         partials = (partial, partial + lse_offset)
-        others = _addresses((cu_seqlens_q, *rest))
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *others, *more(stream))
-        forward(*addresses, *_addresses(operands), stream=stream)
-        ends = _addresses((out, lse, cu_seqlens_q, *combined))
-        combine(*partials, *ends, stream=stream)
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *_addresses((cu_seqlens_q, *rest))]
+        if last is not None:
+            addresses.append(last(stream))
+        if combine is None:
+            forward(*addresses, *_addresses((out, lse)), *given, stream=stream)
+            return
+        forward(*addresses, *given, stream=stream)
+        combine(*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places], stream=stream)
 
     return Launch(run_split, partials.bytes)
 

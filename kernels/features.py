@@ -122,10 +122,13 @@ class Features:
     mask_mod: Mod | None = None
     block_size: tuple[int, int] | None = None
 
+    def place(self, name: str) -> int:
+        """Where operand `name` is among those of a call's operands that are tensors."""
+        return [n for n in self.operands if n not in NUMBERS].index(name)
+
     def tensor(self, operands: Iterable[Any], name: str) -> Any:
         """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
-        tensors = [value for value in operands if not isinstance(value, int | float)]
-        return tensors[[n for n in self.operands if n not in NUMBERS].index(name)]
+        return [value for value in operands if not isinstance(value, int | float)][self.place(name)]
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""
@@ -197,20 +200,20 @@ class Given:
 
     def sink(self, place: Place) -> fly.Value | fly.RowVector | None:
         """The head's sink; None also for a part of the keys, as the combination takes it in."""
-        sink = self.get("sink")
-        return None if sink is None or place.split else _of_head(place, lambda head: sink.load(head).to(fly.f32))
+        return None if place.split or self.get("sink") is None else _of_head(place, self.sink_of)
 
-    def slope(self, place: Place) -> fly.Value | fly.RowVector | None:
-        """ALiBi's slope of the head, or None: where `modify` is in a loop, what to load before it."""
-        slopes = self.get("alibi_slopes")
-        if not isinstance(slopes, fly.Tensor):
-            return slopes
-        return _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
+    def sink_of(self, head: fly.Value) -> fly.Value | None:
+        """A head's sink, or None."""
+        sink = self.get("sink")
+        return None if sink is None else sink.load(head).to(fly.f32)
 
     def at(self, place: Place) -> Given:
-        """With what is one number for the head loaded, so that no tile of a block with one place loads it again."""
-        slope = self.slope(place)
-        return self if slope is None else replace(self, operands={**self.operands, "alibi_slopes": slope})
+        """With what is one number for the head loaded: for before a loop in which `modify` is."""
+        slopes = self.get("alibi_slopes")
+        if not isinstance(slopes, fly.Tensor):
+            return self
+        slope = _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
+        return replace(self, operands={**self.operands, "alibi_slopes": slope})
 
     def modify(
         self,
@@ -219,11 +222,10 @@ class Given:
         rows: fly.RowVector,
         first_key: Any,
         place: Place,
-        slope: fly.Value | fly.RowVector | None = None,
     ) -> fly.Fragment:
         """Raw scores as the softmax takes them (see `scale`), not masked.
 
-        `rows`: query indices; columns start at `first_key`. `slope`: of `place`, where it has been loaded.
+        `rows`: query indices; columns start at `first_key`. What `at(place)` loads is loaded here if it is not yet.
         """
         if not self.features.modifies:
             return scores
@@ -234,8 +236,7 @@ class Given:
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
         if self.get("alibi_slopes") is not None:
-            slope = self.slope(place) if slope is None else slope
-            scores = _alibi(scores, slope, rows, first_key, place.keys)
+            scores = _alibi(scores, self.at(place).get("alibi_slopes"), rows, first_key, place.keys)
         if (bias := self.get("bias")) is not None:
 
             def add_bias(score: Any, head: Any, query: Any, key: Any) -> Any:

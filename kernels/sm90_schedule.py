@@ -16,7 +16,7 @@ from fly.backends.nvvm.mbarrier import Position, Ring
 from kernels.features import NOTHING, Given
 from kernels.mask import KeyRange
 from kernels.tile_list import SeenTiles, TileList, alone
-from kernels.tile_scheduler import Sequence, offsets_of, paged_length, part, split_tiles
+from kernels.tile_scheduler import Sequence, offsets_of, paged_length, split_tiles
 
 NUMBERS = 8  # i32 that describe a tile,
 STEPS = 4  # and its part of a block mask's list
@@ -294,10 +294,6 @@ class Schedule:
             return Sequence(None, work.q_first, work.keys.queries)
         return Sequence(work.batch, None, work.keys.queries)
 
-    def part(self, tensor: fly.Tensor, work: Work, split: bool) -> fly.Tensor:
-        """A result tensor, or a split's part of one."""
-        return part(tensor, work.split) if split else tensor
-
     def rows_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedRows:
         """A tile's rows of (B, S, H, D) or (total, H, D), by (row, column)."""
         sequence = self.queries_of(work)
@@ -338,9 +334,16 @@ class PackedVector:
     first: fly.Value
     pack: int
 
+    def load(self, row: fly.Value) -> fly.Value:
+        """One row's number."""
+        return self.tensor.load(*self._place(row))
+
     def store(self, value: fly.Value, row: fly.Value) -> None:
         """Store one row's number."""
-        self.tensor.store(value, self.first + (row & (self.pack - 1)), query_of(row, self.pack) + self.start)
+        self.tensor.store(value, *self._place(row))
+
+    def _place(self, row: fly.Value) -> tuple[fly.Value, fly.Value]:
+        return self.first + (row & (self.pack - 1)), query_of(row, self.pack) + self.start
 
 
 def query_of(row: fly.Value, pack: int) -> fly.Value:

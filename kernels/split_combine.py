@@ -4,14 +4,16 @@ Split s of a row gives its own normalised output O_s and log-sum-exp L_s. Over a
 
     L = log(sum over s of exp(L_s))        out = sum over s of exp(L_s - L) * O_s
 
-both in f32, measured from the largest L_s. A split without keys has L_s = -inf and weighs nothing; a row without any
-gives out 0 and L = -inf.
+both in f32, measured from the largest L_s so far. A split without keys has L_s = -inf and weighs nothing; a row
+without any gives out 0 and L = -inf.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from kernels.tile_scheduler import Sequence, grid, part
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
+AT_A_TIME = 4  # splits whose loads are on their way together
 OPERANDS = ("seqused_q", "sink")
 _ALIGNMENT = 256
 
@@ -92,7 +95,6 @@ def split_combine(
     query heads, sequences). A thread owns `VECTOR` elements of a row.
     """
     given = features.bind(operands)
-    sink = given.get("sink")
     lanes = head_dim // VECTOR
     rows = rows_of_block(head_dim)
     head, batch = fly.block_id.y, fly.block_id.z
@@ -103,53 +105,73 @@ def split_combine(
     window = queries.matrix(out, head).rows(head_dim).window(first_row, rows)
 
     def split_lse(split: Any) -> fly.Value:
-        return queries.vector(part(partial_lse, split), head).load(first_row + row) * LOG2_E
+        return queries.vector(part(partial_lse, split), head).load(first_row + row)
+
+    def split_values(split: Any) -> fly.Value:
+        view = queries.matrix(part(partial_out, split), head).rows(head_dim)
+        return view.window(first_row, rows).load_inside(row, column, VECTOR)
 
     with fly.when((row < rows) & (row < window.rows_left)):
-        for split, so_far in (loop := fly.range(partial_lse.shape[0], carry=fly.f32(-math.inf))):
-            loop.next(fly.maximum(so_far, split_lse(split)))
-        maximum = loop.results
-        if sink is not None:
-            sink_log2 = sink.load(head).to(fly.f32) * LOG2_E
-            maximum = fly.maximum(maximum, sink_log2)
-        # -inf - -inf is NaN: a row without any key is measured from 0
-        pivot = fly.select(maximum == -math.inf, 0.0, maximum)
-        start = (fly.f32(0.0), fly.broadcast(fly.f32(0.0), VECTOR))
-        for split, (total, output) in (loop := fly.range(partial_lse.shape[0], carry=start)):
-            weight = fly.exp2(split_lse(split) - pivot)
-            view = queries.matrix(part(partial_out, split), head).rows(head_dim)
-            values = view.window(first_row, rows).load_inside(row, column, VECTOR)
-            loop.next(total + weight, fly.fma(values, fly.broadcast(weight, VECTOR), output))
-        total, output = loop.results
-        if sink is not None:
-            total = total + fly.exp2(sink_log2 - pivot)
-        inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
-        window.store((output * fly.broadcast(inverse, VECTOR)).to(out.dtype), row, column)
+        output, row_lse = combined(partial_lse.shape[0], split_lse, split_values, given.sink_of(head))
+        window.store(output.to(out.dtype), row, column)
         if lse is not None:
             with fly.when(column == 0):
-                value = (pivot + fly.log2(total)) * (1 / LOG2_E)
-                queries.vector(lse, head).store(fly.select(total == 0.0, -math.inf, value), first_row + row)
+                queries.vector(lse, head).store(row_lse, first_row + row)
 
 
-def operands_of(operands: Iterable[Any], request: Request) -> tuple[Any, ...]:
-    """The operands that the combination takes, of those of a call."""
+def combined(
+    splits: Any,
+    lse_of: Callable[[Any], fly.Value],
+    values_of: Callable[[Any], fly.Value],
+    sink: fly.Value | None,
+    at_a_time: int = AT_A_TIME,
+) -> tuple[fly.Value, fly.Value]:
+    """(`VECTOR` elements of a row's output, the row's log-sum-exp), f32.
+
+    `lse_of`, `values_of`: what a thread loads of a split, f32; `sink`: the row's, or None.
+    """
+    none = fly.broadcast(fly.f32(0.0), VECTOR)
+    start = (fly.f32(-math.inf), fly.f32(0.0), none) if sink is None else (sink * LOG2_E, fly.f32(1.0), none)
+    for first, (maximum, total, output) in (loop := fly.range(0, splits, at_a_time, carry=start)):
+        # loads past the last split are of the last one, whose line is there: they cost no bandwidth
+        places = [fly.minimum(first + i, splits - 1) for i in range(at_a_time)]
+        values = [values_of(split) for split in places]
+        lses = [fly.select(first + i < splits, lse_of(split) * LOG2_E, -math.inf) for i, split in enumerate(places)]
+        largest = functools.reduce(fly.maximum, lses, maximum)
+        # -inf - -inf is NaN: as long as there is no key, the row is measured from 0
+        pivot = fly.select(largest == -math.inf, 0.0, largest)
+        weights = [fly.exp2(lse - pivot) for lse in lses]
+        before = fly.exp2(maximum - pivot)
+        output = output * fly.broadcast(before, VECTOR)
+        for value, weight in zip(values, weights, strict=True):
+            output = fly.fma(value, fly.broadcast(weight, VECTOR), output)
+        loop.next(largest, total * before + functools.reduce(operator.add, weights), output)
+    maximum, total, output = loop.results
+    inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
+    lse = fly.select(total == 0.0, -math.inf, (maximum + fly.log2(total)) * (1 / LOG2_E))
+    return output * fly.broadcast(inverse, VECTOR), lse
+
+
+def operand_places(request: Request) -> tuple[int, ...]:
+    """Which the combination takes of a call's operands that are tensors."""
     asked = request.asked
-    return tuple(asked.tensor(operands, name) for name in asked.only(OPERANDS).operands)
+    return tuple(asked.place(name) for name in asked.only(OPERANDS).operands)
 
 
 def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
     """Compile and bind the combination.
 
-    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those of `operands_of`.
+    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those at `operand_places`.
     """
+    asked = request.asked.only(OPERANDS)
     blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.value_dim))
-    statics = {"head_dim": request.value_dim, "features": request.asked.only(OPERANDS)}
+    statics = {"head_dim": request.value_dim, "features": asked}
     arguments = (
         partial_out,
         partial_lse,
         tensors.out,
         tensors.lse,
         tensors.cu_seqlens_q,
-        *operands_of(tensors.operands, request),
+        *(request.asked.tensor(tensors.operands, name) for name in asked.operands),
     )
     return bind(split_combine, blocks, THREADS, arguments, statics, compile_kernel)

@@ -1,7 +1,8 @@
-"""Counters in device memory from which persistent blocks take their tiles: zero before and after each launch.
+"""Counters in device memory, i32, from which persistent blocks take their tiles: zero before and after each launch.
 
-A launch resets what it used, so one pair serves all launches that cannot overlap: those on one stream. A launch that
-is captured into a graph gets a pair of its own, since the graph may be replayed beside anything.
+Two for all launches; after them, in larger sets, one for each tile that is put together from parts. A launch resets
+what it used, so one set serves all launches that cannot overlap: those on one stream. A launch that is captured into
+a graph gets a set of its own, since the graph may be replayed beside anything.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import torch
 
 from fly.errors import DeviceError
 
-_PAIRS = 1 << 16
-_PAIR_BYTES = 16  # as tensors are aligned
+FIRST_ARRIVAL = 4  # as tensors are aligned to 16 bytes
+MAX_ARRIVALS = 252
+# by the number of arrivals: 1 and 16 MiB
+_SETS = {0: 1 << 16, MAX_ARRIVALS: 1 << 14}
 
 
 class TileCounters:
-    """The counters of one device; use `counters_of`.
+    """Sets of counters of one device, with `arrivals` of parts (0 or `MAX_ARRIVALS`); use `counters_of`.
 
     Making it waits for the device, once.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, arrivals: int = 0):
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._memory = torch.zeros(_PAIRS * _PAIR_BYTES // 4, dtype=torch.int32, device=device)
+        self._sets, self._size = _SETS[arrivals], FIRST_ARRIVAL + arrivals
+        self._memory = torch.zeros(self._sets * self._size, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         self._streams: dict[tuple[int, int], int] = {}
         self._used = 0
@@ -33,14 +37,14 @@ class TileCounters:
 
     @property
     def example(self) -> torch.Tensor:
-        """A tensor like every pair, to bind launches with."""
-        return self._memory[:2]
+        """A tensor like every set, to bind launches with."""
+        return self._memory[: self._size]
 
     def address(self, stream: int | None) -> int:
-        """The pair for a launch on a stream (a driver's handle; None: torch's current one).
+        """The set for a launch on a stream (a driver's handle; None: torch's current one).
 
         Raises:
-            DeviceError: 65536 launches have been captured into graphs.
+            DeviceError: 65536 launches have been captured into graphs, or 16384 that put parts together.
         """
         if torch.cuda.is_current_stream_capturing():
             return self._new()
@@ -55,22 +59,22 @@ class TileCounters:
 
     def _new(self) -> int:
         with self._lock:
-            if self._used == _PAIRS:
+            if self._used == self._sets:
                 raise DeviceError(
-                    f"{_PAIRS} launches of persistent kernels were captured on {self.device}; there are no counters "
-                    "for more: capture fewer, or set FLY_KERNEL=generic"
+                    f"{self._sets} launches of persistent kernels were captured on {self.device}; there are no "
+                    "counters for more: capture fewer, or set FLY_KERNEL=generic"
                 )
             self._used += 1
-            return self._memory.data_ptr() + (self._used - 1) * _PAIR_BYTES
+            return self._memory.data_ptr() + (self._used - 1) * self._size * self._memory.element_size()
 
 
-_counters: dict[torch.device, TileCounters] = {}
+_counters: dict[tuple[torch.device, int], TileCounters] = {}
 _lock = threading.Lock()
 
 
-def counters_of(device: torch.device) -> TileCounters:
+def counters_of(device: torch.device, arrivals: int = 0) -> TileCounters:
     """The counters of a device, made on first use."""
     with _lock:
-        if device not in _counters:
-            _counters[device] = TileCounters(device)
-        return _counters[device]
+        if (device, arrivals) not in _counters:
+            _counters[device, arrivals] = TileCounters(device, arrivals)
+        return _counters[device, arrivals]

@@ -192,7 +192,7 @@ class CudaKernel:
         self,
         grid: Dim3,
         block: Dim3,
-        packed: bytearray,
+        packed: bytes,
         stream: int,
         allocations: Sequence[Allocation] = (),
     ) -> None:

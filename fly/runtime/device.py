@@ -33,13 +33,11 @@ class Allocation:
 class LoadedKernel(Protocol):
     """A kernel that is loaded on one device."""
 
-    def launch(
-        self, grid: Dim3, block: Dim3, packed: bytearray, stream: int, allocations: Sequence[Allocation]
-    ) -> None:
+    def launch(self, grid: Dim3, block: Dim3, packed: bytes, stream: int, allocations: Sequence[Allocation]) -> None:
         """Start the kernel; returns without waiting where the device allows that.
 
-        `grid` counts blocks, `packed` holds the flat arguments at natural alignment and may be reused by the
-        caller afterwards, `stream` is the driver's handle (0: the default stream).
+        `grid` counts blocks, `packed` holds the flat arguments at natural alignment, `stream` is the driver's
+        handle (0: the default stream).
 
         Raises:
             LaunchError: a grid, block or shared memory size that the device does not take.

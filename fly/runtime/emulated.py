@@ -58,7 +58,7 @@ class EmulatedKernel:
         self.program = Program(artefact.binary, device.target)
 
     def launch(
-        self, grid: Dim3, block: Dim3, packed: bytearray, stream: int = 0, allocations: Sequence[Allocation] = ()
+        self, grid: Dim3, block: Dim3, packed: bytes, stream: int = 0, allocations: Sequence[Allocation] = ()
     ) -> None:
         """Run the kernel; `stream` has no meaning here.
 
@@ -70,7 +70,7 @@ class EmulatedKernel:
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
         if self.device.intercept is not None:
             name, lds = self.artefact.kernel, self.artefact.dynamic_shared
-            self.device.intercept(Launch(self.program, name, grid, block, bytes(packed), regions, lds))
+            self.device.intercept(Launch(self.program, name, grid, block, packed, regions, lds))
             return
         tracer = self._tracer(grid, block)
         try:
@@ -79,7 +79,7 @@ class EmulatedKernel:
                     self.artefact.kernel,
                     grid,
                     block,
-                    bytes(packed),
+                    packed,
                     regions,
                     dynamic_lds=self.artefact.dynamic_shared,
                     checks=config.EMULATOR_CHECKS.get(),

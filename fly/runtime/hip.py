@@ -205,7 +205,7 @@ class HipKernel:
         self,
         grid: Dim3,
         block: Dim3,
-        packed: bytearray,
+        packed: bytes,
         stream: int,
         allocations: Sequence[Allocation] = (),
     ) -> None:

@@ -39,22 +39,19 @@ class Entry:
 
     kernel: LoadedKernel
     fields: tuple[Field, ...]
-    pack_into: Callable[..., None]
-    size: int
+    layout: struct.Struct
     ones: tuple[int, ...]
     device: DeviceKey
     current_stream: Callable[[], int]
     needs_allocations: bool
 
-    def pack(self, values: Sequence[int | float]) -> bytearray:
+    def pack(self, values: Sequence[int | float]) -> bytes:
         """The argument buffer for flat values in field order."""
-        packed = bytearray(self.size)
         if self.ones:
             values = list(values)
             for position in self.ones:
                 values.insert(position, 1)
-        self.pack_into(packed, 0, *values)
-        return packed
+        return self.layout.pack(*values)
 
 
 class Launcher:
@@ -123,12 +120,10 @@ class Launcher:
                     _check_artefact(artefact, device.target, block)
                     self._artefacts[specialised] = artefact
                 ones = _left_out_strides(artefact, signature, specs)
-                pack = packer(artefact.fields)
                 entry = Entry(
                     kernel=device.load(artefact),
                     fields=artefact.fields,
-                    pack_into=pack.pack_into,
-                    size=pack.size,
+                    layout=packer(artefact.fields),
                     ones=ones,
                     device=place,
                     current_stream=_current_stream(place),

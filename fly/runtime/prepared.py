@@ -61,8 +61,7 @@ class Prepared:
                 self._check_alignment(addresses)
             pieces = list(self.pieces)
             pieces[1::2] = addresses
-            packed = bytearray(self.layout.size)
-            self.layout.pack_into(packed, 0, *pieces)
+            packed = self.layout.pack(*pieces)
         except (TypeError, RuntimeError, struct.error) as error:  # tensors raise RuntimeErrors
             raise ArgumentError(f"addresses {addresses!r}; accepted: ints from 0 to 2^64 - 1") from error
         entry = self.entry
@@ -103,7 +102,7 @@ def bind(
     """
     grid, block = dim3(grid, "grid"), dim3(block, "block")
     entry, arguments = launcher_of(kernel).enter(block, args, statics, compile)
-    packed = bytes(entry.pack([value for argument in arguments for value in argument.values]))
+    packed = entry.pack([value for argument in arguments for value in argument.values])
     pieces: list[bytes | None] = []
     end = 0
     for field, offset in zip(entry.fields, offsets(entry.fields)):

@@ -9,9 +9,9 @@ compute-sanitizer --tool synccheck python tests/kernels/sanitizer_set.py
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 if not __package__:
@@ -20,11 +20,33 @@ if not __package__:
 import torch
 
 from fly import config
+from kernels import dispatch
+from kernels.block_mask import create_block_mask
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.feature_cases import FEATURES, Inputs
 from tests.kernels.kv_cache_cases import Case, Problem
+from tests.kernels.packed import offsets
+from tests.kernels.paged import Paged
 
 SHAPES = ((130, 130, 2, 2), (65, 257, 7, 1), (129, 31, 8, 1), (1, 1, 1, 1))  # Sq, Skv, H, Hkv
 PADDINGS = (4, 1)  # elements a row is longer than head_dim: 8- and 2-byte alignment
+# Eight query heads a key head, which may be rows of one tile: Sq, and in how many parts the keys are.
+GROUPS = ((1, 1), (1, 3), (5, 1), (17, 2), (64, 1), (130, 1))
+RAGGED = ((17, 0, 3, 64, 130, 1), (300, 40, 3, 0, 257, 64))  # queries and keys of packed sequences
+PAGED_KEYS, PAGE_SIZES = (300, 0, 129, 1), (16, 64)
+# names in `FEATURES`, whether causal, and in how many parts the keys are
+ASKED = (
+    ("window both", False, 1),
+    ("softcap", True, 1),
+    ("alibi heads", True, 1),
+    ("bias", False, 1),
+    ("sink", True, 2),
+    ("score_mod aux", True, 1),
+    ("mask_mod aux", False, 1),
+    ("seqused", True, 2),
+    ("cache_leftpad", True, 1),
+    ("kv_batch_idx", False, 1),
+)
 # with lengths that reach past the cache, and before it
 APPENDS = (
     (Case(rotary_dim=16, page=16, new=5), [0, 38, -3]),
@@ -32,44 +54,120 @@ APPENDS = (
     (Case(head_dim=128, head_dim_v=64, new=33, layout="apart"), [20, 0, -40]),
 )
 
-KERNELS = {"generic": (64, 128, 72), "sm90": (64, 128, 256)}  # head dims
+
+def random(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Numbers from 0 to 1."""
+    return torch.rand(shape, device=device).to(dtype)
 
 
-def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """(B + 1,) of packed sequences."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-
-
-def main() -> None:
-    """Run every kernel that this GPU has."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    for kernel in KERNELS if hopper else ("generic",):
-        os.environ[config.KERNEL.name] = kernel
-        calls(kernel)
-    for case, lengths in APPENDS:
-        Problem(case, 0, "cuda", lengths).call()
-    torch.cuda.synchronize()
-
-
-def calls(kernel: str) -> None:
-    """Every form of a kernel, small."""
-    for dtype, dim, causal in itertools.product((torch.bfloat16, torch.float16), KERNELS[kernel], (True, False)):
-
-        def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.rand(*shape, device="cuda", dtype=dtype)
-
+def plain(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """Dense and packed tensors, keys whole and in parts, and alignments."""
+    bf16, f16 = torch.bfloat16, torch.float16
+    first, second, third = dims
+    builds = ((first, f16, False), (first, bf16, True), (second, bf16, False), (second, bf16, True))
+    for dim, dtype, causal in (*builds, (third, bf16, True)):
         for queries, keys, heads, kv_heads in SHAPES:
-            q, k, v = (random(1, n, h, dim) for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+            sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+            q, k, v = (random(device, 1, *size, dim, dtype=dtype) for size in sizes)
             for splits in (1, 2):
                 flydsl_flash_attn_func(q, k, v, causal, return_lse=True, num_kv_splits=splits)
-        q, k = random(200, 2, dim), random(150, 1, dim)
-        cu_q, cu_k = offsets((130, 0, 70)), offsets((33, 17, 100))
-        packed = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k, "max_seqlen_q": 130, "max_seqlen_kv": 100}
-        flydsl_flash_attn_func(q, k, k, causal, **packed)
-        for padding in PADDINGS if kernel == "generic" else ():
-            x = random(1, 70, 2, dim + padding)[..., :dim]
-            flydsl_flash_attn_func(x, x, x, causal)
+        packed((130, 0, 70), (33, 17, 100), (2, 1), dim, causal, device, dtype)
+        for padding in PADDINGS if kernel.name == "generic" and causal else ():
+            x = random(device, 1, 70, 2, dim + padding, dtype=dtype)[..., :dim]
+            flydsl_flash_attn_func(x, x, x)
+
+
+def packed(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    heads: tuple[int, int],
+    dim: int,
+    causal: bool,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """One call on sequences of these lengths; `heads`: H, Hkv."""
+    q, k = (random(device, sum(n), h, dim, dtype=dtype) for n, h in zip((queries, keys), heads))
+    places = {"cu_seqlens_q": offsets(queries, device), "cu_seqlens_kv": offsets(keys, device)}
+    flydsl_flash_attn_func(q, k, k, causal, max_seqlen_q=max(queries), max_seqlen_kv=max(keys), **places)
+
+
+def groups(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """Eight query heads a key head, few queries to some."""
+    for queries, splits in GROUPS:
+        q = random(device, 2, queries, 16, dims[1])
+        k, v = (random(device, 2, 300, 2, dims[1]) for _ in range(2))
+        flydsl_flash_attn_func(q, k, v, True, return_lse=True, num_kv_splits=splits)
+    packed(*RAGGED, (16, 2), dims[1], True, device)
+
+
+def pages(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """Keys in shuffled pages; what is behind a length is NaN, and table entries are of no page."""
+    for dim, size in zip(dims, PAGE_SIZES):
+        paged = Paged.of(PAGED_KEYS, size, 2, (dim, dim), torch.bfloat16, seed=size, device=device)
+        for queries, heads, splits in ((1, 16, 1), (1, 16, 3), (70, 4, 1)):
+            q = random(device, len(PAGED_KEYS), queries, heads, dim)
+            flydsl_flash_attn_func(q, paged.k, paged.v, True, num_kv_splits=splits, **paged.options)
+        lengths = RAGGED[0][: len(PAGED_KEYS)]
+        at = {"cu_seqlens_q": offsets(lengths, device), "max_seqlen_q": max(lengths)}
+        flydsl_flash_attn_func(random(device, sum(lengths), 4, dim), paged.k, paged.v, True, **at, **paged.options)
+
+
+def sliding(batch: int, head: int, query: int, key: int) -> bool:
+    """Some of the keys before a query, as a mask_mod."""
+    return (key <= query + 60) & (key > query - 30)
+
+
+def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """What changes scores and masks, and where sequences lie."""
+    inputs = Inputs([130, 130], [257, 257], heads=4, kv_heads=2, head_dim=dims[1], device=device)
+    for name, causal, splits in ASKED:
+        q, k, v = inputs.tensors(entries=3 if name == "kv_batch_idx" else None)
+        options = {"return_lse": True, "num_kv_splits": splits} | FEATURES[name](inputs)
+        flydsl_flash_attn_func(q, k, v, causal, **options)
+    if "block_mask" in kernel.features:
+        mask = create_block_mask(sliding, 2, 4, 130, 257, device)
+        flydsl_flash_attn_func(*inputs.tensors(), False, block_mask=mask)
+
+
+def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """e4m3 inputs with scales of tensors, and of sequences and key heads."""
+    for dim in dims:
+        for queries, heads, splits, shape in ((130, 4, 1, ()), (1, 16, 3, (2, 2)), (65, 2, 2, (1,))):
+            sizes = ((queries, heads), (257, 2), (257, 2))
+            q, k, v = (random(device, 2, *size, dim, dtype=torch.float8_e4m3fn) for size in sizes)
+            names = ("q_descale", "k_descale", "v_descale")
+            scales = {name: random(device, *shape, dtype=torch.float32) for name in names}
+            flydsl_flash_attn_func(q, k, v, True, return_lse=True, num_kv_splits=splits, **scales)
+
+
+Section = Callable[[dispatch.Kernel, tuple[int, ...], str], None]
+# of every NVIDIA kernel: head dimensions, and what is called
+SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
+    "sm90": ((64, 128, 256), (plain, groups, pages, features)),
+    "sm90_fp8": ((64, 128, 256), (eight_bit,)),
+    "generic": ((64, 128, 72), (plain, groups, pages, features)),
+}
+
+
+def run(device: str) -> None:
+    """Every kernel that the device has, and appending to caches."""
+    target = dispatch.target_of(torch.device(device))
+    for kernel in dispatch.KERNELS:
+        if target not in kernel.archs:
+            continue
+        os.environ[config.KERNEL.name] = kernel.name
+        dims, sections = SETS[kernel.name]
+        for section in sections:
+            print(kernel.name, section.__name__, flush=True)
+            section(kernel, dims, device)
+            if device == "cuda":  # so that what a tool reports comes after its section's name
+                torch.cuda.synchronize()
+    print("appending", flush=True)
+    for case, lengths in APPENDS:
+        Problem(case, 0, device, lengths).call()
 
 
 if __name__ == "__main__":
-    main()
+    run("cuda")
+    torch.cuda.synchronize()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from benchmarks.timing import Timing
 from benchmarks.workload import Workload
 from tests.kernels import harness
 
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
 WORKLOADS = [Workload(1, 8, 8, 2, 2, 16, "bf16", causal) for causal in (True, False)]
 CAUSAL, FULL = WORKLOADS
 
@@ -279,7 +284,7 @@ def test_bad_flags(flags, message, capsys):
 
 
 def test_the_page_on_benchmarks_names_what_there_is():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
     for parser in (harness._parser(), benchmark._parser(), flash_attn_decode._parser(), tune._parser()):
         accepted |= {flag for action in parser._actions for flag in action.option_strings}
@@ -299,3 +304,12 @@ def test_decoding_needs_whole_pages_and_a_gpu(monkeypatch, capsys):
 
 def test_a_cell_of_decoding_counts_keys_and_values():
     assert flash_attn_decode.Cell(1, 131072, 64, 8, 128, "bf16").bytes == 2 * 131072 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_runs_as_a_script_from_anywhere(script, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: " + script.name)

@@ -43,7 +43,8 @@ def build(options: Fp8Options, split: bool = False):
     results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
     scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
     operands = [TensorSpec("f32", 2, 4, False)] * len(options.features.operands)
-    specs = (*maps, *results, None, None, TensorSpec("i32", 1, 16, True), *scalars, *operands)
+    whole = (TensorSpec("bf16", 4, 16, True), TensorSpec("f32", 3, 4, True)) if options.combines else (None, None)
+    specs = (*maps, *results, None, None, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
     kernel = flash_attn_sm90_fp8.flash_attn_sm90_fp8
     return compile_kernel(kernel, specs, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
@@ -76,7 +77,7 @@ def test_parts_are_accepted_too(tmp_path):
 @needs_ptxas
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
-    options = decode_options(head_dim, head_dim, causal, pack, Fp8Options)
+    options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
     accept(build(replace(options, features=DESCALED), split=True), options, tmp_path)
 
 
@@ -235,7 +236,7 @@ def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
         monkeypatch.setattr(module, "bind", bind)
         monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=132))
     counters = SimpleNamespace(example=None, address=lambda stream: 99)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device: counters)
+    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
     combined = lambda *addresses, stream: called.append(("combine", addresses, stream))  # noqa: E731
     monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: combined)
 

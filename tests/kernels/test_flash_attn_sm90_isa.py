@@ -36,6 +36,8 @@ def specs(options: Sm90Options, form: str, dtype: str) -> list:
         "cu_seqlens_q": offsets,
         "cu_seqlens_kv": offsets,
         "counters": TensorSpec("i32", 1, 16, True),
+        "whole_out": TensorSpec(dtype, out[1] - 1, 16, True) if options.combines else None,
+        "whole_lse": TensorSpec("f32", out[1] - 2, 4, True) if options.combines else None,
     }
     maps = iter([TensorMapSpec(dtype, box, t.swizzle) for box, t in zip(options.boxes, options.tiles, strict=True)])
     return [
@@ -112,7 +114,7 @@ DECODE = [
 @needs_ptxas
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "pack", "form"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, head_dim_v, causal, pack, form, tmp_path):
-    options = decode_options(head_dim, head_dim_v, causal, pack)
+    options = replace(decode_options(head_dim, head_dim_v, causal, pack), combines=form == "split")
     accept(build(options, form), options, tmp_path)
 
 

@@ -144,6 +144,24 @@ def test_result_is_contiguous_whatever_the_strides(stub):
     torch.testing.assert_close(out, attention(q, k, v, causal=True)[0].to(q.dtype))
 
 
+def test_every_call_has_memory_of_its_own(stub):
+    """Warm calls too, which allocate in another way; inference mode of the first call is not theirs."""
+    stub.workspace_bytes = 100
+    q, k, v = inputs(head_dim=128)
+    with torch.inference_mode():
+        results = [flydsl_flash_attn_func(q, k, v, return_lse=True)]
+    results += [flydsl_flash_attn_func(q, k, v, return_lse=True) for _ in range(2)]
+    assert len(stub.prepared) == 1
+    tensors = [*(t for result in results for t in result), *stub.workspaces]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors) == 9
+    for result, workspace in zip(results, stub.workspaces):
+        out, lse = result
+        assert out.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert lse.is_contiguous() and (lse.shape, lse.dtype) == ((2, 4, 5), torch.float32)
+        assert workspace.is_contiguous() and (workspace.shape, workspace.dtype) == ((100,), torch.uint8)
+    assert [t.is_inference() for t in tensors[:6]] == [True, True, False, False, False, False]
+
+
 def test_expanded_keys_are_fine(stub):
     q, k, v = inputs()
     k, v = (t[:1, :, :1].expand(2, 5, 4, 64) for t in (k, v))

@@ -55,6 +55,38 @@ def test_few_queries(dims, causal, group, seed):
             assert wrong(q, k, v, causal, splits) is None, f"seed {seed}, {queries} x {keys}, {splits} splits"
 
 
+@pytest.mark.parametrize("splits", [2, 3, 7, 16, 64])
+def test_split_keys_of_decoding_are_combined_alike_every_time(splits, seed):
+    """By whichever block comes last: calls on two streams at once, and three launches of a graph, replayed."""
+    q, k, v = inputs(seed, (3, 1), (3, 2100), 8, (128, 128))
+    assert wrong(q, k, v, False, splits) is None, f"seed {seed}"
+
+    def call():
+        return flydsl_flash_attn_func(q, k, v, return_lse=True, num_kv_splits=splits)
+
+    results = [call()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for stream in streams * 20:
+        with torch.cuda.stream(stream):
+            results.append(call())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [call() for _ in range(3)]
+    for _ in range(5):
+        for tensor in (x for pair in captured for x in pair):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        results += [tuple(t.clone() for t in pair) for pair in captured]
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+def test_more_tiles_than_have_counters_are_combined_after_the_launch(seed):
+    q, k, v = inputs(seed, (130, 1), (130, 150), 8, (64, 64))
+    assert wrong(q, k, v, False, 2) is None, f"seed {seed}"
+
+
 @pytest.mark.parametrize("group", [1, 5, 6, 24, 64, 128])
 def test_groups_that_are_packed_in_part_or_not_at_all(group, seed):
     for queries in (1, 5):

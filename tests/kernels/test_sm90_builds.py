@@ -30,6 +30,7 @@ from kernels.sm90_builds import (
     visited,
 )
 from kernels.sm90_schedule import PackedRows, PackedVector, query_of
+from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -156,13 +157,55 @@ def test_splits_have_keys(blocks, key_tiles, units):
 
 def test_decoding_takes_its_build():
     options, splits = build_for(request(seq_len_kv=131072), UNITS)
-    assert options == decode_options(128, 128, False, 8)  # one query sees all keys
+    full, causal = (replace(decode_options(128, 128, masked, 8), combines=True) for masked in (False, True))
+    assert options == full  # one query sees all keys
     assert splits == 16
     packed = request(features=("packed",))  # lengths may be anything
-    assert build_for(packed, UNITS)[0] == decode_options(128, 128, True, 8)
-    assert build_for(request(seq_len=8), UNITS)[0] == decode_options(128, 128, True, 8)
-    assert build_for(request(kv_heads=64), UNITS)[0] == decode_options(128, 128, False)
+    assert build_for(packed, UNITS)[0] == causal
+    assert build_for(request(seq_len=8), UNITS)[0] == causal
+    assert build_for(request(kv_heads=64), UNITS)[0] == replace(full, pack_gqa=1)
     assert build_for(request(num_kv_splits=5), UNITS)[1] == 5
+
+
+def test_who_puts_split_keys_together():
+    """The kernel, where its tiles have counters; a second one after it in larger launches."""
+
+    def combines(**shape):
+        return build_for(request(**shape), UNITS)[0].combines
+
+    assert combines(num_kv_splits=2) and not combines(num_kv_splits=1)
+    assert combines(num_kv_splits=2, batch=31) and not combines(num_kv_splits=2, batch=32)  # of 8 key heads
+    assert not combines(num_kv_splits=2, seq_len=64)
+    with pytest.raises(ShapeError, match="consumers is 2; expected 1 where the kernel combines split keys"):
+        replace(options_of((128, 128, True, 2, None)), combines=True)
+
+
+@pytest.mark.parametrize("lse", [True, False])
+def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
+    """The counters of its tiles, and out and lse after them: both when it is bound and in a call."""
+    bound, launched, asked = [], [], []
+    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: "map")
+    monkeypatch.setattr(sm90_launch, "bind", lambda *a: bound.append(a) or (lambda *x, stream: launched.append(x)))
+    for module in (flash_attn_sm90, sm90_launch):
+        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
+    counters = SimpleNamespace(example="counters", address=lambda stream: "of the stream")
+    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: asked.append(arrivals) or counters)
+    q, k, v, out = (
+        torch.empty(2, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 16), (300, 2), (300, 2), (1, 16))
+    )
+    results = (out, torch.empty(2, 16, 1)) if lse else (out, None)
+    workspace = torch.empty(2 * 16 * 4 * 129, dtype=torch.float32)
+    tensors = Tensors(q, k, v, *results, workspace=workspace)
+    launch = flash_attn_sm90.prepare(tensors, request(1, 300, 16, 2, 2, num_kv_splits=4))
+    assert launch.workspace_bytes == 4 * workspace.numel()
+    ((_, grid, _, arguments, _, _),) = bound
+    assert (grid, asked) == (2 * 2 * 4, [MAX_ARRIVALS])
+    assert arguments[7:10] == ("counters", *results)
+    launch.run(tensors, None)
+    memory = workspace.data_ptr()
+    parts = (memory, memory + 2 * 16 * 4 * 128 * 4)
+    ends = [t.data_ptr() for t in results if t is not None]
+    assert launched == [(q.data_ptr(), k.data_ptr(), v.data_ptr(), *parts, "of the stream", *ends)]
 
 
 def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
@@ -198,7 +241,7 @@ def test_packed_heads_are_bound(monkeypatch):
     for module in (flash_attn_sm90, sm90_launch):
         monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
     counters = SimpleNamespace(example=None, address=None)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device: counters)
+    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
     q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
     flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
     ((_, grid, threads, arguments, statics, _),) = bound

@@ -223,7 +223,7 @@ def modified(
     elements = fly.from_elements([scores.load(*place) for place in places])
     numbers = rows.map(lambda row: query_of(row + first_row, pack))
     fragment = fly.Fragment(layout, ((elements,),))
-    fragment = given.modify(fragment, fly.f32(LOG2_E), numbers, first_key, place, given.slope(place))
+    fragment = given.at(place).modify(fragment, fly.f32(LOG2_E), numbers, first_key, place)
     fragment = given.mask(keys_seen.apply(fragment, numbers, first_key), numbers, first_key, place)
     ((values,),) = fragment.tiles
     for value, at in zip(values, places):

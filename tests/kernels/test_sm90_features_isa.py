@@ -59,6 +59,7 @@ def compiled(options: Sm90Options, form: str):
         (replace(options_of(LONG), pack_gqa=8), "packed", Features(("seqused_kv", "window_left", "sink"))),
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "alibi_slopes"))),
         (decode_options(64, 64, False, 8), "dense", Features(("window_left", "softcap", "sink"))),
+        (replace(decode_options(128, 128, False, 8), combines=True), "split", Features(("seqused_kv", "sink"))),
     ],
     ids=lambda x: "+".join(x.operands) or "function" if isinstance(x, Features) else None,
 )
@@ -112,7 +113,7 @@ def with_lists(dims: tuple[int, int], causal: bool, seq_len: int, asked: Feature
         ((192, 128), False, 4096, "dense", listed()),
         ((192, 192), True, 4096, "dense", listed()),
         ((256, 256), False, 4096, "dense", listed()),
-        ((256, 256), False, 40, "dense", listed()),
+        ((256, 256), False, 40, "split", listed()),
     ],
     ids=lambda x: "+".join(x.operands[:3]) if isinstance(x, Features) else None,
 )

@@ -68,7 +68,7 @@ class CUtensorMapSwizzle(enum.IntEnum):
 
 
 class CUtensorMapL2promotion(enum.IntEnum):
-    CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3
+    CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2
 
 
 class CUtensorMapFloatOOBfill(enum.IntEnum):

@@ -70,8 +70,8 @@ class LoadedKernel:
     device: Device
 
     def launch(self, grid, block, packed, stream, allocations) -> None:
-        assert isinstance(packed, bytearray)
-        self.device.launches.append(Launch(grid, block, bytes(packed), stream, tuple(allocations)))
+        assert isinstance(packed, bytes)
+        self.device.launches.append(Launch(grid, block, packed, stream, tuple(allocations)))
 
 
 class CudaArray:

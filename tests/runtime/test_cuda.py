@@ -15,7 +15,7 @@ from .fake_cuda import CUfunction_attribute, CUresult, FakeDriver
 
 FIELDS = (Field("a", "ptr"), Field("n", "i32"), Field("scale", "f64"))
 ARTEFACT = Artefact("add", "sm_90a", b".version 8.3", "", FIELDS, (128, 1, 1))
-PACKED = bytearray(range(24))
+PACKED = bytes(range(24))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_arguments_of_wide_alignment_are_handed_over_one_by_one():
     driver = FakeDriver(parameters=(4, 128, 4))
     kernel = CudaDevice(0, driver).load(dataclasses.replace(ARTEFACT, fields=fields))
     packed = packer(fields).pack(1, bytes(range(128)), 2)
-    kernel.launch((1, 1, 1), (128, 1, 1), bytearray(packed), 0, ())
+    kernel.launch((1, 1, 1), (128, 1, 1), packed, 0, ())
     assert driver.launches[0]["arguments"] == [b"\1\0\0\0", bytes(range(128)), b"\2\0\0\0"]
 
 
@@ -186,7 +186,7 @@ def test_what_the_driver_says_a_kernel_uses(driver):
 
 
 def test_launches_of_many_threads_do_not_mix(driver, kernel):
-    buffers = [bytearray([n] * 24) for n in range(8)]
+    buffers = [bytes([n] * 24) for n in range(8)]
 
     def work(n):
         for _ in range(100):

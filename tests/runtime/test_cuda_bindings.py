@@ -20,7 +20,7 @@ from fly.runtime.cuda import CudaDevice, ordinal_of
 from fly.runtime.packing import packer
 from fly.runtime.tensor_map import encode
 fields = (Field("n", "i32"), Field("map", "map"), Field("a", "ptr"))
-packed = bytearray(packer(fields).pack(77, bytes(range(128)), 1 << 33))
+packed = packer(fields).pack(77, bytes(range(128)), 1 << 33)
 artefact = Artefact("add", "sm_90a", b"some PTX", "", fields, (64, 2, 1), 60000)
 device = CudaDevice(1)
 kernel = device.load(artefact)

@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 FIELDS = (Field("a", "ptr"), Field("n", "i32"), Field("scale", "f32"))
 ARTEFACT = Artefact("add", "gfx950", b"code object", "", FIELDS, (256, 1, 1), 4096)
-PACKED = bytearray(range(16))
+PACKED = bytes(range(16))
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_sizes_and_strides_go_innermost_first(driver):
         (1, 1, 1),
         "INTERLEAVE_NONE",
         "SWIZZLE_64B",
-        "L2_PROMOTION_L2_256B",
+        "L2_PROMOTION_L2_128B",
         "FLOAT_OOB_FILL_NONE",
     )
     assert driver.maps == [wanted, (wanted[0], address + 4096, *wanted[2:])]

@@ -12,7 +12,7 @@ from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
-from fly.ir.value import Value
+from fly.ir.value import Value, select
 from fly.lang.ids import first_lane, linear_thread
 
 WARPGROUP = 128
@@ -39,6 +39,17 @@ def barrier_sync(barrier: Any, threads: int) -> None:
 def barrier_arrive(barrier: Any, threads: int) -> None:
     """Count towards `barrier_sync` of the same barrier, and go on."""
     ptx("barrier.cta.arrive.aligned $0, $1;", "r,r", [_barrier_id(barrier), _threads(threads)])
+
+
+def barrier_any(barrier: Any, threads: int, condition: Value) -> Value:
+    """`barrier_sync`, and whether the condition (i1) holds in any of the threads, in all of them."""
+    text = (
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, $3, 0;\n"
+        "barrier.cta.red.or.pred.aligned q, $1, $2, p;\nselp.u32 $0, 1, 0, q;\n}"
+    )
+    operands = [_barrier_id(barrier), _threads(threads), select(condition, 1, 0)]
+    (held,) = ptx(text, "=r,r,r,r", operands, [i32.mlir])
+    return Value(held, i32) != 0
 
 
 def setmaxnreg_inc(registers: int) -> None:

@@ -1,0 +1,41 @@
+"""What is run under compute-sanitizer, on a stub of a Hopper GPU: it covers what there is, in few enough builds."""
+
+from __future__ import annotations
+
+import pytest
+
+from fly import config
+from kernels.features import OPERANDS
+from tests.kernels import hopper_stub, sanitizer_set
+from tests.runtime.fakes import Compiler
+
+MOST_BUILDS = 160  # a sanitizer makes loading and running one take seconds
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Variables that the set changes are put back."""
+    monkeypatch.setenv(config.KERNEL.name, "")
+
+
+def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
+    compiler = Compiler()
+    stub = hopper_stub.install(monkeypatch, compiler)
+    sanitizer_set.run("cpu")
+    assert {launch["function"] for launch in stub.driver.launches} == {
+        *("flash_attn_generic", "flash_attn_sm90", "flash_attn_sm90_fp8"),
+        *("split_combine", "turn_values", "rotate_and_append"),
+    }
+    builds = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
+    assert {name for build in builds for name in build.features.operands} == set(OPERANDS)
+    assert any(build.features.score_mod for build in builds) and any(build.features.mask_mod for build in builds)
+    assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
+    assert {getattr(build, "pack_gqa", 1) for build in builds} >= {1, 8}
+    assert len(stub.loaded) <= MOST_BUILDS
+
+
+@pytest.mark.exhaustive
+def test_every_build_of_the_set_compiles(monkeypatch):
+    stub = hopper_stub.install(monkeypatch)
+    sanitizer_set.run("cpu")
+    assert all(artefact.isa for artefact in stub.loaded)
