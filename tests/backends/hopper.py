@@ -12,6 +12,7 @@ from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     atomic_add,
     atomic_wrap,
+    barrier_any,
     barrier_arrive,
     barrier_sync,
     elect_one,
@@ -194,6 +195,13 @@ def handshake(out: fly.Tensor, number: fly.i32):
 
 
 @fly.kernel
+def asked(out: fly.Tensor, number: fly.i32):
+    """out[i], i < 256: whether a thread of i's warpgroup has that number; each asks at a barrier of its own."""
+    thread, group = fly.thread_id.x, warpgroup_id()
+    out.store(fly.select(barrier_any(group + 1, WARPGROUP, thread == number), 1, 0), thread)
+
+
+@fly.kernel
 def counted(counters: fly.Tensor, groups: fly.Tensor, last: fly.i32):
     """One thread of every warp counts, up and in a circle; every thread says which warpgroup it is in."""
     with fly.when(elect_one()):
@@ -220,6 +228,7 @@ SMALL = {
         {"stages": 3, "count": 8},
     ),
     "handshake": (handshake, 256, (VECTOR_I32, I32), {}),
+    "asked": (asked, 256, (VECTOR_I32, I32), {}),
     "counted": (counted, 256, (VECTOR_I32, VECTOR_I32, I32), {}),
 }
 """name -> (kernel, block, specs, static parameters)"""

@@ -49,6 +49,10 @@ EMITTED = {
         lambda box, x, n: intrinsics.barrier_arrive(n, 128),
         '"barrier.cta.arrive.aligned $0, $1;", "r,r,~{memory}" %arg3, %c128_i32 : (i32, i32) -> ()',
     ),
+    "barrier_any": (
+        lambda box, x, n: intrinsics.barrier_any(3, 256, n == 0),
+        "barrier.cta.red.or.pred.aligned q, $1, $2, p;",
+    ),
     "setmaxnreg_inc": (
         lambda box, x, n: intrinsics.setmaxnreg_inc(240),
         '"setmaxnreg.inc.sync.aligned.u32 240;", "~{memory}" : () -> ()',

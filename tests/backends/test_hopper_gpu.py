@@ -9,7 +9,7 @@ import fly
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
-from tests.backends.hopper import Product, copy_box, counted, handshake, product, ring_sum, shifted
+from tests.backends.hopper import Product, asked, copy_box, counted, handshake, product, ring_sum, shifted
 
 
 def _is_hopper() -> bool:
@@ -165,6 +165,13 @@ def test_a_named_barrier_orders_two_warpgroups(number):
         out = torch.zeros(128, dtype=torch.int32, device="cuda")
         handshake[1, 256](out, number)
         assert torch.equal(out, 3 * torch.arange(128, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("number", [0, 77, 128, 255, 256])
+def test_a_named_barrier_tells_all_threads_what_one_knows(number):
+    out = torch.full((256,), -1, dtype=torch.int32, device="cuda")
+    asked[1, 256](out, number)
+    assert torch.equal(out, (torch.arange(256, device="cuda") // 128 == number // 128).int())
 
 
 def test_one_thread_of_each_warp_is_elected():
