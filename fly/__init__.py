@@ -29,7 +29,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.operand": "OperandLoader OperandPlan plan_operand operand_coordinates require_plan mma",
         "fly.lang.chain": "Chain chain",
         "fly.lang.copy": "RowCopy TransposedCopy TileRing AlternatingTiles",
-        "fly.lang.direct_copy": "DirectCopy CopyPosition",
+        "fly.lang.direct_copy": "DirectCopy CopyPosition PagedDirectCopy PagePosition",
         "fly.lang.software_pipeline": "Pipeline PipelineTile Stage",
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",

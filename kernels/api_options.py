@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kernels.feature_checks import DESCALES
 from kernels.torch_ops import attention
 
 
@@ -20,7 +21,9 @@ class Extras(TypedDict, total=False):
 
     Available: `num_splits` (parts that keys are split into, 0 takes what suits the device, the default),
     `seqused_q`, `seqused_k` ((B,) int32: tokens of each sequence that count), `page_table` ((B, max pages) int32,
-    packed queries and caches), `learnable_sink` ((H,): one more term exp(sink) in the denominator).
+    packed queries and caches), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
+    `k_descale`, `v_descale` ((B, Hkv) float32, or one number as () or (1,): what float8_e4m3fn values are multiplied
+    by, 1 by default).
     The others raise `UnsupportedError` when they are not at FlashAttention's default.
     """
 
@@ -29,10 +32,10 @@ class Extras(TypedDict, total=False):
     seqused_k: torch.Tensor | None
     page_table: torch.Tensor | None
     learnable_sink: torch.Tensor | None
-    qv: torch.Tensor | None
     q_descale: torch.Tensor | None
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
+    qv: torch.Tensor | None
     attention_chunk: int
     pack_gqa: bool | None
     sm_margin: int
@@ -54,19 +57,16 @@ AVAILABLE: Mapping[str, str] = {
     "seqused_k": "seqused_kv",
     "page_table": "block_table",
     "learnable_sink": "sink",
+    **{name: name for name in DESCALES},
 }
-DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink")
+DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", *DESCALES)
 PACKED = (*DENSE, "page_table")
-CACHE = ("page_table", "learnable_sink")
+CACHE = ("page_table", "learnable_sink", *DESCALES)
 
-_FP8 = "flydsl_flash_attn_func takes 8-bit inputs and their scales"
 _MOD = "flydsl_flash_attn_func takes one (with fly's own signature)"
 # (its default, what to do instead)
 UNAVAILABLE: Mapping[str, tuple[Any, str]] = {
     "qv": (None, "pass torch.cat([q, qv], -1) and torch.cat([k, v], -1) as q and k, and softmax_scale"),
-    "q_descale": (None, _FP8),
-    "k_descale": (None, _FP8),
-    "v_descale": (None, _FP8),
     "attention_chunk": (0, "pass a mask_mod to flydsl_flash_attn_func"),
     "pack_gqa": (None, "the kernel decides which query heads share a block"),
     "sm_margin": (0, "kernels use the whole device"),

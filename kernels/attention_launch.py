@@ -25,8 +25,8 @@ def split_count(request: Request, device: torch.device, block_m: int, block_n: i
     return automatic_splits(blocks, -(-request.seq_len_kv // block_n), device_of(device).compute_units)
 
 
-# What goes by query head or query position stands in the way of heads as rows.
-_BY_ROW = ("packed", "window", "alibi", "bias", "sink", "score_mod", "mask_mod")
+# What goes by a score's query head stands in the way of heads as rows.
+_BY_HEAD = ("packed", "alibi", "bias", "score_mod", "mask_mod")
 
 
 def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]:
@@ -34,11 +34,17 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
 
     q, out (B, 1, H, D) become (B, H / Hkv, Hkv, D) and lse (B, H, 1) becomes (B, Hkv, H / Hkv), views of the same
     memory, so that a block reads a key head's keys once for all of its query heads, and not once for each. One query
-    sees every key, causal or not. Calls that this does not suit are returned as they are.
+    sees every key, causal or not, or those that its window leaves; sinks (H,) become (Hkv, H / Hkv). Calls that this
+    does not suit are returned as they are.
     """
     group = request.num_heads // request.num_kv_heads
-    asked = request.asked.operands
-    if request.seq_len != 1 or group == 1 or "seqused_q" in asked or any(f in request.features for f in _BY_ROW):
+    asked = request.asked
+    if (
+        request.seq_len != 1
+        or group == 1
+        or "seqused_q" in asked.operands
+        or any(f in request.features for f in _BY_HEAD)
+    ):
         return tensors, request
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,11 +52,20 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
 
     q, out = rows(tensors.q), rows(tensors.out)
     lse = None if tensors.lse is None else tensors.lse.unflatten(1, (request.num_kv_heads, group)).squeeze(-1)
-    pitch = max(t.stride(1) * t.element_size() for t in (q, out))
-    changed = replace(
-        request, causal=False, cross_seqlen=True, seq_len=group, num_heads=request.num_kv_heads, q_pitch=pitch
+    operands = tuple(
+        value.unflatten(0, (request.num_kv_heads, group)) if name == "sink" else value
+        for name, value in zip(asked.operands, tensors.operands, strict=True)
     )
-    return tensors._replace(q=q, out=out, lse=lse), changed
+    changed = replace(
+        request,
+        causal=False,
+        cross_seqlen=True,
+        seq_len=group,
+        num_heads=request.num_kv_heads,
+        q_pitch=max(t.stride(1) * t.element_size() for t in (q, out)),
+        asked=replace(asked, one_query="sink" in request.features or "window" in request.features),
+    )
+    return tensors._replace(q=q, out=out, lse=lse, operands=operands), changed
 
 
 def bind_forward(

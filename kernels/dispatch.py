@@ -168,6 +168,29 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
 
 
+def page_within(bytes_: int, rows: int) -> Need:
+    """A page of K or V, and `rows` rows if it has fewer, span less than `bytes_` in memory."""
+
+    def refuses(request: Request) -> str | None:
+        most = bytes_ // max(request.page_size or 0, rows)
+        if request.kv_pitch < most:
+            return None
+        return (
+            f"takes keys less than {most} bytes apart in pages of {request.page_size}, not {request.kv_pitch}: make "
+            "k and v contiguous"
+        )
+
+    return Need(f"a page within {bytes_ >> 20} MiB", refuses)
+
+
+def unless_paged(need: Need, paged: Need) -> Need:
+    """`paged` is for keys in pages, `need` for others."""
+    return Need(
+        f"{need.what}; {paged.what}",
+        lambda request: (paged if "paged" in request.features else need).refuses(request),
+    )
+
+
 def rows_within(bytes_: int) -> Need:
     """Neighbouring rows of K and V are less than `bytes_` apart."""
 
@@ -225,10 +248,10 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(*(name for name in EVERY_FEATURE if name not in ("paged", "block_mask")), "debug_counts"),
+        features=(*(name for name in EVERY_FEATURE if name != "block_mask"), "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
-        needs=(aligned(4), keys_within(2**32, ahead=200)),
+        needs=(aligned(4), unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512))),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(

@@ -116,12 +116,14 @@ class Features:
     """The static side: which operands a kernel gets, in order, and the functions traced into it.
 
     `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
+    `one_query`: rows are heads of one query (`kernels.attention_launch.heads_as_rows`), and `sink` is (Hkv, rows).
     """
 
     operands: tuple[str, ...] = ()
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
     block_size: tuple[int, int] | None = None
+    one_query: bool = False
 
     def place(self, name: str) -> int:
         """Where operand `name` is among those of a call's operands that are tensors."""
@@ -133,7 +135,7 @@ class Features:
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""
-        return Features(tuple(name for name in self.operands if name in names))
+        return Features(tuple(name for name in self.operands if name in names), one_query=self.one_query)
 
     @property
     def modifies(self) -> bool:
@@ -199,14 +201,24 @@ class Given:
         """What the softmax multiplies scores by: modified ones are scaled already."""
         return fly.f32(LOG2_E) if self.features.modifies else scale_log2
 
-    def sink(self, place: Place) -> fly.Value | fly.RowVector | None:
-        """The head's sink; None also for a part of the keys, as the combination takes it in."""
-        return None if place.split or self.get("sink") is None else _of_head(place, self.sink_of)
+    def sink(self, place: Place, rows: fly.RowVector | None = None) -> fly.Value | fly.RowVector | None:
+        """The head's sink; None also for a part of the keys, as the combination takes it in.
 
-    def sink_of(self, head: fly.Value) -> fly.Value | None:
-        """A head's sink, or None."""
+        `rows`: their numbers, for which the sinks are where they are heads.
+        """
+        if place.split or self.get("sink") is None:
+            return None
+        if self.features.one_query:
+            return rows.map(lambda row: self.sink_of(place.head, row))
+        return _of_head(place, self.sink_of)
+
+    def sink_of(self, head: fly.Value, row: fly.Value | None = None) -> fly.Value | None:
+        """A head's sink, or None; where rows are heads of a key head `head`, a row's, the last one's past the end."""
         sink = self.get("sink")
-        return None if sink is None else sink.load(head).to(fly.f32)
+        if sink is None:
+            return None
+        place = (head, fly.minimum(row, sink.shape[1] - 1)) if self.features.one_query else (head,)
+        return sink.load(*place).to(fly.f32)
 
     def at(self, place: Place) -> Given:
         """With what is one number for the head loaded: for before a loop in which `modify` is."""

@@ -20,7 +20,8 @@ What holds for all functions here:
     S_dmask is empty, as it is in FlashAttention-2 without dropout.
 
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
-    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients, 8-bit inputs.
+    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients, and what kernels of
+    8-bit inputs do not do, such as packed sequences.
 
 Under torch.compile and torch.export a call becomes the operation `torch.ops.fly.flash_attn`.
 """

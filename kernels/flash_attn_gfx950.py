@@ -14,9 +14,9 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
 At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
-it. K and V have two buffers each, filled by direct-to-LDS copies. A wait comes two barriers before the reads that
-need it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are
-static.
+it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguous keys or from pages
+(`kernels.flash_attn_gfx950_copies`). A wait comes two barriers before the reads that need it: the other group passes
+its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
@@ -48,10 +48,11 @@ from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_tiles import load_queries, store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors
 from kernels.features import NO_FEATURES, Features, Given
+from kernels.flash_attn_gfx950_copies import TILE_KEYS, Copies, PagedCopies, k_tile, v_tile
 from kernels.online_softmax import finish_with_sink
 from kernels.tile_scheduler import Work, block_work
 
-BLOCK_M, BLOCK_N, WAVES = 256, 64, 8
+BLOCK_M, BLOCK_N, WAVES = 256, TILE_KEYS, 8
 RESCALE_THRESHOLD = 8.0  # log2 units
 MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
@@ -61,6 +62,10 @@ class DualWaveOptions:
     """The static parameters of one build. The switches exist to measure what each device is worth.
 
     `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
+    `features`: what the operands are; `page_size`: of keys in pages.
+
+    Raises:
+        ShapeError: a head dimension that the kernel does not have, or a page size without a table or the reverse.
     """
 
     head_dim: int
@@ -72,8 +77,16 @@ class DualWaveOptions:
     waves_per_eu: int = 2
     ahead: bool = True
     features: Features = NO_FEATURES
+    page_size: int | None = None
+
+    @property
+    def together(self) -> int:
+        """How many neighbouring keys of a tile lie one after the other in memory."""
+        return min(self.page_size or BLOCK_N, BLOCK_N)
 
     def __post_init__(self):
+        if (self.page_size is None) == ("block_table" in self.features.operands):
+            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.head_dim not in (64, 128):
             raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes 64 and 128")
 
@@ -93,13 +106,16 @@ class LazySoftmax:
     total: fly.Value
     rescales: fly.Value
 
-    def finish(self, layout: fly.AccumulatorLayout, sink: fly.Value | None) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(
+        self, layout: fly.AccumulatorLayout, sink: fly.Value | fly.RowVector | None
+    ) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
         total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             # the shift of a row without any key is 0
             maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, -self.shift))
-            return finish_with_sink(maximum, total, total.map(lambda _: sink))
+            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
+            return finish_with_sink(maximum, total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
         lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - self.shift) * math.log(2)))
         return inverse, lse
@@ -135,6 +151,7 @@ def flash_attn_gfx950(
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
         given=given,
+        page_size=options.page_size,
     )
     with work.if_any_row():
         attend(work, scale_log2, given.at(work), debug_counts, options, Tiles)
@@ -216,12 +233,11 @@ class Tiles:
             return fly.require_plan(fly.plan_operand(loads, want, values), atom, operand)
 
         k_layout, v_layout = self._layouts()
-        self.k_copy = fly.DirectCopy(self.work.k, k_layout, group=2)
-        self.v_copy = fly.DirectCopy(self.work.v, v_layout, group=2)
+        kind = PagedCopies if isinstance(self.work.k, fly.PagedRows) else Copies
+        self.copies = kind(self.work, k_layout, v_layout)
         self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
         self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
-        self.k = [fly.SharedTile.ring(f"k{i}", k_layout, self.dtype, 1)[0] for i in range(2)]
-        self.v = [fly.SharedTile.ring(f"v{i}", v_layout, self.dtype, 1)[0] for i in range(2)]
+        self.copies.allocate()
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         """Those of the target for these elements."""
@@ -229,7 +245,8 @@ class Tiles:
 
     def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
         """Of K and V in LDS."""
-        return k_tile(self.options.head_dim), v_tile(self.options.head_dim)
+        shape = self.options.head_dim, self.options.together
+        return k_tile(*shape), v_tile(*shape)
 
     def _narrow(self, probabilities: fly.Value) -> fly.Value:
         """As the matrix instructions take them."""
@@ -237,7 +254,7 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
-        return softmax.finish(self.link.layout, self.given.sink(self.work))
+        return softmax.finish(self.link.layout, self.given.sink(self.work, self.rows))
 
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
@@ -256,23 +273,24 @@ class Tiles:
             [
                 stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
-                stage("copy K", self.copy_k, "k_at", "k_flight k_at", delay=0, cluster=0, past_end=True),
+                self.copies.k_stage(delay=0, cluster=0, past_end=True),
                 *packed_among_loads,
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
+                *self.copies.ahead(delay=0, cluster=0, past_end=True),
                 *packed_first,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
-                stage("copy V", self.copy_v, "v_at", "v_flight v_at", delay=1, cluster=2),
+                self.copies.v_stage(delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
                 stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax",
                       "s_early s_late output softmax", delay=1, cluster=3),
             ],
-            running=("k_at", "v_at", "output", "softmax"),
+            running=(*self.copies.running, "output", "softmax"),
             unroll=2,
             boundary=self.boundary,
         )
@@ -284,8 +302,7 @@ class Tiles:
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
-            k_at=self.k_copy.start(first_key, lead=self.pipeline.first_place("copy K")),
-            v_at=self.v_copy.start(first_key, lead=self.pipeline.first_place("copy V")),
+            **self.copies.start(first_key, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
             softmax=LazySoftmax(low, zero, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
@@ -339,12 +356,6 @@ class Tiles:
         sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
         sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
 
-    def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
-        return self._copy(self.k_copy, tile, at, self.k)
-
-    def copy_v(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
-        return self._copy(self.v_copy, tile, at, self.v)
-
     def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
         """The copies of a tile, and the operands read in this cluster."""
         fly.wait(flight)
@@ -354,7 +365,7 @@ class Tiles:
         """K operands [key tile][step over head_dim]."""
         rows, depth = self.link.layout.columns, self.link.atom.k
         return [
-            [self.k_load.load(self.k[tile.slot], n * rows, t * depth)[0] for t in range(self.dim_steps)]
+            [self.k_load.load(self.copies.k[tile.slot], n * rows, t * depth)[0] for t in range(self.dim_steps)]
             for n in range(self.key_tiles)
         ]
 
@@ -362,7 +373,7 @@ class Tiles:
         """V operands [step over keys][dim tile]."""
         columns, depth = self.link.layout.columns, self.link.atom.k
         return [
-            [self.v_load.load(self.v[tile.slot], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
+            [self.v_load.load(self.copies.v[tile.slot], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
             for t in range(self.key_steps)
         ]
 
@@ -471,35 +482,6 @@ class Tiles:
         if not compute and self.options.setprio:
             s_setprio(1)
 
-    @staticmethod
-    def _copy(
-        copy: fly.DirectCopy, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[fly.SharedTile]
-    ) -> tuple[fly.Token, fly.CopyPosition]:
-        flight = copy.issue(at, tile.place, buffers[tile.slot])
-        return flight, copy.next(at) if tile.place == copy.group - 1 else at
-
-
-def k_tile(head_dim: int) -> fly.PaddedTile:
-    """K in LDS: lines of 1024 bytes whose rows are 16 (or 8) apart, so that 16 neighbours are in 16 lines.
-
-    With 16 bytes of padding a line, 16 rows start in 16 different runs of 16 bytes of 256.
-    """
-    lines = BLOCK_N * head_dim // 512
-    return fly.PaddedTile(fly.Layout(((lines, BLOCK_N // lines), head_dim), ((512, head_dim), 1)), 512, 8)
-
-
-def v_tile(head_dim: int) -> fly.PaddedTile:
-    """V in LDS: as K, with 32 bytes of padding, and odd 32-byte pieces of a row 128 bytes from the even ones.
-
-    Four neighbouring rows then start in the four 32-byte quarters of 128 bytes, and the two pieces of a row that the
-    halves of 32 lanes read are in different halves of 256 bytes.
-    """
-    if head_dim == 128:
-        order = fly.Layout(((16, 4), (16, 2, 4)), ((512, 128), (1, 64, 16)))
-    else:
-        order = fly.Layout(((8, 2, 4), (16, 2, 2)), ((512, 32, 128), (1, 64, 16)))
-    return fly.PaddedTile(order, 512, 16)
-
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare` and `prepare_kernel`."""
@@ -524,6 +506,7 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
         daz=bool(tuning.get("daz")),
         waves_per_eu=tuning.get("waves_per_eu") or 2,
         features=request.asked,
+        page_size=request.page_size,
         **{name: value for name, value in given.items() if value is not None},
     )
     return bind_forward(

@@ -52,24 +52,27 @@ _KERNEL, _DISABLED, _ARCH = (
 class Plan:
     """A prepared kind of call, without any of the caller's tensors.
 
-    `extents` are the bytes that q, k, v and out span in memory. `out`, `lse` and `workspace` are models of what a
-    call allocates.
+    `extents` are the bytes that q, k, v and out span in memory. `out` and `lse` are what a call allocates.
     """
 
     launch: Launch
     extents: tuple[int, int, int, int]
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    workspace: torch.Tensor
+    out: _Result
+    lse: _Result
 
 
-def _model(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What `_allocate` makes tensors like: one element, seen as all of them."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+# (shape, dtype) of a tensor, or None for q's: a plain tuple is read in less than half the time of a torch.Size
+_Result = tuple[tuple[int, ...], torch.dtype] | None
 
 
-# A tensor like a model, in less than half the time in which `torch.empty` reads a shape, a dtype and a device.
-_allocate = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+def _allocate(q: torch.Tensor, result: _Result) -> torch.Tensor:
+    """A contiguous tensor on q's device; nothing is kept for it, so that no memory of a graph is."""
+    if result is None:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    shape, dtype = result
+    return q.new_empty(shape, dtype=dtype)
+
+
 _named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
 
 _plans: dict[tuple, Plan] = {}
@@ -258,9 +261,9 @@ def flydsl_flash_attn_func(
         call = check_call(q, k, v, causal, out, options)
         kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
         extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
-        out_model, lse_model = _result_models(q, v, return_lse)
+        out_result, lse_result = _results(q, v)
     else:
-        extents, out_model, lse_model = plan.extents, plan.out, plan.lse
+        extents, out_result, lse_result = plan.extents, plan.out, plan.lse
 
     # what the key does not hold is checked every time
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
@@ -271,22 +274,20 @@ def flydsl_flash_attn_func(
 
     with scope:  # so that torch's allocator knows which stream the results belong to
         if out is None:
-            out = _allocate(out_model)
-        lse = _allocate(lse_model) if return_lse else None
+            out = _allocate(q, out_result)
+        lse = _allocate(q, lse_result) if return_lse else None
         if plan is None:
             if workspace is not None:
                 check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
             operands = call.operands
             tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-            launch = _prepare(kernel, call, tensors)
-            workspace_model = _model((launch.workspace_bytes,), torch.uint8, q.device)
-            plan = Plan(launch, extents, out_model, lse_model, workspace_model)
+            plan = Plan(_prepare(kernel, call, tensors), extents, out_result, lse_result)
             _remember(key, plan)
         launch = plan.launch
         if workspace is not None:
             check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
         elif launch.workspace_bytes:
-            workspace = _allocate(plan.workspace)
+            workspace = _allocate(q, ((launch.workspace_bytes,), torch.uint8))
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
         launch.run(_named(Tensors, tensors), handle)
     return (out, lse) if return_lse else out
@@ -303,9 +304,9 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     call = check_call(q, k, v, causal, out, options)
     kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
-    out_model, lse_model = _result_models(q, v, call.request.return_lse)
-    out = _allocate(out_model) if out is None else out
-    lse = None if lse_model is None else _allocate(lse_model)
+    out_result, lse_result = _results(q, v)
+    out = _allocate(q, out_result) if out is None else out
+    lse = _allocate(q, lse_result) if call.request.return_lse else None
     offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
     tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)
     return _prepare(kernel, call, tensors).workspace_bytes
@@ -314,11 +315,11 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 
 
-def _result_models(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of out and lse."""
+def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[_Result, _Result]:
+    """out and lse."""
     *batch, seq_len, heads, _ = q.shape
-    out = _model((*q.shape[:-1], v.shape[-1]), OUT_DTYPES.get(q.dtype, q.dtype), q.device)
-    return out, _model((*batch, heads, seq_len), torch.float32, q.device) if return_lse else None
+    out = (*q.shape[:-1], v.shape[-1]), OUT_DTYPES.get(q.dtype, q.dtype)
+    return None if out == (q.shape, q.dtype) else out, ((*batch, heads, seq_len), torch.float32)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:

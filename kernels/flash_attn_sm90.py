@@ -16,7 +16,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -435,13 +435,9 @@ class Consumer:
         buffers.k_ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(work, j if listed is None else listed)
-        if self.options.ping_pong:
-            self.take_turn()
-        scores = self._scores(state.q_at, state.k_at)
-        started = self._accumulate(work, j + 1, output, state)
-        if self.options.ping_pong:
-            self.pass_turn()
-        (scores,) = wgmma.wait(1, scores)
+        scores, started = self._products(
+            output, state, state.q_at, lambda: self._accumulate(work, j + 1, output, state)
+        )
         self._scored(work, j, state.q_at, state.k_at)
         fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
@@ -452,12 +448,29 @@ class Consumer:
         softmax, probabilities, factor, needed = self._advance(
             of_head, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
         )
-        after = softmax.total.values[0] if self.options.hold else ()
-        output = self._accumulated(started, output, state, after)
-        buffers.v_ring.release(state.v_at)
+        output = self._added(started, output, state, softmax)
         output = self._rescaled(output, factor, needed)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
+
+    def _products(
+        self, output: fly.Value, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
+    ) -> tuple[fly.Value, fly.Value]:
+        """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
+        if self.options.ping_pong:
+            self.take_turn()
+        scores = self._scores(q_at, state.k_at)
+        started = accumulate()
+        if self.options.ping_pong:
+            self.pass_turn()
+        return wgmma.wait(1, scores)[0], started
+
+    def _added(self, started: fly.Value, output: fly.Value, state: State, softmax: OnlineSoftmax) -> fly.Value:
+        """The output with what was started; V's slot is free then. `softmax`: what may be there before the wait."""
+        after = softmax.total.values[0] if self.options.hold else ()
+        output = self._accumulated(started, output, state, after)
+        self.buffers.v_ring.release(state.v_at)
+        return output
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
         def scaled() -> fly.Value:
@@ -474,18 +487,12 @@ class Consumer:
         buffers.k_ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(following, following.last_tile - 1 if listed is None else listed)
-        if self.options.ping_pong:
-            self.take_turn()
-        scores = self._scores(q_at, state.k_at)
-        started = self._accumulate(work, work.first_tile, output, state)
-        if self.options.ping_pong:
-            self.pass_turn()
-        (scores,) = wgmma.wait(1, scores)
+        scores, started = self._products(
+            output, state, q_at, lambda: self._accumulate(work, work.first_tile, output, state)
+        )
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
-        after = softmax.total.values[0] if self.options.hold else ()
-        output = self._accumulated(started, output, state, after)
-        buffers.v_ring.release(state.v_at)
+        output = self._added(started, output, state, softmax)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 

@@ -9,6 +9,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
 | each tile's P V starts from zero and is added to O in f32 | 8-bit products add up with about 14 bits |
+| where O and a tile's scores take most registers, O comes first | P V and scores are never in registers at once |
 | sums are of P before it is rounded | log-sum-exps are as exact as in 16 bits; rounding errors of P have no sign |
 
 `q_descale * k_descale` of a sequence and key head multiplies scores with the softmax's scale, `v_descale` the output.
@@ -16,10 +17,11 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +29,7 @@ import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 from kernels.dispatch import Launch, Request, Tensors, device_of
@@ -40,22 +43,45 @@ from kernels.sm90_schedule import Work
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
 
-# Like kernels/flash_attn_sm90_tiles.py, and not measured.
+# Like kernels/flash_attn_sm90_tiles.py; those with one consumer were not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
-    (dim, dim, causal, consumers, None): {"stages": 2, "cost": cost, **tiles}
-    for dim, most, tiles in (
-        (64, 3, {"block_n": 128, "q_stages": 2}),
-        (128, 2, {"block_n": 128, "q_stages": 2}),
-        (256, 2, {"block_n": 64, "q_stages": 1, "hold": True}),
-    )
-    for causal in (False, True)
-    for consumers, cost in ((most, 1.0), (1, 0.75))
-    if dim < 256 or consumers > 1  # one alone spills most
+    (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2, "output_first": True},
+    (64, 64, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (64, 64, True, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
+    (64, 64, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (128, 128, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2},
+    (128, 128, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (128, 128, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2, "hold": True},
+    (128, 128, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
+    (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
+    (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
 }
 
 
+@dataclass(frozen=True)
 class Fp8Options(Sm90Options):
-    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns."""
+    """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
+
+    `output_first`: a tile's O += P V is started before the next tile's scores, and is in O before these are there.
+    """
+
+    output_first: bool = False
+    most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.output_first and self.hold:
+            raise ShapeError("hold is True; expected False with output_first, whose output waits for no exponentials")
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """As of `Sm90Options`; where two consumers have wide outputs, the producer spills rather than they."""
+        return (24, 240) if self.output_first and self.consumers == 2 else super().registers
+
+    @property
+    def products(self) -> int:
+        """Products with a tile of V that make O's columns."""
+        return self.head_dim_v // self.piece
 
     @property
     def piece(self) -> int:
@@ -138,7 +164,7 @@ class Fp8Consumer(Consumer):
     def fragment(self, output: Output) -> fly.Fragment:
         return super().fragment(output.values)
 
-    def _piece(self, number: int, state: State) -> fly.Value:
+    def _product(self, number: int, state: State) -> fly.Value:
         """Start P V of a key tile for the columns of one piece, from zero."""
         tile, columns = self.buffers.v_tile, self.options.piece
         memory = self.buffers.v.offset(state.v_at.index * tile.bytes).offset(number * columns * tile.swizzle)
@@ -147,20 +173,62 @@ class Fp8Consumer(Consumer):
 
     def _accumulate(self, work: Work, j: Any, output: Output, state: State) -> fly.Value:
         self.buffers.v_ring.wait(state.v_at)
-        return self._piece(0, state)
+        return self._product(0, state)
 
     def _accumulated(
         self, started: fly.Value, output: Output, state: State, after: Sequence[fly.Value] = ()
     ) -> Output:
-        (product,) = wgmma.wait(0, started, after=after)
+        return self._summed(started, output, state, after=after)[0]
+
+    def _summed(
+        self,
+        started: fly.Value,
+        output: Output,
+        state: State,
+        behind: Callable[[], fly.Value] | None = None,
+        after: Sequence[fly.Value] = (),
+    ) -> tuple[Output, fly.Value | None]:
+        """O with the products of a key tile, of which the first is started, and what `behind` starts after them.
+
+        One of them is added while the next is multiplied, and no more than two are in registers at a time.
+        """
+        starts = [functools.partial(self._product, number, state) for number in range(1, self.options.products)]
+        starts += [] if behind is None else [behind]
         before, factors, pieces = output.values, self.fragment(output).spread(output.factor, 0), []
-        for number in range(self.options.head_dim_v // self.options.piece):
-            if number:
-                # the wait has the piece before it done, so that no more than two are held at a time
-                product, pieces[-1] = wgmma.wait(0, self._piece(number, state), pieces[-1])
+        flying: fly.Value | None = started
+        for number in range(self.options.products):
+            following = None
+            if number < len(starts):
+                if pieces:
+                    # a wait for nothing, before which the last piece must have been added and its product is free
+                    pieces[-1:] = wgmma.wait(1, pieces[-1])
+                following = starts[number]()
+            (product,) = wgmma.wait(int(following is not None), flying, after=() if number else after)
             place = slice(number * len(product), (number + 1) * len(product))
             pieces.append(fly.fma(before[place], factors[place], product))
-        return Output(fly.concat(pieces), output.factor)
+            flying = following
+        return Output(fly.concat(pieces), output.factor), flying
+
+    def _products(
+        self, output: Output, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
+    ) -> tuple[fly.Value, Any]:
+        if not self.options.output_first:
+            return super()._products(output, state, q_at, accumulate)
+
+        def scores() -> fly.Value:
+            started = self._scores(q_at, state.k_at)
+            if self.options.ping_pong:
+                self.pass_turn()
+            return started
+
+        if self.options.ping_pong:
+            self.take_turn()
+        output, started = self._summed(accumulate(), output, state, scores)
+        self.buffers.v_ring.release(state.v_at)
+        return wgmma.wait(0, started)[0], output
+
+    def _added(self, started: Any, output: Output, state: State, softmax: OnlineSoftmax) -> Output:
+        return started if self.options.output_first else super()._added(started, output, state, softmax)
 
     def _rescaled(self, output: Output, factor: fly.RowVector, needed: fly.Value | None) -> Output:
         return Output(output.values, fly.RowVector(self.output_layout, factor.values))

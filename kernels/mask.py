@@ -15,7 +15,8 @@ class KeyRange:
 
     Query i stands at key position p = i + keys - queries and sees the keys from p - `left` to p + `right`, i32 values
     of at least 0; None leaves that side open. `causal` is `right` = 0. `stop`: keys from there on are another
-    block's, which takes them for the same rows; None for all keys.
+    block's, which takes them for the same rows; None for all keys. `one_query`: the rows are the last query's, all of
+    them, in as many heads.
     """
 
     queries: Any
@@ -24,9 +25,11 @@ class KeyRange:
     stop: Any = None
     left: Any = None
     right: Any = None
+    one_query: bool = False
 
     def limit(self, row: Any) -> Any:
         """One past the last key that query `row` sees; may be zero or negative when it sees none."""
+        row = self._query(row)
         stop = self.keys if self.stop is None else self.stop
         if self.causal:
             return fly.minimum(row + (self.keys - self.queries + 1), stop)
@@ -36,7 +39,10 @@ class KeyRange:
 
     def start(self, row: Any) -> Any:
         """The first key that query `row` sees, 0 or more, where `left` limits it."""
-        return fly.maximum(row + (self.keys - self.queries - self.left), 0)
+        return fly.maximum(self._query(row) + (self.keys - self.queries - self.left), 0)
+
+    def _query(self, row: Any) -> Any:
+        return self.queries - 1 if self.one_query else row
 
     def skipped(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
         """(unseen, partial): number of leading key tiles that no row of a block sees, and that some row does not see

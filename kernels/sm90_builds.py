@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP
@@ -54,8 +54,11 @@ class Sm90Options:
     features: Features = NO_FEATURES
     page_size: int | None = None
     combines: bool = False
+    most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
 
     def __post_init__(self):
+        if self.block_n > self.most_keys:
+            raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
         if self.combines and self.consumers > 1:
@@ -271,7 +274,7 @@ def decode_options(
     before the last tile is done, and as many for keys as there is room for.
     """
     dims = head_dim + head_dim_v
-    block_n = 256 if dims <= 128 else 128 if dims <= 320 else 64
+    block_n = min(256 if dims <= 128 else 128 if dims <= 320 else 64, kind.most_keys)
     one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
     _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes

@@ -112,7 +112,9 @@ def split_combine(
         return view.window(first_row, rows).load_inside(row, column, VECTOR)
 
     with fly.when((row < rows) & (row < window.rows_left)):
-        output, row_lse = combined(partial_lse.shape[0], split_lse, split_values, given.sink_of(head))
+        output, row_lse = combined(
+            partial_lse.shape[0], split_lse, split_values, given.sink_of(head, first_row + row)
+        )
         window.store(output.to(out.dtype), row, column)
         if lse is not None:
             with fly.when(column == 0):

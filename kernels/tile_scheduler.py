@@ -110,9 +110,8 @@ def block_work(
         )
     else:
         keys = PagedSequence.of(given.get("block_table"), page_size, cu_seqlens_kv, batch, given.get("seqused_kv"))
-    key_range = KeyRange(
-        queries.length, keys.length, causal, left=given.get("window_left"), right=given.get("window_right")
-    )
+    window = {side: given.get(f"window_{side}") for side in ("left", "right")}
+    key_range = KeyRange(queries.length, keys.length, causal, **window, one_query=given.features.one_query)
     full, last = key_range.tiles(first_row, block_m, block_n)
     unseen, whole_from = key_range.skipped(first_row, block_m, block_n)
     first = fly.i32(0)

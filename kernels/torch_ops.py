@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.argument_checks import check_gradients
+from kernels.attention_checks import OUT_DTYPES
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.kv_cache import append_to_cache
 
@@ -21,7 +22,8 @@ _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, "
     "SymInt[]? window_size=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? bias=None, "
     "Tensor? sink=None, Tensor? seqused_q=None, Tensor? seqused_kv=None, Tensor? block_table=None, "
-    "Tensor? cache_leftpad=None, Tensor? kv_batch_idx=None"
+    "Tensor? cache_leftpad=None, Tensor? kv_batch_idx=None, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
 )
 
 torch.library.define("fly::flash_attn", f"({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -110,7 +112,8 @@ def _flash_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
 def _flash_attn_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), _lse(q, options.get("return_lse", False))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
+    return out, _lse(q, options.get("return_lse", False))
 
 
 @torch.library.register_fake("fly::flash_attn_out")

@@ -77,8 +77,11 @@ def _gep_attributes() -> dict[str, ir.Attribute]:
 
 
 @functools.cache
-def _access_attributes(align: int) -> dict[str, ir.Attribute]:
-    return {"alignment": i64_attribute(align), "ordering": i64_attribute(0)}
+def _access_attributes(align: int, constant: bool = False) -> dict[str, ir.Attribute]:
+    attributes = {"alignment": i64_attribute(align), "ordering": i64_attribute(0)}
+    if constant:
+        attributes["invariant"] = ir.UnitAttr.get(context())
+    return attributes
 
 
 def _check(pointer: Pointer, align: int) -> None:
@@ -94,14 +97,20 @@ def _result_type(dtype: DType, length: int | None) -> ir.Type:
     return dtype.mlir if length is None else dtype.vector(length)
 
 
-def load(pointer: Pointer, dtype: DType, length: int | None = None, *, align: int | None = None) -> Value:
-    """Load a scalar, or a vector of `length` elements; `align` in bytes, by default one element's size."""
+def load(
+    pointer: Pointer, dtype: DType, length: int | None = None, *, align: int | None = None, constant: bool = False
+) -> Value:
+    """Load a scalar, or a vector of `length` elements; `align` in bytes, by default one element's size.
+
+    `constant`: nothing changes the memory while the kernel runs. The compiler may move such a load past copies and
+    stores, and makes it a scalar one on AMD where all lanes have one address.
+    """
     align = align or dtype.bytes
     _check(pointer, align)
     if dtype is i1:  # one byte each in memory, whereas a vector of i1 is packed
-        return load(pointer, i8, length, align=align).to(i1)
-    result = _result_type(dtype, length)
-    return Value(emit("llvm.load", [pointer.ir], [result], _access_attributes(align)).results[0], dtype, length)
+        return load(pointer, i8, length, align=align, constant=constant).to(i1)
+    result, attributes = _result_type(dtype, length), _access_attributes(align, constant)
+    return Value(emit("llvm.load", [pointer.ir], [result], attributes).results[0], dtype, length)
 
 
 def store(value: Value, pointer: Pointer, *, align: int | None = None) -> None:

@@ -2,21 +2,26 @@
 
 The hardware stores lane l's bytes at one address per wave plus l times the width. So a wave fills a line of the tile
 at a time, each lane fetches what belongs at the place that it fills, and padding goes between lines.
+
+The base and the bound of such a load are the same for a whole wave. Of a matrix they advance from tile to tile
+(`DirectCopy`); of rows in pages they belong to the page that has the rows of a wave's lines (`PagedDirectCopy`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.errors import ShapeError
+from fly.ir import memory
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.math import minimum
+from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, compare, select
-from fly.lang.ids import lane_id, wave_id
+from fly.lang.ids import first_lane, lane_id, wave_id
 from fly.lang.lanes import lane_map
+from fly.lang.paged import PagedRows
 from fly.lang.shared import PaddedTile, SharedTile
 from fly.lang.sync import Token, join
 from fly.lang.tensor import RowView, wide
@@ -36,17 +41,13 @@ class CopyPosition:
     left: Value
 
 
-class DirectCopy:
-    """Tiles of `layout.rows` rows of `source`, in groups of `group` that share one base and bound.
+class _LineCopy:
+    """What the kinds of copy share: which lines of a tile each wave fills, and what its lanes fetch for them.
 
-    Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
-    loop's body copies.
-
-    Raises:
-        ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
+    A wave's lines lie side by side. What its lanes fetch is counted from row `origins[wave]` of the tile.
     """
 
-    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
+    def __init__(self, source: RowView | PagedRows, layout: PaddedTile):
         target = current().target
         if VECTOR_BYTES not in target.direct_copy_bytes:
             raise ShapeError(f"{target.arch} has no direct-to-shared copy of {VECTOR_BYTES} bytes a lane")
@@ -59,16 +60,17 @@ class DirectCopy:
                 f"at {source.alignment}"
             )
         x, y, z = current().block
-        waves = x * y * z // target.wave_size
-        if layout.line != target.wave_size * vector or layout.lines % waves:
+        self.waves = x * y * z // target.wave_size
+        if layout.line != target.wave_size * vector or layout.lines % self.waves:
             raise ShapeError(
-                f"{layout.lines} lines of {layout.line} elements do not divide into runs of {waves} waves, "
+                f"{layout.lines} lines of {layout.line} elements do not divide into runs of {self.waves} waves, "
                 f"{target.wave_size * vector} elements each"
             )
         self.source = source
         self.layout = layout
-        self.group = group
-        self.runs = layout.lines // waves
+        self.runs = layout.lines // self.waves
+        if layout.group_pad and layout.group % self.runs:
+            raise ShapeError(f"groups of {layout.group} lines do not divide into runs of {self.runs}")
         # a wave's lines lie side by side, and a constant in the instruction moves both ends of a copy from one to the
         # next; the base lies so much lower that no lane's offset is negative
         self._bias = (self.runs - 1) * layout.line_bytes
@@ -76,22 +78,58 @@ class DirectCopy:
             raise ShapeError(
                 f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most"
             )
+        self._places = [layout.coordinate(i * vector) for i in range(target.wave_size)]
+        self._origins = self._rows_of_waves()
         self._wave = wave_id()
-        self._step = source.pitch * layout.rows
+
+    def _rows_of_waves(self) -> list[int]:
+        """For each wave, the row of a tile that the offsets of its lanes count from."""
+        return [0] * self.waves
+
+    def _plan_lanes(self) -> None:
         lane = lane_id()
-        places = [layout.coordinate(i * vector) for i in range(target.wave_size)]
-        row = lane_map([r for r, _ in places], lane)
-        column = lane_map([c for _, c in places], lane)
+        row = lane_map([r for r, _ in self._places], lane)
+        column = lane_map([c for _, c in self._places], lane)
         self._offsets = [self._lane_offset(run, row, column) for run in range(self.runs)]
 
     def _lane_offset(self, run: int, row: Value, column: Value) -> Value:
         """Bytes from the base to what this lane fetches for line `wave * runs + run`, less what the shift adds."""
-        lines = [self.layout.coordinate(line * self.layout.line) for line in range(run, self.layout.lines, self.runs)]
+        places = [
+            self.layout.coordinate(line * self.layout.line) for line in range(run, self.layout.lines, self.runs)
+        ]
+        lines = [(r - origin, c) for (r, c), origin in zip(places, self._origins, strict=True)]
         row = row + lane_map([r - lines[0][0] for r, _ in lines], self._wave) + lines[0][0]
         column = column + lane_map([c - lines[0][1] for _, c in lines], self._wave) + lines[0][1]
         return row * self.source.pitch + (
             column * self.layout.element_bytes + self._bias - run * self.layout.line_bytes
         )
+
+    def _start(self, base: Pointer, bound: Value, step: Any, destination: SharedTile) -> Token:
+        """Fill the wave's lines of `destination` from `step` bytes past the base on."""
+        target = destination.pointer.offset(self.layout.line_offset(self._wave * self.runs))
+        tokens = []
+        for run, offset in enumerate(self._offsets):
+            operands = [target.ir, base.ir, (offset + step).ir, bound.ir]
+            attributes = {"bytes": i64_attribute(VECTOR_BYTES), "shift": i64_attribute(run * self.layout.line_bytes)}
+            tokens.append(Token(emit("fly.copy_direct", operands, [token_type()], attributes).results[0]))
+        return join(tokens)
+
+
+class DirectCopy(_LineCopy):
+    """Tiles of `layout.rows` rows of `source`, in groups of `group` that share one base and bound.
+
+    Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
+    loop's body copies.
+
+    Raises:
+        ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
+    """
+
+    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
+        super().__init__(source, layout)
+        self.group = group
+        self._step = source.pitch * layout.rows
+        self._plan_lanes()
 
     def start(self, first: Any, lead: int = 0) -> CopyPosition:
         """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied."""
@@ -110,10 +148,72 @@ class DirectCopy:
     def issue(self, at: CopyPosition, tile: int, destination: SharedTile) -> Token:
         """Start tile number `tile` of a group on its way into `destination`; rows past the end become zeros."""
         bound = at.left - self._step * self.group
-        target = destination.pointer.offset(self._wave * (self.runs * self.layout.line_bytes))
-        tokens = []
-        for run, offset in enumerate(self._offsets):
-            operands = [target.ir, at.base.ir, (offset + self._step * tile).ir, bound.ir]
-            attributes = {"bytes": i64_attribute(VECTOR_BYTES), "shift": i64_attribute(run * self.layout.line_bytes)}
-            tokens.append(Token(emit("fly.copy_direct", operands, [token_type()], attributes).results[0]))
-        return join(tokens)
+        return self._start(at.base, bound, self._step * tile, destination)
+
+
+@dataclass(frozen=True)
+class PagePosition:
+    """Where a wave's lines of a tile come from: rows from number `row` on, which lie in `page`, as the table says."""
+
+    row: Value
+    page: Value
+
+    def within(self, pages: Any) -> PagePosition:
+        """With a number that names no page cut to what exists."""
+        # the order of the limits tells LLVM that the number has no sign, which saves half of a product
+        return replace(self, page=maximum(minimum(first_lane(self.page), pages - 1), 0))
+
+
+class PagedDirectCopy(_LineCopy):
+    """Tiles of `layout.rows` rows in pages. All rows of a wave's lines lie in one page.
+
+    Which one is a load from the table; made a tile ahead (`next`), it is there when the copy starts. Base and bound
+    are computed on the scalar unit, the base in 64 bits: pages may be any distance apart. Rows are at least their
+    length apart, or all of a page are one.
+
+    Raises:
+        ShapeError: as `DirectCopy`, and where a wave's lines have rows of several pages.
+    """
+
+    def __init__(self, source: PagedRows, layout: PaddedTile):
+        super().__init__(source, layout)
+        self._last = minimum(source.count, source.table.shape[0] * source.page_size) - 1
+        self._row_bytes = source.columns * source.dtype.bytes
+        # where there is no row, a bound below 0 for whatever tile
+        self._pitch = select(self._last >= 0, source.pitch, self._row_bytes)
+        self._plan_lanes()
+
+    def _rows_of_waves(self) -> list[int]:
+        together = min(self.source.page_size, self.layout.rows)
+        lines = [self.layout.coordinate(line * self.layout.line) for line in range(self.layout.lines)]
+        first = []
+        for wave in range(self.waves):
+            mine = lines[wave * self.runs : (wave + 1) * self.runs]
+            pages = {(line + row) // together for line, _ in mine for row, _ in self._places}
+            if len(pages) > 1:
+                raise ShapeError(f"lines of a wave have rows of {len(pages)} pages of {self.source.page_size} rows")
+            first.append(min(pages) * together)
+        return first
+
+    def start(self, first: Any) -> PagePosition:
+        """Of the tile that begins at row `first`, a multiple of the tile's rows."""
+        return self._position(lane_map(self._origins, self._wave) + first)
+
+    def next(self, at: PagePosition) -> PagePosition:
+        """Of the next tile."""
+        return self._position(at.row + self.layout.rows)
+
+    def _position(self, row: Value) -> PagePosition:
+        # the order of the limits tells LLVM that the number has no sign, which saves half of its arithmetic
+        entry = self.source.table.at(maximum(minimum(row, self._last), 0) // self.source.page_size)
+        return PagePosition(row, memory.load(entry, self.source.table.dtype, constant=True))
+
+    def issue(self, at: PagePosition, destination: SharedTile) -> Token:
+        """Start the tile on its way into `destination`, from a page `within` them; rows past the end are zeros."""
+        source, together = self.source, min(self.source.page_size, self.layout.rows)
+        base = source.pages.at(at.page, 0, 0).offset(-self._bias)
+        if source.page_size > together:
+            base = base.offset((at.row & (source.page_size - 1)) * self._pitch)
+        last = minimum(self._last - at.row, together - 1)
+        end = last * self._pitch + (self._row_bytes + self._bias)
+        return self._start(base, maximum(end, self._bias), 0, destination)

@@ -129,26 +129,31 @@ class PaddedTile:
     """The layout of a (rows x columns) tile in lines, with unused elements after each line.
 
     `order` maps (row, column) to an element of the tile without padding: a bijection whose extents and strides are
-    powers of two. `pad` elements follow every `line` of them. Each bit of a coordinate then adds its own number of
-    bytes, so that one register and a constant make the address of every operand of a lane.
+    powers of two. `pad` elements follow every `line` of them, and `group_pad` more every `group` lines. Each bit of a
+    coordinate then adds its own number of bytes, so that one register and a constant make the address of every
+    operand of a lane.
     """
 
     order: Layout
     line: int
     pad: int
     element_bytes: int = 2
+    group: int = 1
+    group_pad: int = 0
 
     def __post_init__(self):
         if self.order.rank != 2 or not self.order.is_bijective:
             raise LayoutError(f"order {self.order} of a padded tile does not map (row, column) one to one")
-        for name, number in (("line", self.line), ("rows", self.rows), ("columns", self.columns)):
+        powers = (("line", self.line), ("group", self.group), ("rows", self.rows), ("columns", self.columns))
+        for name, number in powers:
             if number <= 0 or number & (number - 1):
                 raise LayoutError(f"{name} of a padded tile is {number}; expected a power of two")
         multiple = 16 // self.element_bytes
-        if self.pad < 0 or self.pad % multiple or self.order.size % self.line:
+        pads = (self.pad, self.group_pad)
+        if min(pads) < 0 or any(pad % multiple for pad in pads) or self.order.size % (self.line * self.group):
             raise LayoutError(
-                f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} "
-                f"of padding; the padding is a multiple of {multiple}"
+                f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} of "
+                f"padding, {self.group} to a group with {self.group_pad} more; padding is a multiple of {multiple}"
             )
         bits = [1 << b for b in range((self.order.size - 1).bit_length())]
         if sorted(self.order.table()[bit] for bit in bits) != bits:
@@ -174,7 +179,12 @@ class PaddedTile:
 
     @property
     def bytes(self) -> int:
-        return self.lines * self.line_bytes
+        return self.line_offset(self.lines)
+
+    def line_offset(self, index: Any) -> Any:
+        """Bytes from the tile's start to a line, static or traced."""
+        offset = index * self.line_bytes
+        return offset + index // self.group * (self.group_pad * self.element_bytes) if self.group_pad else offset
 
     def coordinate(self, place: int) -> tuple[int, int]:
         """(row, column) of the element at a place in the tile without padding: the inverse of `order`."""
@@ -184,12 +194,15 @@ class PaddedTile:
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""
         place = self.order((row, column))
-        return place + place // self.line * self.pad
+        return place + place // self.line * self.pad + place // (self.line * self.group) * self.group_pad
 
     def base(self, row: Value, column: Value) -> Value:
         """Byte offset of a run-time coordinate; static parts are added by `displace`."""
         place = self.order((row, column))
-        return place * self.element_bytes + place // self.line * (self.pad * self.element_bytes)
+        offset = place * self.element_bytes + place // self.line * (self.pad * self.element_bytes)
+        if self.group_pad:
+            offset = offset + place // (self.line * self.group) * (self.group_pad * self.element_bytes)
+        return offset
 
     def displace(self, row: int, column: int) -> tuple[int, int]:
         """(0, add): bytes from `base(r, c)` to (r + row, c + column), whose bits are disjoint from r's and c's."""

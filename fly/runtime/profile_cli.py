@@ -29,6 +29,7 @@ _EPILOG = f"""\
 KERNEL is a code object (.hsaco, .co), assembly (.s), an artefact of fly.compile, module:function of a Python function
 that launches kernels on CPU tensors (the first launch counts), or flash_attn with these settings:
   --set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False dtype=bf16 kernel=generic|gfx950
+        page_size=… (keys in pages)
 
 examples:
   python -m fly profile flash_attn --arch gfx950 --set seq=4096 causal=True
@@ -224,11 +225,12 @@ def flash_attention(
     causal: bool = False,
     dtype: str = "bf16",
     kernel: str | None = None,
+    page_size: int | None = None,
 ) -> Any:
     """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
 
     Args:
-        dtype: bf16 or f16. kernel: as `FLY_KERNEL`.
+        dtype: bf16 or f16. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
 
     Raises:
         ArgumentError: another dtype.
@@ -248,8 +250,22 @@ def flash_attention(
 
     q = tensor(seq, heads)
     k, v = (tensor(seq_kv or seq, heads_kv or heads) for _ in range(2))
+    pages = {}
+    if page_size is not None:
+        count = -(-k.shape[1] // page_size)
+        lengths = torch.full((batch,), k.shape[1], dtype=torch.int32)
+        k, v = (_paged(x, page_size, count) for x in (k, v))
+        order = torch.randperm(count, generator=generator).to(torch.int32)
+        pages = {"block_table": order.expand(batch, -1).contiguous(), "seqused_kv": lengths}
     with _environment(config.KERNEL.name, kernel):
-        return q, k, v, interface.flydsl_flash_attn_func(q, k, v, causal=causal)
+        return q, k, v, pages, interface.flydsl_flash_attn_func(q, k, v, causal=causal, **pages)
+
+
+def _paged(tensor: Any, page_size: int, count: int) -> Any:
+    """The first sequence of (B, S, H, D), whose heads share memory, as `count` pages; the last one's rest is zero."""
+    one = tensor.new_zeros(count * page_size, 1, tensor.shape[3])
+    one[: tensor.shape[1]] = tensor[0, :, :1]
+    return one.unflatten(0, (count, page_size)).expand(-1, -1, tensor.shape[2], -1)
 
 
 def placed(launch: Launch, **settings: Any) -> Launch:

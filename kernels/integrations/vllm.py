@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length.
         out: (total_q, H, D), written and returned.
         s_aux: (H,) sinks. num_splits: parts that keys are split into, 0 takes what suits the device.
-        q_descale, k_descale, v_descale: scales of 8-bit tensors, which are not available. vLLM passes them with
+        q_descale, k_descale, v_descale: (B, Hkv) float32 scales of float8_e4m3fn tensors. vLLM passes them with
             16-bit tensors too, whose scale they are not.
         The others are as in `kernels.flash_attn_api`.
 
@@ -72,8 +72,6 @@ def flash_attn_varlen_func(
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table, fa_version)
     refuse(FUNCTION, {"qv": q_v, "scheduler_metadata": scheduler_metadata})
-    if isinstance(q, torch.Tensor) and q.element_size() == 1:
-        refuse(FUNCTION, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if return_attn_probs:
         raise UnsupportedError(f"{FUNCTION}: probabilities are not available: pass return_softmax_lse for the LSE")
     if cp_world_size != 1 or cp_rank != 0 or cp_tot_seqused_k is not None:
@@ -83,6 +81,8 @@ def flash_attn_varlen_func(
         )
     window = (-1, -1) if window_size is None else tuple(window_size)
     extras: dict[str, Any] = {"seqused_k": seqused_k, "learnable_sink": s_aux, "num_splits": num_splits}
+    if isinstance(q, torch.Tensor) and q.element_size() == 1:
+        extras |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = options_of(FUNCTION, PACKED, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, extras)
     add_packing(FUNCTION, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     return attend(q, k, v, causal, options, out=out, return_lse=return_softmax_lse)

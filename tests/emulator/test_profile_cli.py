@@ -114,6 +114,19 @@ def test_flash_attention(capsys):
     assert "flash_attn_generic on gfx942: " in printed and "mfma" in printed
 
 
+def test_flash_attention_from_pages(capsys):
+    """The same tiles, and scalar instructions more."""
+    executed = []
+    for more in ((), ("page_size=16",)):
+        settings = ("seq=256", "seq_kv=100", "heads=2", "head_dim=64", *more)
+        assert profile("flash_attn", "--arch", "gfx950", "--set", *settings) == 0
+        found = re.search(
+            r"flash_attn_gfx950 on gfx950: .* 8 waves, ([\d,]+) wave-instructions", capsys.readouterr().out
+        )
+        executed.append(int(found[1].replace(",", "")))
+    assert executed[0] + 8 * 2 * 20 < executed[1] < 1.2 * executed[0]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

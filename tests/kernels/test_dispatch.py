@@ -118,6 +118,21 @@ def test_the_reach_of_offsets_is_a_need():
     assert need.refuses(replace(far, kv_pitch=0)) is None  # one row for all
 
 
+def test_the_reach_of_offsets_in_pages_is_a_need():
+    """The sequence may be any length, a page may not."""
+    need = dispatch.unless_paged(dispatch.keys_within(2**32, ahead=192), dispatch.page_within(2**31, rows=512))
+    far = replace(REQUEST, kv_pitch=2**22 - 2, seq_len_kv=10**6)
+    assert "reaches 832 keys" in need.refuses(far)
+    far = replace(far, features=("paged",), page_size=512)
+    assert need.refuses(far) is None
+    for changes, most in (({"kv_pitch": 2**22, "page_size": 16}, 2**22), ({"page_size": 1024}, 2**21)):
+        wrong = replace(far, **changes)
+        assert need.refuses(wrong) == (
+            f"takes keys less than {most} bytes apart in pages of {wrong.page_size}, not {wrong.kv_pitch}: make "
+            "k and v contiguous"
+        )
+
+
 def test_a_kernel_whose_needs_are_not_met_is_passed_over(table, monkeypatch):
     table(sm90={"needs": (dispatch.aligned(16),)})
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90"

@@ -10,6 +10,8 @@ import torch
 
 from kernels import flash_attn_api as api
 from kernels import torch_ops
+from kernels.feature_checks import DESCALES
+from tests.kernels import fp8_reference
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check
 
@@ -143,6 +145,27 @@ def test_arguments_become_the_wrappers(handed_on, given, becomes):
     assert options == {"num_kv_splits": 0} | becomes
 
 
+Q8, PACKED8, CACHE8 = random(2, 3, 4, 128), random(6, 4, 128), random(2, 5, 2, 128)
+OFFSETS8 = int32(0, 3, 6)
+FUNCTIONS = {
+    "flash_attn_func": (Q8, CACHE8, CACHE8),
+    "flash_attn_kvpacked_func": (Q8, torch.stack([CACHE8, CACHE8], 2)),
+    "flash_attn_qkvpacked_func": (torch.stack([Q8] * 3, 2),),
+    "flash_attn_varlen_func": (*[PACKED8] * 3, OFFSETS8, OFFSETS8, 3, 3),
+    "flash_attn_varlen_kvpacked_func": (PACKED8, torch.stack([PACKED8] * 2, 1), OFFSETS8, OFFSETS8, 3, 3),
+    "flash_attn_varlen_qkvpacked_func": (torch.stack([PACKED8] * 3, 1), OFFSETS8, 3),
+    "flash_attn_with_kvcache": (Q8, CACHE8, CACHE8),
+}
+
+
+@pytest.mark.parametrize("name", FLASH_ATTENTION_2)
+def test_every_function_hands_scales_on(handed_on, name):
+    scales = {name: torch.ones(2, 2) for name in DESCALES}
+    getattr(api, name)(*FUNCTIONS[name], **scales)
+    ((_, _, options),) = handed_on
+    assert all(options[name] is scale for name, scale in scales.items())
+
+
 def test_positional_arguments_have_flash_attention_2s_order(handed_on):
     q = random(2, 3, 4, 64)
     result = api.flash_attn_func(q, q, q, 0.0, 0.25, True, (7, 0), 30.0, SLOPES, True, True)
@@ -235,6 +258,20 @@ def test_sink(seed):
     # two queries see no key, and have the sink alone
     assert not out[:, :2].any()
     torch.testing.assert_close(lse[:, :, :2], sink.float()[:, None].expand(2, 4, 2))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)], ids=str)
+def test_8_bit_inputs_and_their_scales(seed, shape, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    q, k, v = (random(2, n, h, 128, dtype=torch.float8_e4m3fn) for n, h in ((9, 4), (70, 2), (70, 2)))
+    scales = {name: torch.rand(shape) + 0.5 for name in DESCALES}
+    reference = fp8_reference.reference(q, k, v, causal=True, **scales)
+    out, lse, _ = api.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+    assert out.dtype == torch.bfloat16
+    right((out, lse), reference)
+    # a cache that is full, without its last entry
+    caches = (torch.cat([cache.view(torch.uint8)] * 2)[:3].view(cache.dtype) for cache in (k, v))
+    right(api.flash_attn_with_kvcache(q, *caches, causal=True, return_softmax_lse=True, **scales), reference)
 
 
 def test_queries_without_keys(seed):

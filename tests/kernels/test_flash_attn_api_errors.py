@@ -23,6 +23,10 @@ def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+def e4m3(*shape):
+    return tensor(*shape, dtype=torch.float8_e4m3fn)
+
+
 Q, K, CACHE = tensor(2, 3, 4, 32), tensor(2, 5, 2, 32), tensor(2, 8, 2, 32)
 PAGES, TABLE, OFFSETS = tensor(4, 16, 2, 32), int32(0, 1, 2, 3).view(2, 2), int32(0, 3, 6)
 
@@ -97,6 +101,42 @@ MISTAKES = {
         {name: tensor(1, 4, 1, 32, dtype=torch.float8_e4m3fn) for name in "qkv"},
         UNSUPPORTED,
         "takes bf16, f16, not f8e4m3: convert with .to(torch.bfloat16)",
+    ),
+    "scales of 16 bits": (
+        dense,
+        {"q_descale": torch.ones(2, 2)},
+        UNSUPPORTED,
+        "does not do scales of 8-bit inputs (q_descale, k_descale, v_descale) yet: softmax_scale takes a factor",
+    ),
+    "scales by query head": (
+        dense,
+        {"q": e4m3(2, 3, 4, 128), "k": e4m3(2, 5, 2, 128), "v": e4m3(2, 5, 2, 128), "q_descale": torch.ones(2, 4)},
+        VALUE,
+        "q_descale must have shape (), (1,) or (B, Hkv) = (2, 2), got (2, 4)",
+    ),
+    "scales are numbers": (
+        cached,
+        {"k_descale": 1.0},
+        TYPE,
+        "k_descale must be a torch.Tensor, got float",
+    ),
+    "packed 8-bit": (
+        varlen,
+        {"q": e4m3(6, 4, 128), "k": e4m3(6, 2, 128), "v": e4m3(6, 2, 128), "v_descale": torch.ones(2, 2)},
+        UNSUPPORTED,
+        "the gfx950_fp8 kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_kv) yet: call it once per",
+    ),
+    "lengths of an 8-bit cache": (
+        cached,
+        {"q": e4m3(2, 3, 4, 128), "k_cache": e4m3(2, 8, 2, 128), "v_cache": e4m3(2, 8, 2, 128), "cache_seqlens": 4},
+        UNSUPPORTED,
+        "the gfx950_fp8 kernel does not do lengths in use (seqused_q, seqused_kv) yet: cut the sequences",
+    ),
+    "new 8-bit keys": (
+        cached,
+        {"q": e4m3(2, 3, 4, 32), "k": e4m3(2, 3, 2, 32), "v": e4m3(2, 3, 2, 32), "cache_seqlens": 4},
+        TYPE,
+        "append_to_cache: q has dtype torch.float8_e4m3fn; accepted: torch.bfloat16, torch.float16",
     ),
     "gradient": (dense, {"q": Q.clone().requires_grad_()}, UNSUPPORTED, "q requires a gradient, but the backward is"),
     "no offsets of keys": (varlen, {"cu_seqlens_k": None}, VALUE, "cu_seqlens_q and cu_seqlens_kv go together"),
@@ -193,17 +233,24 @@ MISTAKES = {
     ),
     "vllm: probabilities": (paged, {"return_attn_probs": True}, UNSUPPORTED, "pass return_softmax_lse for the LSE"),
     "vllm: context parallel": (paged, {"cp_world_size": 2}, UNSUPPORTED, "combine the parts of the ranks by their"),
+    "vllm: 8-bit": (
+        paged,
+        {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 2)},
+        UNSUPPORTED,
+        "the gfx950_fp8 kernel does not do packed sequences",
+    ),
     "vllm: 8-bit scales": (
         paged,
-        {"q": Q.flatten(0, 1).to(torch.float8_e4m3fn), "k_descale": torch.ones(2, 2)},
-        UNSUPPORTED,
-        "k_descale is not available: flydsl_flash_attn_func takes 8-bit inputs and their scales",
+        {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 4)},
+        VALUE,
+        "k_descale must have shape (), (1,) or (B, Hkv) = (2, 2), got (2, 4)",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_say_what_is_wrong(name):
+def test_mistakes_say_what_is_wrong(name, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
     call, changes, error, message = MISTAKES[name]
     with pytest.raises(error, match=re.escape(message)) as caught:
         call(**changes)

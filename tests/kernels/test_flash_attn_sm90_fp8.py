@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import fly
 from fly.backends.nvvm.wgmma import PAIRS
 from fly.backends.target import target
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, UnsupportedError
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8, sm90_launch
@@ -23,7 +24,7 @@ from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, keys_of_block, turn_values
-from kernels.sm90_builds import decode_options, options_of
+from kernels.sm90_builds import Sm90Options, decode_options, options_of
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.simulator import Machine, Program, flat
@@ -86,12 +87,39 @@ def test_products_and_conversions_are_what_the_mathematics_needs(row):
     options, isa = row_options(row), build(row_options(row)).isa
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.f32\.e4m3\.e4m3", isa)
     assert {int(n) for n in found} == {options.block_n, options.piece}
-    pieces = options.head_dim_v // options.piece
     loops = 2 if options.causal else 1
     # scores: first tile, main loops, next tile; output: main loops, next tile, last tile
-    assert len(found) == (loops + 2) * (options.head_dim + options.block_n * pieces) // 32
+    assert len(found) == (loops + 2) * (options.head_dim + options.block_n * options.products) // 32
     # P of each tile of scores: 64 rows of block_n, in 128 threads, two at a time
     assert isa.count("cvt.rn.satfinite.e4m3x2.f32") == (loops + 2) * options.block_n // 4
+
+
+@pytest.mark.parametrize("row", [row for row in TILES if row[0] != 128], ids=str)
+def test_the_output_comes_first_where_a_build_says_so(row):
+    options, isa = row_options(row), build(row_options(row)).isa
+    found = [int(n) for n in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", isa)]
+    scores = len(list(itertools.takewhile(lambda n: n == options.block_n, found)))
+    # before the first product with V are the first tile's scores, and in the other order the next tile's too
+    assert scores == (1 if options.output_first else 2) * options.head_dim // 32
+
+
+def test_registers_go_to_consumers_with_wide_outputs():
+    wide, narrow = (row_options((dim, dim, False, 2, None)) for dim in (256, 128))
+    assert (wide.registers, narrow.registers) == ((24, 240), (40, 232))
+    assert all(producer + 2 * consumer <= 512 for producer, consumer in (wide.registers, narrow.registers))
+    assert row_options((64, 64, False, 3, None)).registers == (32, 160)
+
+
+def test_sums_in_accumulators_are_of_128_keys():
+    decoding = [decode_options(dim, dim, False, kind=kind) for kind in (Sm90Options, Fp8Options) for dim in (64, 128)]
+    assert [options.block_n for options in decoding] == [256, 128, 128, 128]
+    with pytest.raises(ShapeError, match="block_n is 160; expected at most 128"):
+        replace(row_options((64, 64, False, 3, None)), block_n=160)
+
+
+def test_an_output_that_comes_first_waits_for_no_exponentials():
+    with pytest.raises(ShapeError, match="hold is True; expected False with output_first"):
+        replace(row_options((256, 256, False, 2, None)), hold=True)
 
 
 @every_row

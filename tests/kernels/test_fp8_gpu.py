@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fly.errors import UnsupportedError
+from kernels import flash_attn_interface, flash_attn_sm90_fp8
+from kernels.feature_checks import DESCALES
+from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
+from kernels.sm90_builds import options_of
 from tests.kernels.fp8_reference import reference
 from tests.kernels.reference import check
 
@@ -46,6 +51,28 @@ def test_lengths(dim, causal, shape, generator):
     assert wrong(generator, *inputs(generator, *shape, dim), causal) is None
 
 
+@pytest.mark.parametrize("row", flash_attn_sm90_fp8.TILES, ids=str)
+def test_every_build(row, generator, monkeypatch):
+    """Whatever the shape, also with values that add up, scales, heads in a tile and split keys."""
+
+    def build(request, units, table, kind):
+        pack = 2 if request.num_heads > request.num_kv_heads else 1
+        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.asked)
+        return options, request.num_kv_splits
+
+    monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", build)
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    dim, _, causal, _, _ = row
+    scale = torch.rand(2, 2, device="cuda", generator=generator) + 0.5
+    for queries, keys in ((333, 333), (1, 5), (513, 77), (700, 1000)):
+        tensors = inputs(generator, queries, keys, dim)
+        assert wrong(generator, *tensors, causal) is None
+        assert wrong(generator, *tensors, causal, num_kv_splits=3, v_descale=scale, k_descale=scale) is None
+    for heads in (2, 4):
+        q, k, v = inputs(generator, 256, 8192, dim, heads=heads)
+        assert wrong(generator, q, k, v.float().abs().to(E4M3), causal) is None
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 2), (8, 8)], ids=str)
 @pytest.mark.parametrize("splits", [1, 3, 0])
@@ -69,9 +96,20 @@ def test_scales(shape, splits, generator):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_flash_attentions_functions_take_scales(dim, generator):
+    q, k, v = inputs(generator, 200, 400, dim)
+    scales = {name: torch.rand(2, 2, device="cuda", generator=generator) + 0.25 for name in DESCALES}
+    wanted = reference(q, k, v, causal=True, **scales)
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+    for result in ((out, lse), flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True, **scales)):
+        report = check(result[0], wanted, result[1])
+        assert report.ok, f"seed {generator.initial_seed()}: {report}"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_values_of_one_sign(dim, generator):
     """Which add up: what products cut off does as well."""
-    for queries, keys in ((64, 8192), (4096, 4096)):
+    for queries, keys in ((4, 8192), (64, 8192), (4096, 4096)):
         q, k, v = inputs(generator, queries, keys, dim)
         assert wrong(generator, q, k, v.float().abs().to(E4M3), True) is None
 

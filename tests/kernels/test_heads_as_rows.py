@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 
 import pytest
@@ -44,6 +45,9 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+SINKS = torch.tensor([1.0, -1.0, 0.5, 2.0, 7.0, -math.inf])
+
+
 @pytest.mark.parametrize(
     ("causal", "splits", "options"),
     [
@@ -51,8 +55,25 @@ def ints(*values):
         (False, 3, {}),
         (True, 2, {"softcap": 2.0, "seqused_kv": ints(100, 0)}),
         (False, 1, {"kv_batch_idx": ints(1, 0), "cache_leftpad": ints(30, 2)}),
+        (True, 1, {"sink": SINKS}),
+        (False, 3, {"sink": SINKS, "seqused_kv": ints(100, 0)}),
+        (True, 1, {"window_size": (20, 0)}),
+        (False, 2, {"window_size": (70, 5), "seqused_kv": ints(125, 3), "sink": SINKS}),
+        (False, 1, {"window_size": (-1, 0)}),
+        (True, 1, {"window_size": (0, 0), "softcap": 3.0}),
     ],
-    ids=["causal", "splits", "lengths", "cache"],
+    ids=[
+        "causal",
+        "splits",
+        "lengths",
+        "cache",
+        "sinks",
+        "sinks of splits",
+        "window",
+        "window of splits",
+        "right side",
+        "one key",
+    ],
 )
 def test_blocks_are_those_of_key_heads(arch, causal, splits, options, grids, seed):
     inputs = Inputs([1, 1], [130, 130], heads=6, kv_heads=2, head_dim=64, seed=seed)
@@ -64,15 +85,13 @@ def test_blocks_are_those_of_key_heads(arch, causal, splits, options, grids, see
 @pytest.mark.parametrize(
     "options",
     [
-        {"sink": torch.tensor([1.0, -1.0, 0.5, 2.0])},
-        {"window_size": (20, 0)},
         {"alibi_slopes": torch.tensor([1.0, 0.5, 0.25, 0.125])},
         {"mask_mod": lambda b, h, query, key: key % 4 != h},
         {"seqused_q": ints(1)},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_goes_by_head_or_query_is_right(arch, options, grids, seed):
+def test_what_goes_by_head_is_right(arch, options, grids, seed):
     inputs = Inputs([1], [70], heads=4, kv_heads=2, head_dim=64, seed=seed)
     report = compare(*inputs.tensors(), True, **options)
     assert report.ok, f"seed {seed}: {report}"

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, UnsupportedError
+from kernels import torch_ops
+from kernels.feature_checks import DESCALES
 from kernels.integrations import transformers as hub
 from kernels.integrations import vllm
 from tests.kernels.api_reference import dense, packed
@@ -114,6 +116,17 @@ def test_vllm_packed_keys_into_out(random, head_dim):
     )
     assert result.data_ptr() == out.data_ptr()
     right((out, lse), packed(q, k, v, queries, keys, causal=True, window_size=(4, -1), sink=sink))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_vllm_scales_are_those_of_8_bit_tensors(dtype, monkeypatch):
+    handed_on = {}
+    monkeypatch.setattr(torch_ops, "flydsl_flash_attn_func", lambda *_, **options: handed_on.update(options))
+    q, k, scales = torch.ones(8, 4, 128).to(dtype), torch.ones(14, 2, 128).to(dtype), torch.ones(3, 2)
+    descales = dict.fromkeys(DESCALES, scales)
+    offsets = {"cu_seqlens_q": int32(0, 3, 3, 8), "cu_seqlens_k": int32(0, 7, 9, 14)}
+    vllm.flash_attn_varlen_func(q, k, k, max_seqlen_q=5, max_seqlen_k=7, **offsets, **descales)
+    assert [handed_on.get(name) is scales for name in DESCALES] == [dtype.itemsize == 1] * 3
 
 
 def test_vllm_pages_of_ragged_lengths(random):

@@ -1,4 +1,4 @@
-"""Keys and values in pages: the generic kernel's machine code, emulated with all checks on, and callers' mistakes.
+"""Keys and values in pages: AMD kernels' machine code, emulated with all checks on, and callers' mistakes.
 
 Unused rows of pages hold NaN and unused entries of the table name no page: using either shows. A finding of the
 checks raises, so that a test that passes has had none.
@@ -21,7 +21,9 @@ from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged
 from tests.kernels.reference import check, reference
 
+TUNED = "gfx950 tuned"  # the gfx950 kernel; else the generic one
 archs = pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+every_kernel = pytest.mark.parametrize("arch", ["gfx942", "gfx950", TUNED])
 KEYS = [130, 0, 64, 5]  # a partial page at the end, none, whole pages, a part of one
 HEADS, KV_HEADS = 4, 2
 
@@ -34,11 +36,12 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def emulated(request, monkeypatch):
-    """The emulated GPU of a test's `arch`, or of gfx950, with checks, and the generic kernel."""
+    """The emulated GPU and the kernel of a test's `arch`, with checks; gfx950 and the generic one if it has none."""
     params = getattr(request.node, "callspec", None)
-    monkeypatch.setenv("FLY_ARCH", params.params.get("arch", "gfx950") if params else "gfx950")
+    arch, _, tuned = (params.params.get("arch", "gfx950") if params else "gfx950").partition(" ")
+    monkeypatch.setenv("FLY_ARCH", arch)
     monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "generic")
+    monkeypatch.setenv("FLY_KERNEL", arch if tuned else "generic")
 
 
 def queries_of(shape, dtype, seed):
@@ -63,6 +66,7 @@ def dense_failure(page_size, seq_len, causal, seed, *, keys=KEYS, dims=(64, 64),
 
 
 PAGE_SIZES = [("gfx942", 32), ("gfx950", 128), ("gfx942", 256), ("gfx950", 1024)]
+PAGE_SIZES += [(TUNED, size) for size in (16, 32, 64, 128, 512)]
 
 
 @pytest.mark.parametrize(("arch", "page_size"), [*itertools.product(["gfx942", "gfx950"], [16, 64]), *PAGE_SIZES])
@@ -80,6 +84,10 @@ def test_page_sizes(arch, page_size, seed):
         ("gfx942", 64, 3, True, 0),
         ("gfx950", 128, 70, True, 3),
         ("gfx942", 256, 5, False, 2),
+        (TUNED, 16, 270, True, 1),
+        (TUNED, 64, 5, False, 3),
+        (TUNED, 32, 70, True, 0),
+        (TUNED, 256, 70, False, 2),
     ],
 )
 def test_several_queries_and_split_keys(arch, page_size, seq_len, causal, splits, seed):
@@ -87,10 +95,15 @@ def test_several_queries_and_split_keys(arch, page_size, seq_len, causal, splits
     assert wrong is None, f"seed {seed}: {wrong}"
 
 
-@archs
+HEAD_DIMS = [((32, 32), 16), ((40, 40), 16), ((96, 96), 32), ((72, 104), 16), ((192, 128), 16), ((256, 256), 32)]
+
+
 @pytest.mark.parametrize(
-    "dims, page_size",
-    [((32, 32), 16), ((40, 40), 16), ((96, 96), 32), ((72, 104), 16), ((192, 128), 16), ((256, 256), 32)],
+    ("arch", "dims", "page_size"),
+    [
+        *((arch, *row) for arch in ("gfx942", "gfx950") for row in HEAD_DIMS),
+        *((TUNED, (128, 128), page_size) for page_size in (16, 32, 64, 256)),
+    ],
     ids=str,
 )
 def test_head_dims(arch, dims, page_size, seed):
@@ -98,7 +111,7 @@ def test_head_dims(arch, dims, page_size, seed):
     assert wrong is None, f"seed {seed}: {wrong}"
 
 
-@archs
+@every_kernel
 @pytest.mark.parametrize(("page_size", "splits", "told_by"), [(16, 1, "seqused_kv"), (64, 3, "cu_seqlens_kv")])
 def test_packed_queries(arch, page_size, splits, told_by, seed):
     queries, keys = [40, 0, 1, 17], [130, 9, 0, 64]
@@ -124,7 +137,15 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize(("feature", "arch"), list(zip(FEATURES, itertools.cycle(["gfx942", "gfx950"]))))
+TUNED_FEATURES = [
+    pytest.param(name, TUNED, marks=[] if name in ("window, causal", "sink", "mask_mod") else pytest.mark.exhaustive)
+    for name in FEATURES
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "arch"), [*zip(FEATURES, itertools.cycle(["gfx942", "gfx950"])), *TUNED_FEATURES]
+)
 def test_features_give_what_contiguous_keys_give(arch, feature, seed):
     """Bit by bit: only where rows come from differs."""
     splits = 3 if feature in ("window", "sink", "bias") else 1
@@ -140,7 +161,7 @@ def test_features_give_what_contiguous_keys_give(arch, feature, seed):
         assert torch.equal(a[:count], b[:count]) and torch.equal(a_lse[:, :count], b_lse[:, :count]), f"seed {seed}"
 
 
-@archs
+@every_kernel
 def test_wrong_tables_and_lengths_stay_inside(arch, seed):
     """The emulator faults on any access outside of the tensors; lengths are cut to what the table has."""
     paged = Paged.of([64, 64], 32, KV_HEADS, (64, 64), torch.bfloat16, seed, spare_pages=0, spare_entries=0)
@@ -156,7 +177,7 @@ def test_wrong_tables_and_lengths_stay_inside(arch, seed):
     assert torch.equal(out[0], whole[0])
 
 
-@archs
+@every_kernel
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_far_apart(arch, page_size, seed):
     """Pages past 2**31 elements and 4 GiB, in memory that is hardly touched, and rows that are not contiguous."""
@@ -208,7 +229,8 @@ def test_a_call_of_the_same_kind_takes_the_plan(seed):
     assert failure(q.flatten(0, 1), second, [1, 1], out.flatten(0, 1), lse, True) is None, f"seed {seed}"
 
 
-def test_no_pages_at_all_and_a_workspace(seed):
+@every_kernel
+def test_no_pages_at_all_and_a_workspace(arch, seed):
     paged = Paged.of([30], 16, KV_HEADS, (64, 64), torch.float16, seed)
     q = queries_of((1, 2, HEADS, 64), torch.float16, seed)
     options = {"seqused_kv": paged.lengths, "return_lse": True}
@@ -300,10 +322,31 @@ def test_mistakes(changes, error, message):
 
 
 def test_a_kernel_without_pages_says_so(monkeypatch):
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
-    wanted = "the gfx950 kernel does not do keys in pages (block_table) yet: gather a sequence's pages into k and v"
+    monkeypatch.setenv("FLY_KERNEL", "gfx950_fp8")
+    wanted = "the gfx950_fp8 kernel does not do keys in pages (block_table) yet: gather a sequence's pages into k and"
+    paged = Paged.of([40, 20], 16, KV_HEADS, (128, 128), torch.float8_e4m3fn, 0)
+    q = torch.zeros(2, 3, HEADS, 128).to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match=re.escape(wanted)):
-        flydsl_flash_attn_func(**good())
+        flydsl_flash_attn_func(q, paged.k, paged.v, **paged.options)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_keys_of_one_row_a_page(page_size, seed, monkeypatch):
+    """A stride of zero along the rows of pages on the gfx950 kernel; NaN in them reaches no sequence without keys."""
+    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    one = Paged.of([3, 0, 2], 1, KV_HEADS, (64, 64), torch.bfloat16, seed, spare_entries=0)
+    k, v = (x.expand(-1, page_size, -1, -1) for x in (one.k, one.v))
+    lengths = one.lengths * page_size - (one.lengths > 0).to(torch.int32) * 5
+    one.table[1] = int(torch.isnan(one.v[:, 0, 0, 0]).nonzero()[0])
+    q = queries_of((3, 2, HEADS, 64), torch.bfloat16, seed)
+    out, lse = flydsl_flash_attn_func(q, k, v, False, block_table=one.table, seqused_kv=lengths, return_lse=True)
+    whole = [x.repeat_interleave(page_size, 0) for x in (one.packed_k, one.packed_v)]
+    rows = torch.cat([torch.arange(3 * page_size - 5), 3 * page_size + torch.arange(2 * page_size - 5)])
+    wanted = reference(
+        q.flatten(0, 1), *(x[rows] for x in whole), causal=False, lengths=[(2, n) for n in lengths.tolist()]
+    )
+    report = check(out.flatten(0, 1), wanted, lse.transpose(0, 1).flatten(1))
+    assert report.ok, f"seed {seed}: {report}"
 
 
 def test_lengths_are_no_feature_of_their_own(monkeypatch):
@@ -316,7 +359,8 @@ def test_lengths_are_no_feature_of_their_own(monkeypatch):
     assert [request.features for request in asked] == [("paged",), ("seqused", "paged")]
 
 
-def test_every_length_around_the_ends_of_pages_and_tiles(seed):
+@every_kernel
+def test_every_length_around_the_ends_of_pages_and_tiles(arch, seed):
     """Lengths one off a page's or a tile's end, in one call."""
     keys = sorted({n + d for n, d in itertools.product((0, 16, 32, 64, 128), (-1, 0, 1)) if n + d >= 0})
     wrong = dense_failure(16, 1, False, seed, keys=keys)

@@ -9,8 +9,10 @@ import torch
 
 from kernels import flash_attn_api as api
 from kernels import torch_ops
+from kernels.feature_checks import DESCALES
 from kernels.integrations import vllm
 from kernels.kv_cache import append_to_cache
+from tests.kernels import fp8_reference
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check
 
@@ -25,6 +27,15 @@ DEVICES = [
 # inductor needs a C++ compiler for CPU tensors
 BACKENDS = {"cpu": "aot_eager", "cuda": "inductor"}
 devices = pytest.mark.parametrize("device", DEVICES)
+E4M3 = torch.float8_e4m3fn
+
+
+def skip_without_8_bit(device, monkeypatch):
+    """Leave 8-bit inputs to targets that have kernels for them."""
+    if device == "cpu":
+        monkeypatch.setenv("FLY_ARCH", "gfx950")
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +65,7 @@ def right(result, reference):
 
 
 QKV = [(2, 5, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32)]
+WIDE = [(2, 5, 4, 128), (2, 9, 2, 128), (2, 9, 2, 128)]
 ROWS = [(8, 4, 32), (8, 2, 32), (8, 2, 32)]
 OFFSETS = {"cu_seqlens_q": (0, 3, 8), "cu_seqlens_kv": (0, 3, 8), "max_seqlen_q": 5, "max_seqlen_kv": 5}
 # name: (operation, shapes of its tensors, other arguments, keywords); tuples of ints become int32 tensors
@@ -93,6 +105,18 @@ def test_opcheck(random, name, device):
 
 
 @devices
+def test_opcheck_of_8_bit_inputs(random, device, monkeypatch):
+    skip_without_8_bit(device, monkeypatch)
+    tensors = [random(*shape, device=device).to(E4M3) for shape in WIDE]
+    scales = {name: torch.rand(2, 2, device=device) for name in DESCALES}
+    # not test_schema, which compares inputs by arithmetic that torch does not have on 8 bits
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    out = random(*WIDE[0], device=device)
+    for operation, more in ((OPS.flash_attn, {"return_lse": True}), (OPS.flash_attn_out, {"out": out})):
+        torch.library.opcheck(operation.default, (*tensors, True), scales | more, test_utils=checks)
+
+
+@devices
 @pytest.mark.parametrize("rotary", [False, True])
 def test_opcheck_of_appending(random, rotary, device):
     q, k, cache = random(2, 3, 4, 32, device=device), random(2, 3, 2, 32, device=device), (2, 9, 2, 32)
@@ -122,6 +146,23 @@ def test_compiled_calls_are_one_operation_and_right(random, device):
     out, lse, mask = torch.compile(call, fullgraph=True, backend=BACKENDS[device])(q, k, v)
     right((out, lse), dense(q.cpu(), k.cpu(), v.cpu(), causal=True, window_size=(4, 0)))
     assert mask.shape == (0,)
+
+
+@devices
+def test_compiled_calls_take_8_bit_inputs_and_scales(random, device, monkeypatch):
+    skip_without_8_bit(device, monkeypatch)
+    q, k, v = (random(*shape, device=device).to(E4M3) for shape in WIDE)
+    scales = {name: torch.rand(2, 2, device=device) + 0.5 for name in DESCALES}
+
+    def call(q, k, v, scales):
+        return api.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **scales)
+
+    out, lse, _ = torch.compile(call, fullgraph=True, backend=BACKENDS[device])(q, k, v, scales)
+    assert out.dtype == torch.bfloat16
+    reference = fp8_reference.reference(
+        q.cpu(), k.cpu(), v.cpu(), causal=True, **{n: s.cpu() for n, s in scales.items()}
+    )
+    right((out, lse), reference)
 
 
 @devices

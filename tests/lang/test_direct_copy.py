@@ -1,4 +1,4 @@
-"""Direct copies: every row where it belongs, zeros past the last, groups of tiles, and what they refuse."""
+"""Direct copies: every row where it belongs, zeros past the last, groups of tiles, pages, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fly.errors import ShapeError
 from fly.ir import memory
 from fly.runtime.compile import compile_kernel
 from fly.runtime.inspect import loops
-from kernels.flash_attn_gfx950 import k_tile, v_tile
+from kernels.flash_attn_gfx950_copies import k_tile, v_tile
 from tests.isa import count, kinds
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -91,6 +91,122 @@ def test_positions_advance_on_the_scalar_unit():
     (loop,) = loops(isa)
     assert (loop.mix["global load"], isa.count("offset:1040 lds")) == (4, 2)
     assert not kinds(loop.opcodes, "v_.*") and count(loop.opcodes, "s_addc_u32") == 1
+
+
+@fly.kernel
+def stream_pages(
+    pages: fly.Tensor,
+    table: fly.Tensor,
+    out: fly.Tensor,
+    count: fly.i32,
+    first: fly.i32,
+    *,
+    layout: fly.PaddedTile,
+    page_size: int,
+    tiles: int,
+):
+    """out = what arrives of the `count` rows in pages from row `first` on, in `tiles` tiles."""
+    source = fly.PagedRows(pages, table, count, page_size, layout.columns)
+    copy = fly.PagedDirectCopy(source, layout)
+    shared = fly.SharedTile.ring("tile", layout, pages.dtype, 1)[0]
+    thread, threads = fly.thread_id.x, fly.block_dim()[0]
+    for tile, at in (loop := fly.range(tiles, carry=copy.start(first))):
+        fly.wait(copy.issue(at.within(pages.shape[0]), shared))
+        fly.barrier()
+        for i in fly.range(layout.rows * layout.columns // threads):
+            index = i * threads + thread
+            row, column = index // layout.columns, index % layout.columns
+            value = memory.load(shared.pointer.offset(layout.base(row, column)), pages.dtype)
+            out.store(value, tile * layout.rows + row, column)
+        fly.barrier()
+        loop.next(copy.next(at))
+
+
+def in_pages(page_size: int, columns: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages that are not contiguous, their table, and the rows; what no row has is NaN or names no page."""
+    random = np.random.default_rng(count)
+    used = -(-count // page_size)
+    pages = random.standard_normal((used + 3, page_size, 2, columns)).astype(np.float16)[:, :, 1]
+    table = np.array([*random.permutation(used + 3)[:used], 99, -5], np.int32)
+    rows = pages[table[:used]].reshape(-1, columns)[:count].copy()
+    if count % page_size:
+        pages[table[used - 1], count % page_size :] = np.nan
+    return pages, table, rows
+
+
+PAGED = {"k128": k_tile(128, 16), "v128": v_tile(128, 16), "k64": k_tile(64, 16), "v64": v_tile(64, 16)}
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("layout", "page_size"),
+    [
+        *((name, 16) for name in PAGED),
+        ("k128", 32),
+        ("v64", 32),
+        ("whole k64", 64),
+        ("whole v128", 256),
+        ("k64", 128),
+    ],
+)
+def test_rows_of_pages_arrive_and_missing_ones_are_zero(layout, page_size, count, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    tile = LAYOUTS[layout.split()[1]] if layout.startswith("whole") else PAGED[layout]
+    pages, table, rows = in_pages(page_size, tile.columns, count)
+    first, tiles = 64 if count > 64 else 0, 4
+    out = np.full((tiles * tile.rows, tile.columns), 7, np.float16)
+    stream_pages[1, 512](pages, table, out, count, first, layout=tile, page_size=page_size, tiles=tiles)
+    np.testing.assert_array_equal(out[: count - first], rows[first:])
+    assert (out[count - first :] == 0).all()
+
+
+def test_the_simulator_agrees_on_pages():
+    tile = PAGED["k128"]
+    pages, table, rows = in_pages(16, 128, 150)
+    out = np.full((3 * 64, 128), 7, np.float16)
+    specs = (matrix("f16", 3), matrix("i32"), matrix("f16", 2), "i32", "i32")
+    module = trace(stream_pages, *specs, arch="gfx950", block=512, layout=tile, page_size=16, tiles=3)
+    Machine(Program(module, target("gfx950")), late_copies=True)(
+        flat(np.ascontiguousarray(pages), table, out, 150, 0)
+    )
+    np.testing.assert_array_equal(out[:150], rows)
+    assert (out[150:] == 0).all()
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_pages_are_found_on_the_scalar_unit(page_size):
+    """A tile a turn: its page is a scalar load, and no vector instruction computes base, bound or offset."""
+
+    @fly.kernel
+    def only_copies(pages: fly.Tensor, table: fly.Tensor, count: fly.i32):
+        copy = fly.PagedDirectCopy(fly.PagedRows(pages, table, count, page_size, 128), PAGED["k128"])
+        shared = fly.SharedTile.ring("tile", PAGED["k128"], pages.dtype, 1)[0]
+        for _, at in (loop := fly.range(count // 64, carry=copy.start(fly.i32(0)))):
+            fly.wait(copy.issue(at.within(pages.shape[0]), shared))
+            loop.next(copy.next(at))
+
+    specs = (matrix("f16", 3), matrix("i32"), fly.ScalarSpec("i32"))
+    isa = compile_kernel(only_copies, specs, {}, "gfx950", (512, 1, 1)).isa
+    loop = max(loops(isa), key=lambda loop: loop.mix.get("global load", 0))
+    assert loop.mix["global load"] == 2 and count(loop.opcodes, "s_load_dword") == 1
+    assert not kinds(loop.opcodes, "v_.*") and not kinds(loop.opcodes, "global_.*")
+
+
+def test_a_wave_has_one_page():
+    def body(pages: fly.Tensor, table: fly.Tensor, count: fly.i32):
+        fly.PagedDirectCopy(fly.PagedRows(pages, table, count, 16, 128), LAYOUTS["k128"])
+
+    with pytest.raises(ShapeError, match="lines of a wave have rows of 4 pages of 16 rows"):
+        trace(body, matrix("f16", 3), matrix("i32"), "i32", arch="gfx950", block=512)
+
+
+def test_a_wave_has_lines_of_one_group():
+    def body(source: fly.Tensor):
+        fly.DirectCopy(source.rows(128), PAGED["k128"])
+
+    with pytest.raises(ShapeError, match="groups of 4 lines do not divide into runs of 8"):
+        trace(body, matrix("f16", 2), arch="gfx950", block=128)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import fly
 from fly.backends.target import target
 from fly.emulator.banks import MODELS, BankModel
 from fly.errors import LayoutError
-from kernels.flash_attn_gfx950 import k_tile, v_tile
+from kernels.flash_attn_gfx950_copies import k_tile, v_tile
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -20,6 +20,8 @@ TILES = {
     "columns": fly.PaddedTile(fly.Layout((16, 64), (1, 16)), 128, 24),
     **{f"k{d}": k_tile(d) for d in (64, 128)},
     **{f"v{d}": v_tile(d) for d in (64, 128)},
+    **{f"k{d} of pages": k_tile(d, 16) for d in (64, 128)},
+    **{f"v{d} of pages": v_tile(d, 16) for d in (64, 128)},
 }
 every_tile = pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 
@@ -32,10 +34,14 @@ def coordinates(tile):
 def test_padding_follows_every_line(tile):
     for row, column in coordinates(tile):
         place = tile.order((row, column))
-        assert tile(row, column) == place % tile.line + place // tile.line * (tile.line + tile.pad)
+        groups = place // (tile.line * tile.group)
+        padding = place // tile.line * tile.pad + groups * tile.group_pad
+        assert tile(row, column) == place + padding
+        assert 2 * tile(row, column) == tile.line_offset(place // tile.line) + 2 * (place % tile.line)
         assert tile.coordinate(place) == (row, column)
     assert len({tile(*at) for at in coordinates(tile)}) == tile.rows * tile.columns
-    assert tile.bytes == tile.lines * tile.line_bytes > 2 * max(tile(*at) for at in coordinates(tile))
+    assert tile.bytes == tile.line_offset(tile.lines) > 2 * max(tile(*at) for at in coordinates(tile))
+    assert tile.bytes == tile.lines * tile.line_bytes + tile.lines // tile.group * 2 * tile.group_pad
 
 
 @every_tile
@@ -65,13 +71,27 @@ def test_run_time_coordinates(tile):
         (fly.Layout((3, 64), (64, 1)), 64, 8, "rows of a padded tile is 3; expected a power of two"),
         (fly.Layout((16, 64), (64, 1)), 96, 8, "line of a padded tile is 96; expected a power of two"),
         (fly.Layout((16, 64), (64, 1)), 2048, 8, "1024 elements does not divide into lines of 2048"),
-        (fly.Layout((16, 64), (64, 1)), 512, 4, "with 4 of padding; the padding is a multiple of 8"),
+        (fly.Layout((16, 64), (64, 1)), 512, 4, "with 4 of padding, 1 to a group with 0 more; padding is a multiple"),
         (fly.Layout((16, 64), (64, 1)), 512, -8, "with -8 of padding"),
     ],
 )
 def test_what_is_no_padded_tile(order, line, pad, message):
     with pytest.raises(LayoutError) as caught:
         fly.PaddedTile(order, line, pad)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("group", "group_pad", "message"),
+    [
+        (4, 8, "does not divide into lines of 512 with 8 of padding, 4 to a group with 8 more"),
+        (2, 4, "2 to a group with 4 more; padding is a multiple of 8"),
+        (3, 8, "group of a padded tile is 3; expected a power of two"),
+    ],
+)
+def test_what_are_no_groups_of_lines(group, group_pad, message):
+    with pytest.raises(LayoutError) as caught:
+        fly.PaddedTile(fly.Layout((16, 64), (64, 1)), 512, 8, group=group, group_pad=group_pad)
     assert message in str(caught.value)
 
 
@@ -103,9 +123,10 @@ NEIGHBOURS = (BankModel("32 banks", 32, 32), BankModel("64 banks", 64, 64))
 @pytest.mark.parametrize("model", [*MODELS.values(), *NEIGHBOURS], ids=lambda m: m.name)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("operand", ["k", "v"])
-def test_operand_loads_find_no_two_words_in_a_bank(operand, head_dim, model):
+@pytest.mark.parametrize("together", [64, 16])
+def test_operand_loads_find_no_two_words_in_a_bank(together, operand, head_dim, model):
     """Over the layout alone: every load of a tile, as 32 or 64 banks serve it."""
-    tile = (k_tile if operand == "k" else v_tile)(head_dim)
+    tile = (k_tile if operand == "k" else v_tile)(head_dim, together)
     loads = plan(operand)
     size = 2 * loads.load.run
     assert (loads.load.name, size) == {"k": ("load128", 16), "v": ("ds_read_b64_tr_b16", 8)}[operand]
@@ -117,6 +138,22 @@ def test_operand_loads_find_no_two_words_in_a_bank(operand, head_dim, model):
                 for i in range(64)
             ]
             assert model.extra_cycles(addresses, size) == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tile", [k_tile, v_tile])
+def test_lines_for_pages_have_rows_of_one_page(tile, head_dim):
+    layout = tile(head_dim, 16)
+    for line in range(layout.lines):
+        rows = {layout.coordinate(line * layout.line + i)[0] for i in range(layout.line)}
+        assert {row // 16 for row in rows} == {line * 4 // layout.lines}
+
+
+def test_without_more_padding_a_group_there_are_conflicts():
+    """The same, for the lines of pages: a read takes rows of two of them."""
+    tile = fly.PaddedTile(k_tile(128, 16).order, 512, 8)
+    steps = plan("k").steps[0]
+    assert MODELS["gfx950"].extra_cycles([2 * tile(steps.row(i), steps.column(i)) for i in range(64)], 16) > 0
 
 
 def test_without_padding_there_are_conflicts():
