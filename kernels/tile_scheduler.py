@@ -124,6 +124,7 @@ def block_work(
         first, full, last = fly.i32(0), listed.whole_steps, listed.steps
         if split is not None:
             first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
+            listed = replace(listed, steps=last)
     elif split is not None:
         start = 0 if key_range.left is None else first
         first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
