@@ -438,8 +438,14 @@ class Tiles:
         At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
         while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
         """
-        scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
-        exponents = fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        # a pair at a time, the scale takes two scalar registers through the loop and not one an element: lists need them
+        width = 2 if self.copies.listed else len(early)
+        scale, shift = (fly.broadcast(x, width) for x in (self.scale, softmax.shift))
+
+        def scaled(scores: fly.Value) -> fly.Value:
+            return fly.concat([fly.fma(scores[i : i + width], scale, shift) for i in range(0, len(scores), width)])
+
+        exponents = scaled(early), scaled(late)
         if self.packed_first:
             sched_barrier()
         return exponents
