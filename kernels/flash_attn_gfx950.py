@@ -26,10 +26,10 @@ the limit is -inf, so that one branch leads to both, and the rest of a tile is o
 Features (`kernels.features`): score modifiers and mask functions are a stage of cluster 2, between S(j) and its
 maximum; windows make the first tiles partial as well as the last; the sink is one more score at the end.
 
-A block-sparse mask's tiles are those of its list, a step each, and any of them may be partial: whether one is decides
-its limit. `mask_mod` is behind the same branch as other masks. Where 256 rows do not divide a mask's blocks, a block
-has 128 rows and four waves, and no second group: two such blocks, which may walk different lists, share a compute unit
-(three at D=64), and each moves data while another computes as it happens to fall.
+A block-sparse mask's tiles are those of its list, a step each, and any of them may be partial: the limit is set for
+each tile. `mask_mod` is behind the same branch as other masks. Where 256 rows do not divide a mask's blocks, a block
+has 128 rows and four waves, no second group: two such blocks, which may walk different lists, share a compute unit
+(three at D=64). Nothing but priorities makes one compute while the other moves data.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def attend(
 class Tiles:
     """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    Tiles count from `work.first_tile`; where they are steps of a list, stages also get `listed`, the number of the key
-    tile. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
+    Tiles count from `work.first_tile`; where they are steps of a list, stages also get `listed`, the key tile's
+    number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
     instructions, and `threshold`, see the module.
     """
 
@@ -348,9 +348,7 @@ class Tiles:
 
     # stages
 
-    def watch(
-        self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None
-    ) -> LazySoftmax:
+    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
         """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that.
 
         Those of a list that do may be anywhere: the limit is set for every tile.
@@ -438,7 +436,7 @@ class Tiles:
         At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
         while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
         """
-        # a pair at a time, the scale takes two scalar registers through the loop and not one an element: lists need them
+        # a pair at a time, the scale is two scalar registers through the loop and not one an element: lists need them
         width = 2 if self.copies.listed else len(early)
         scale, shift = (fly.broadcast(x, width) for x in (self.scale, softmax.shift))
 

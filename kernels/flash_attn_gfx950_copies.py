@@ -8,8 +8,8 @@ Two buffers of each, filled by direct-to-LDS copies, of which a wave starts one 
 | contiguous, tiles of a block mask's list | computed for every tile | 16 apart |
 | pages of 16 and 32 | computed for every tile | 4 apart, so that they are of one page |
 
-Which page or tile that is a wave loads from the table or the lists a tile ahead, at the end of cluster 0: the next wait
-for LDS, which a scalar load shares, is two clusters later. V's copy, a step later, has the number from K's.
+Which page or tile that is a wave loads from the table or the lists a tile ahead, at the end of cluster 0: the next
+wait for LDS, which a scalar load shares, is two clusters later. V's copy, a step later, has the number from K's.
 """
 
 from __future__ import annotations
