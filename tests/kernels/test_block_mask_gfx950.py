@@ -83,9 +83,10 @@ CASES = [
     (nothing, (130, 70), 128, 64, (1, 1), {"num_kv_splits": 3}),
     (everything, (1, 700), 128, 128, (4, 1), {}),
     (everything, (200, 300), 128, 64, (2, 1), {"causal": True, "window_size": (90, -1), "num_kv_splits": 2}),
+    (everything, (130, 512), (128, 64), 64, (1, 1), {"num_kv_splits": 2}),  # 4 tiles each: a turn has one too many
     (everything, (180, 300), 128, 64, (1, 1), {"lengths": True}),
     (sliding, (180, 300), 128, 64, (2, 2), {"softcap": 2.0, "causal": True}),
-    (sliding, (140, 260), 128, 128, (2, 1), {"alibi": True}),
+    (sliding, (260, 400), 128, 128, (2, 1), {"alibi": True}),  # the last rows start at the second block
 ]
 
 
