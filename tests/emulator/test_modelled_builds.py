@@ -61,5 +61,5 @@ def test_block_masks_run_longest_first_on_the_kernel_asked_for():
         session = Session(launch, Parameters.of("gfx950"), [0, places.index(0)])
         assert {len(group) for group in session.trace.workgroups.values()} == {waves}
         longest, shortest = (executed(session, n) for n in (0, places.index(0)))
-        assert longest > 1.5 * shortest
+        assert longest > 1.2 * shortest
     assert calls["causal_mask: 128, generic"].kernel != calls["causal_mask: 128, gfx950"].kernel
