@@ -263,8 +263,10 @@ class Given:
             scores = _each(scores, rows, first_key, place, call)
         return scores
 
-    def mask(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place) -> fly.Fragment:
-        """Scores with -inf where `mask_mod` says that a key is not seen."""
+    def mask(
+        self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place, one_by_one: bool = False
+    ) -> fly.Fragment:
+        """Scores with -inf where `mask_mod` says that a key is not seen; `one_by_one`: see `_each`."""
         mod = self.features.mask_mod
         if mod is None:
             return scores
@@ -277,7 +279,7 @@ class Given:
                 raise DTypeError(f"mask_mod {mod.function!r} returned {keep!r}; expected a comparison's result")
             return fly.select(keep, score, -math.inf)
 
-        return _each(scores, rows, first_key, place, seen, one_by_one=self.features.block_size is not None)
+        return _each(scores, rows, first_key, place, seen, one_by_one)
 
 
 NO_FEATURES = Features()

@@ -496,8 +496,12 @@ class Tiles:
             scores = self.work.keys.apply(scores, self.rows, first_key, between=sched_barrier)
             seen = scores.tiles[0]
             if listed is not None:
-                by_function = lambda: self.given.mask(scores, self.rows, first_key, self.work).tiles[0]  # noqa: E731
-                seen = fly.cond(self.ends(tile.number), by_function, lambda: scores.tiles[0])
+                place = scores, self.rows, first_key, self.work
+                seen = fly.cond(
+                    self.ends(tile.number),
+                    lambda: self.given.mask(*place, one_by_one=True).tiles[0],
+                    lambda: scores.tiles[0],
+                )
             return *seen, fly.reduce_max(fly.concat(seen))
 
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
