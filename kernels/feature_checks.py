@@ -121,11 +121,16 @@ def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> torch.
 
 
 def _bias(bias: Any, shape: tuple[int, ...], packed: bool, device: torch.device) -> torch.Tensor:
+    """(B, H, Sq, Skv), or (B, H, Skv) where it is not by query."""
     _check_floats("bias", bias, device)
     if packed:
         fail("bias is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
     if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape))):
         fail(f"bias must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
+    if bias.dim() < 2 or bias.shape[-2] == 1:
+        # the kernels load what is not by query once for all rows
+        batch, heads, _, keys = shape
+        return (bias if bias.dim() < 2 else bias.squeeze(-2)).expand(batch, heads, keys)
     return bias.expand(shape)
 
 

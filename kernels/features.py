@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import fly
 from fly.errors import DTypeError
 from kernels.mask import KeyRange
+from kernels.score_bias import BiasTile, add
 
 LOG2_E = math.log2(math.e)
 
@@ -227,6 +228,11 @@ class Given:
         slope = _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
         return replace(self, operands={**self.operands, "alibi_slopes": slope})
 
+    def load_bias(self, rows: fly.RowVector, first_key: Any, columns: int, place: Place) -> fly.Fragment | None:
+        """The bias of a tile of scores, if there is one: for before the products that make them; see `BiasTile`."""
+        bias = self.get("bias")
+        return None if bias is None else BiasTile(bias, rows, first_key, columns, place).load()
+
     def modify(
         self,
         scores: fly.Fragment,
@@ -234,10 +240,12 @@ class Given:
         rows: fly.RowVector,
         first_key: Any,
         place: Place,
+        bias: fly.Fragment | None = None,
     ) -> fly.Fragment:
         """Raw scores as the softmax takes them (see `scale`), not masked.
 
-        `rows`: query indices; columns start at `first_key`. What `at(place)` loads is loaded here if it is not yet.
+        `rows`: query indices; columns start at `first_key`, a multiple of their number. What `at(place)` loads, and
+        the `bias` that `load_bias` does, is loaded here if it is not yet.
         """
         if not self.features.modifies:
             return scores
@@ -249,12 +257,11 @@ class Given:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
         if self.get("alibi_slopes") is not None:
             scores = _alibi(scores, self.at(place).get("alibi_slopes"), rows, first_key, place.keys)
-        if (bias := self.get("bias")) is not None:
-
-            def add_bias(score: Any, head: Any, query: Any, key: Any) -> Any:
-                return score + bias.load(place.batch, head, query, key)
-
-            scores = _each(scores, rows, first_key, place, add_bias)
+        if bias is not None:
+            scores = add(scores, bias)
+        elif (tensor := self.get("bias")) is not None:
+            columns = len(scores.tiles[0]) * scores.layout.columns
+            scores = BiasTile(tensor, rows, first_key, columns, place).add_to(scores)
         if (mod := self.features.score_mod) is not None:
 
             def call(score: Any, head: Any, query: Any, key: Any) -> Any:

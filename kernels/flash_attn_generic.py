@@ -190,10 +190,17 @@ def _attend(
 
     scale = given.scale(scale_log2)
 
-    def featured(scores: fly.Fragment, j: Any, masked: bool) -> fly.Fragment:
+    def bias_of(j: Any) -> fly.Fragment | None:
+        """To be called before the products with K: on its way meanwhile."""
+        if given.get("bias") is None:
+            return None
+        first_key = (j if listed is None else listed.tile(j)) * options.block_n
+        return given.load_bias(rows, first_key, options.block_n, work)
+
+    def featured(scores: fly.Fragment, j: Any, masked: bool, bias: fly.Fragment | None) -> fly.Fragment:
         j = j if listed is None else listed.tile(j)
         first_key = j * options.block_n
-        scores = given.modify(scores, scale_log2, rows, first_key, work)
+        scores = given.modify(scores, scale_log2, rows, first_key, work, bias)
         if listed is not None and not masked:
             return fly.cond(work.seen.has(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
         if masked:
@@ -209,14 +216,16 @@ def _attend(
     def step(j: Any, state: tuple, masked: bool) -> tuple:
         *state, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
+        bias = bias_of(j)
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
-        return *take_in(featured(scores, j, masked), v_tile, state, masked), flight
+        return *take_in(featured(scores, j, masked, bias), v_tile, state, masked), flight
 
     def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
         *state, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
-        following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked)
+        bias = bias_of(j)
+        following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked, bias)
         return *take_in(scores, v_tile, state, masked), following, flight
 
     first, full, last = work.first_tile, work.full_tiles, work.last_tile
@@ -226,7 +235,8 @@ def _attend(
     if options.overlap:
         # the first tile's scores come before the loops, and where there is no tile, they are all masked
         (k_tile, _), flight = ring.advance(first, flight)
-        scores = featured(tiles.scores(queries, row_tiles, k_tile), first, True)
+        bias = bias_of(first)
+        scores = featured(tiles.scores(queries, row_tiles, k_tile), first, True, bias)
         state = (output, softmax, scores, flight)
         first, step = first + 1, step_ahead
         full, last = fly.maximum(full, first), fly.maximum(last, first)

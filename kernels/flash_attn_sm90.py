@@ -336,13 +336,22 @@ class Consumer:
 
         return fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
 
-    def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead) -> fly.Fragment:
+    def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
+        """The bias of key tile j, if there is one: on its way while the scores are."""
+        if self.given.get("bias") is None:
+            return None
+        block_n = self.options.block_n
+        return self.given.load_bias(self._queries(work), j * block_n, block_n, self.place(work))
+
+    def _modified(
+        self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None
+    ) -> fly.Fragment:
         """Scores of key tile j as the softmax takes them, not masked."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
         first_key = j * self.options.block_n
-        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work))
+        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), bias)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -350,11 +359,11 @@ class Consumer:
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
     def _start(
-        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead
+        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None
     ) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
         j = work.last_tile - 1
-        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
             fragment = self._mask_listed(work, j, listed, fragment)
         elif self.diagonal or self.every_mask or self.features.windowed:
@@ -393,9 +402,10 @@ class Consumer:
         self.buffers.q_ring.wait(q_at)
         self.buffers.k_ring.wait(k_at)
         listed = self._listed(k_at)
+        bias = self._bias(work, work.last_tile - 1 if listed is None else listed)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, listed, scores, of_head)
+        softmax, probabilities = self._start(work, listed, scores, of_head, bias)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
@@ -424,11 +434,12 @@ class Consumer:
         buffers = self.buffers
         buffers.k_ring.wait(state.k_at)
         listed = self._listed(state.k_at)
+        bias = self._bias(work, j if listed is None else listed)
         scores, started = self._products(
             output, state, state.q_at, lambda: self._accumulate(work, j + 1, output, state)
         )
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j if listed is None else listed, scores, of_head)
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
             fragment = self._mask_listed(work, j, listed, fragment)
         elif masked:
@@ -475,11 +486,12 @@ class Consumer:
         buffers.q_ring.wait(q_at)
         buffers.k_ring.wait(state.k_at)
         listed = self._listed(state.k_at)
+        bias = self._bias(following, following.last_tile - 1 if listed is None else listed)
         scores, started = self._products(
             output, state, q_at, lambda: self._accumulate(work, work.first_tile, output, state)
         )
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, listed, scores, of_head)
+        softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax)
         k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)

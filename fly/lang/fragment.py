@@ -8,7 +8,8 @@ operations that a softmax needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -90,6 +91,23 @@ class AccumulatorLayout:
         return tuple(tuple(v for v, row in enumerate(self.value_rows) if row == slot) for slot in self.slots)
 
     @functools.cached_property
+    def run_starts(self) -> tuple[int, ...]:
+        """The first register of every run of contiguous columns of a row; runs are equally long."""
+        places = list(zip(self.value_rows, self.value_columns))
+        return tuple(v for v, (row, column) in enumerate(places) if v == 0 or places[v - 1] != (row, column - 1))
+
+    @functools.cached_property
+    def run(self) -> int:
+        """The longest power of two of contiguous columns, from a multiple of it on, in which every lane has a row."""
+        columns = (*map(self.column_lane, range(self.atom.lanes)), *(self.value_columns[v] for v in self.run_starts))
+        run = math.gcd(self.values // len(self.run_starts), self.columns, *columns)
+        return run & -run
+
+    def first_column(self) -> Value:
+        """The column of this lane's first register."""
+        return evaluate(self.column_lane, lane_of(self.atom.lanes))
+
+    @functools.cached_property
     def row_mates(self) -> tuple[int, ...]:
         """Lane-index bits under which lanes hold the same rows: the xor masks of a row reduction."""
         bits = [1 << b for b in range((self.atom.lanes - 1).bit_length())]
@@ -148,6 +166,21 @@ class Fragment:
         zero = constant(0.0, dtype(layout.atom.accumulator), layout.values)
         return Fragment(layout, tuple(tuple(zero for _ in range(column_tiles)) for _ in range(row_tiles)))
 
+    @staticmethod
+    def from_rows(layout: AccumulatorLayout, pieces: Sequence[Sequence[Sequence[Value]]]) -> Fragment:
+        """Of every row's elements: `pieces[row_tile][slot][column_tile]` are those of `layout.slot_values[slot]`.
+
+        They may be of another dtype than the accumulators.
+        """
+        held = [v for registers in layout.slot_values for v in registers]
+        order = [held.index(v) for v in range(layout.values)]
+
+        def tile(slots: Sequence[Value]) -> Value:
+            joined = concat(slots)
+            return from_registers(joined, tuple(order))
+
+        return Fragment(layout, tuple(tuple(map(tile, zip(*row, strict=True))) for row in pieces))
+
     def map(self, function: Callable[[Value, int, int], Value]) -> Fragment:
         """`function(tile, row_tile, column_tile)` on every tile's vector."""
         return Fragment(
@@ -167,10 +200,7 @@ class Fragment:
         layout = self.layout
         lane = lane_of(layout.atom.lanes)
         row0, column0 = evaluate(layout.row_lane, lane), evaluate(layout.column_lane, lane)
-        rows, columns = layout.value_rows, layout.value_columns
-        starts = [
-            v for v in range(layout.values) if v == 0 or (rows[v], columns[v]) != (rows[v - 1], columns[v - 1] + 1)
-        ]
+        rows, columns, starts = layout.value_rows, layout.value_columns, layout.run_starts
         length = layout.values // len(starts)
         span = max(layout.column_lane(lane) for lane in range(layout.atom.lanes)) + length
         end = len(self.tiles[0]) * layout.columns if columns_in_use is None else columns_in_use
@@ -241,7 +271,7 @@ class Fragment:
         """
         layout = self.layout
         # one sum, then constants: a loop over columns has nothing here to keep in registers from turn to turn
-        first = broadcast(evaluate(layout.column_lane, lane_of(layout.atom.lanes)) + first_column, layout.values)
+        first = broadcast(layout.first_column() + first_column, layout.values)
         spread = [[self.spread(x, r) for x in (rows, *more)] for r in range(len(self.tiles))]
 
         def at(tile: Value, r: int, c: int) -> Value:
@@ -256,7 +286,7 @@ class Fragment:
         Distances below 2**24 are exact.
         """
         layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
+        lane_column = layout.first_column()
         # one conversion a row: those of every element would take as long as exponentials
         first = positions.map(lambda position: (lane_column - position).to(f32))
         distances, spread = ([self.spread(x, r) for r in range(len(self.tiles))] for x in (first, factors))
@@ -286,7 +316,7 @@ class Fragment:
         half: a line for the scheduler, where a selection should not follow its comparison at once.
         """
         layout = self.layout
-        lane_column = evaluate(layout.column_lane, lane_of(layout.atom.lanes))
+        lane_column = layout.first_column()
 
         def spread(bounds: RowVector) -> list[Value]:
             return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]

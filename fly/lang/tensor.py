@@ -93,11 +93,14 @@ class Tensor:
             min(self.alignment, self.dtype.bytes) if unit else self.alignment,
         )
 
-    def load(self, *coordinates: Any, length: int | None = None) -> Value:
-        """The element at a coordinate, or `length` contiguous ones from it on (last stride 1)."""
+    def load(self, *coordinates: Any, length: int | None = None, align: int | None = None) -> Value:
+        """The element at a coordinate, or `length` contiguous ones from it on (last stride 1).
+
+        `align`: bytes that divide its address, by default an element's. Vectors of less are loaded in pieces.
+        """
         if length is not None:
             self._require_unit_stride()
-        return memory.load(self.at(*coordinates), self.dtype, length)
+        return memory.load(self.at(*coordinates), self.dtype, length, align=align)
 
     def store(self, value: Value, *coordinates: Any) -> None:
         """Store a scalar, or a vector along the last dimension (last stride 1); the dtype must be the tensor's."""

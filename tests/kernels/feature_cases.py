@@ -147,6 +147,9 @@ FEATURES: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
     "alibi batch": lambda x: {"alibi_slopes": x.floats(x.batch, x.heads).abs()},
     "bias": lambda x: {"bias": _bias(x)},
     "bias of keys": lambda x: {"bias": x.floats(x.heads, 1, x.keys[0], dtype=torch.bfloat16)},
+    "bias padded": lambda x: {
+        "bias": x.floats(x.heads, x.queries[0], -(-x.keys[0] // 8) * 8, dtype=torch.bfloat16)[..., : x.keys[0]]
+    },
     "sink": lambda x: {"sink": x.floats(x.heads, dtype=torch.bfloat16, scale=3.0)},
     "score_mod": lambda x: {"score_mod": damped()},
     "score_mod aux": lambda x: {"score_mod": by_head, "aux_tensors": (x.floats(x.heads, max(x.keys)),)},
@@ -159,4 +162,4 @@ FEATURES: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
     "cache_leftpad": lambda x: {"cache_leftpad": x.ints(0, x.keys[0], x.batch)},
     "kv_batch_idx": lambda x: {"kv_batch_idx": x.ints(0, x.batch, x.batch)},
 }
-DENSE_ONLY = ("bias", "bias of keys", "cache_leftpad", "kv_batch_idx")
+DENSE_ONLY = ("bias", "bias of keys", "bias padded", "cache_leftpad", "kv_batch_idx")

@@ -87,6 +87,22 @@ def test_behind_the_first_tiles_a_window_costs_no_mask(monkeypatch):
     assert 178 < (executed[1] - executed[0]) / (4 * WAVES) < 185  # 178.5 without a window
 
 
+@pytest.mark.parametrize(
+    ("dtype", "unaligned", "most"),
+    [(torch.float32, 0, 205), (torch.bfloat16, 0, 245), (torch.bfloat16, 1, 260)],
+)
+def test_a_bias_is_loaded_in_runs(dtype, unaligned, most, monkeypatch):
+    """Instructions of a wave and a tile: 178.5 without a bias, 436.5 and more where every score has a load."""
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "0")
+    device, executed = device_for(("cpu", 0)), []
+    for keys in (9 * 64, 13 * 64):
+        q, k = (torch.zeros(1, n, 1, 64, dtype=torch.bfloat16) for n in (256, keys))
+        bias = torch.zeros(256, keys + unaligned, dtype=dtype)[:, unaligned:]
+        flydsl_flash_attn_func(q, k, k, False, bias=bias)
+        executed.append(device.last.executed)
+    assert 178 < (executed[1] - executed[0]) / (4 * WAVES) < most
+
+
 @pytest.mark.parametrize(("head_dim", "splits"), [pytest.param(64, 1, marks=pytest.mark.exhaustive), (128, 2)])
 def test_everything_at_once(head_dim, splits, seed):
     """In the documented order; keys and biases count from the first key in use."""
@@ -144,6 +160,12 @@ OPERANDS = {
     "bias": fly.TensorSpec("f32", 4, 16, True),
     "sink": fly.TensorSpec("f32", 1, 4, True),
 }
+BIASES = {
+    "f32": OPERANDS["bias"],
+    "bf16": fly.TensorSpec("bf16", 4, 16, True),
+    "unaligned": fly.TensorSpec("f16", 4, 2, True),
+    "keys": fly.TensorSpec("f32", 3, 16, True),
+}
 LENGTHS = ("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx")
 MATRIX = fly.TensorSpec("f32", 2, 4, True)
 
@@ -163,11 +185,22 @@ MATRIX = fly.TensorSpec("f32", 2, 4, True)
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
 def test_two_waves_a_simd_without_spills(names, functions, aux, head_dim):
     """8 waves a block are two a SIMD, with 256 registers each. Several functions at once may take more."""
-    features = Features(names, **{name: Mod.of(function) for name, function in functions.items()})
+    no_spills(Features(names, **{n: Mod.of(function) for n, function in functions.items()}), head_dim, names, aux)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_of_every_kind_without_spills(bias, causal, monkeypatch):
+    monkeypatch.setitem(OPERANDS, "bias", BIASES[bias])
+    no_spills(Features(("bias",)), 128, ("bias",), (), causal)
+
+
+def no_spills(features, head_dim, names, aux, causal=False) -> None:
+    """A build with two waves a SIMD has no spills."""
     tensor, lse = fly.TensorSpec("bf16", 4, 16, True), fly.TensorSpec("f32", 3, 4, True)
     operands = [OPERANDS[name] for name in names]
     specs = (*(tensor,) * 4, lse, fly.ScalarSpec("f32"), None, None, None, *operands, *aux)
-    options = DualWaveOptions(head_dim, False, features=features)
+    options = DualWaveOptions(head_dim, causal, features=features)
     artefact = fly.compile(flash_attn_gfx950, *specs, block=WAVES * 64, target="gfx950", options=options)
     resources = artefact.resources
     assert (resources.spills, resources.scratch_bytes) == (0, 0)

@@ -22,7 +22,7 @@ GROUPS = (
     ("window left", "window both", "window narrow"),
     ("softcap",),
     ("alibi heads", "alibi batch"),
-    ("bias", "bias of keys"),
+    ("bias", "bias of keys", "bias padded"),
     ("sink",),
     ("score_mod", "score_mod aux"),
     ("mask_mod", "mask_mod aux"),

@@ -229,7 +229,8 @@ def test_a_call_of_the_same_kind_takes_the_plan(seed):
     assert failure(q.flatten(0, 1), second, [1, 1], out.flatten(0, 1), lse, True) is None, f"seed {seed}"
 
 
-def test_no_pages_at_all_and_a_workspace(seed):
+@every_kernel
+def test_no_pages_at_all_and_a_workspace(arch, seed):
     paged = Paged.of([30], 16, KV_HEADS, (64, 64), torch.float16, seed)
     q = queries_of((1, 2, HEADS, 64), torch.float16, seed)
     options = {"seqused_kv": paged.lengths, "return_lse": True}

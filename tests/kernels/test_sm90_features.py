@@ -252,7 +252,7 @@ def pattern(batch, head, query, key, table):
 )
 def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
     rng = np.random.default_rng(7)
-    heads, queries, keys, first_row, first_key = 2 * pack, 50, 60, 8 * pack, 25
+    heads, queries, keys, first_row, first_key = 2 * pack, 50, 60, 8 * pack, 32
     f32 = np.float32
     operands = {
         "window_left": 9,

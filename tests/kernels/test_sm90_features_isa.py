@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -34,12 +36,12 @@ def with_features(base: Sm90Options, asked: Features) -> Sm90Options:
     return replace(base, features=asked, block_n=min(base.block_n, 64) if asked.elementwise else base.block_n)
 
 
-def compiled(options: Sm90Options, form: str):
-    """A build with operands for its features."""
+def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
+    """A build with operands for its features; `tensors`: other ones than `TENSORS`."""
     operands: list[TensorSpec | ScalarSpec] = []
     for name in options.features.operands:
         number = ScalarSpec("f32" if name == "softcap" else "i32")
-        operands.append(number if name in NUMBERS else TENSORS.get(name, COUNTS))
+        operands.append(number if name in NUMBERS else (TENSORS | tensors).get(name, COUNTS))
     if options.features.score_mod is not None:
         operands.append(TensorSpec("f32", 2, 4, True))
     arguments = (*specs(options, form, "bf16"), *operands)
@@ -68,6 +70,32 @@ def test_builds_with_features_are_accepted_as_they_are_meant(base, form, asked, 
     # the producer, a single thread, has 32 or 40 registers: lengths and windows at once cost it two more
     stack = 8 if "window_left" in asked.operands and base.consumers > 1 else 0
     accept(compiled(options, form), options, tmp_path, stack)
+
+
+# of a thread's 32 scores of a tile: with whole tiles in runs, and, for keys past the end, element by element
+BIASES = {
+    "bf16, aligned": (TensorSpec("bf16", 4, 16, True), {"b32": 16, "b16": 32}),
+    "bf16, 4 bytes": (TensorSpec("bf16", 4, 4, True), {"b32": 16, "b16": 32}),
+    "f16, unaligned": (TensorSpec("f16", 4, 2, True), {"b16": 64}),
+    "f32, aligned": (TensorSpec("f32", 4, 16, True), {"v2.b32": 16, "b32": 32}),
+    "f32, unaligned": (TensorSpec("f32", 4, 4, True), {"b32": 64}),
+    "bf16, any stride": (TensorSpec("bf16", 4, 2, False), {"b16": 32}),
+    "bf16 of keys": (TensorSpec("bf16", 3, 16, True), {"b32": 8, "b16": 16}),
+    "f32 of keys": (TensorSpec("f32", 3, 16, True), {"v2.b32": 8, "b32": 16}),
+}
+
+
+@needs_ptxas
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_is_loaded_in_runs_before_the_products(bias, tmp_path):
+    spec, per_tile = BIASES[bias]
+    options = with_features(options_of(LONG), Features(("bias",)))
+    artefact = compiled(options, "dense", bias=spec)
+    accept(artefact, options, tmp_path)
+    loads = re.findall(r"ld\.global\.((?:v2\.)?b\d+)", artefact.isa)
+    # a tile's first scores, the loops along the diagonal and below it, the next tile's first scores
+    assert Counter(loads) == {kind: 4 * count for kind, count in per_tile.items()}
+    assert artefact.isa.index("ld.global.") < artefact.isa.index("wgmma.mma_async")
 
 
 def test_whole_tiles_of_a_window_have_no_mask():
