@@ -2,6 +2,7 @@
 
     python benchmarks/modelled_builds.py gfx942          # the generic kernel: tile shapes, waves
     python benchmarks/modelled_builds.py gfx950 --head-dim 64 --causal
+    python benchmarks/modelled_builds.py gfx950 --block-masks    # calls that a block mask and a plain call say alike
 
 One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless said otherwise.
 """
@@ -9,25 +10,30 @@ One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from fly import config
 from fly.emulator.timing import Launch, Parameters, Session, whole_launch
 from fly.errors import EmulatorError, FlyError
 from fly.runtime.profile_cli import captured, placed
 from kernels.attention_launch import bind_forward
+from kernels.block_mask import create_block_mask
 from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.flash_attn_generic_tiles import TILES
 from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_interface import flydsl_flash_attn_func
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, head dimension
 LARGE: Shape = (4, 8192, 64, 128)
@@ -101,6 +107,40 @@ def dual_wave_builds(shape: Shape, causal: bool) -> Iterator[tuple[str, DualWave
     yield "nothing ahead", replace(whole, ahead=False)
 
 
+WINDOW = 1024
+
+
+def causal_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """As `causal`."""
+    return key <= query
+
+
+def window_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """As `causal` with a window of `WINDOW` keys."""
+    return (key <= query) & (key > query - WINDOW)
+
+
+def block_mask_calls(shape: Shape) -> Iterator[tuple[str, Launch]]:
+    """Attention under two masks: as options of a call, and as block masks, which the generic kernel takes too."""
+    batch, length, heads, head_dim = shape
+    q = torch.rand(1, length, 1, head_dim).sub(0.5).to(torch.bfloat16).expand(batch, -1, heads, -1)
+
+    def launch(kernel: str, **options: Any) -> Launch:
+        def call() -> Any:
+            with patch.dict(os.environ, {config.KERNEL.name: kernel}):
+                return q, options, flydsl_flash_attn_func(q, q, q, **options)
+
+        return placed(captured("gfx950", call), seq=length, heads=heads, causal=True)
+
+    for mask, window in ((causal_mask, (-1, -1)), (window_mask, (WINDOW - 1, 0))):
+        yield f"{mask.__name__}: no list", launch("gfx950", causal=True, window_size=window)
+        for size in (256, 128):
+            lists = create_block_mask(mask, None, None, length, length, "cpu", size)
+            for kernel in ("gfx950", "generic"):
+                name = f"{mask.__name__}: {size}, {kernel}"
+                yield name, launch(kernel, causal=False, block_mask=lists)
+
+
 def line(name: str, session: Session) -> str:
     """A row of the table."""
     time, row, machine = session.time(), session.row(), session.machine
@@ -112,10 +152,20 @@ def line(name: str, session: Session) -> str:
     )
 
 
+HEADER = f"{'build':<32} registers     LDS resident     issued     cycles   matrix occupied       µs"
+
+
+def print_block_masks(shape: Shape) -> None:
+    """Every call of `block_mask_calls`."""
+    print(f"gfx950, (B, S, H, D) = {shape}, bf16\n{HEADER}")
+    for name, launch in block_mask_calls(shape):
+        print(line(name, whole_launch(launch, Parameters.of("gfx950"))), flush=True)
+
+
 def print_builds(arch: str, shape: Shape, causal: bool) -> None:
     """Every build of the kernel that serves `arch`, slowest replay a second or two each."""
     print(f"{arch}, (B, S, H, D) = {shape}, {'causal' if causal else 'full'}, bf16")
-    print(f"{'build':<32} registers     LDS resident     issued     cycles   matrix occupied       µs")
+    print(HEADER)
     for kind in (dual_wave_builds, generic_builds) if arch == "gfx950" and shape[3] <= 128 else (generic_builds,):
         for name, options in kind(shape, causal):
             try:
@@ -136,9 +186,14 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--block-masks", action="store_true", help="block masks next to plain calls, on gfx950")
     options = parser.parse_args()
+    shape = (4, options.seq, 64, options.head_dim)
     with torch.no_grad():
-        print_builds(options.what, (4, options.seq, 64, options.head_dim), options.causal)
+        if options.block_masks:
+            print_block_masks(shape)
+        else:
+            print_builds(options.what, shape, options.causal)
 
 
 if __name__ == "__main__":

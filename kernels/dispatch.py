@@ -248,10 +248,14 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(*(name for name in EVERY_FEATURE if name != "block_mask"), "debug_counts"),
+        features=(*EVERY_FEATURE, "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
-        needs=(aligned(4), unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512))),
+        needs=(
+            aligned(4),
+            unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512)),
+            mask_blocks(128, 64),
+        ),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(

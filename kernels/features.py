@@ -276,8 +276,10 @@ class Given:
             scores = _each(scores, rows, first_key, place, call)
         return scores
 
-    def mask(self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place) -> fly.Fragment:
-        """Scores with -inf where `mask_mod` says that a key is not seen."""
+    def mask(
+        self, scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place, one_by_one: bool = False
+    ) -> fly.Fragment:
+        """Scores with -inf where `mask_mod` says that a key is not seen; `one_by_one`: see `_each`."""
         mod = self.features.mask_mod
         if mod is None:
             return scores
@@ -290,7 +292,7 @@ class Given:
                 raise DTypeError(f"mask_mod {mod.function!r} returned {keep!r}; expected a comparison's result")
             return fly.select(keep, score, -math.inf)
 
-        return _each(scores, rows, first_key, place, seen)
+        return _each(scores, rows, first_key, place, seen, one_by_one)
 
 
 NO_FEATURES = Features()
@@ -337,11 +339,18 @@ def _alibi(
 
 
 def _each(
-    scores: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place, function: Callable[..., Any]
+    scores: fly.Fragment,
+    rows: fly.RowVector,
+    first_key: Any,
+    place: Place,
+    function: Callable[..., Any],
+    one_by_one: bool = False,
 ) -> fly.Fragment:
     """`function(score, head, query, key)` of every score alone.
 
-    Queries and keys are cut to those that exist: what is computed for others is not used, but may load.
+    Queries and keys are cut to those that exist: what is computed for others is not used, but may load. `one_by_one`:
+    without a vector of limits, which LLVM would keep in a scalar register an element where a loop goes on to what is
+    rare.
     """
     keys = place.keys
     last_row, last_key = fly.maximum(keys.queries - 1, 0), fly.maximum(keys.keys - 1, 0)
@@ -350,8 +359,12 @@ def _each(
     heads = place.head if isinstance(place.head, fly.RowVector) else rows.map(lambda _: place.head)
 
     def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
-        key = fly.minimum(column, last_key)
-        return fly.from_elements([function(tile[i], head[i], query[i], key[i]) for i in range(tile.length)])
+        if one_by_one:
+            keys = [fly.minimum(column[i], last_key) for i in range(tile.length)]
+        else:
+            cut = fly.minimum(column, last_key)
+            keys = [cut[i] for i in range(tile.length)]
+        return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(tile.length)])
 
     return scores.map_places(queries, elements, heads, first_column=first_key)
 

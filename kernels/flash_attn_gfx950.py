@@ -25,6 +25,11 @@ the limit is -inf, so that one branch leads to both, and the rest of a tile is o
 
 Features (`kernels.features`): score modifiers and mask functions are a stage of cluster 2, between S(j) and its
 maximum; windows make the first tiles partial as well as the last; the sink is one more score at the end.
+
+A block-sparse mask's tiles are those of its list, a step each, and any of them may be partial: the limit is set for
+each tile. `mask_mod` is behind the same branch as other masks. Where 256 rows do not divide a mask's blocks, a block
+has 128 rows and four waves, no second group: two such blocks, which may walk different lists, share a compute unit
+(three at D=64). Nothing but priorities makes one compute while the other moves data.
 """
 
 from __future__ import annotations
@@ -48,11 +53,12 @@ from kernels.attention_launch import bind_forward, heads_as_rows, split_count
 from kernels.attention_tiles import load_queries, store_lse, store_output
 from kernels.dispatch import Launch, Request, Tensors
 from kernels.features import NO_FEATURES, Features, Given
-from kernels.flash_attn_gfx950_copies import TILE_KEYS, Copies, PagedCopies, k_tile, v_tile
+from kernels.flash_attn_gfx950_copies import TILE_KEYS, copies_of, k_tile, v_tile
 from kernels.online_softmax import finish_with_sink
 from kernels.tile_scheduler import Work, block_work
 
-BLOCK_M, BLOCK_N, WAVES = 256, TILE_KEYS, 8
+WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
+BLOCK_M = WAVES * WAVE_ROWS
 RESCALE_THRESHOLD = 8.0  # log2 units
 MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
@@ -62,10 +68,12 @@ class DualWaveOptions:
     """The static parameters of one build. The switches exist to measure what each device is worth.
 
     `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
-    `features`: what the operands are; `page_size`: of keys in pages.
+    `features`: what the operands are; `page_size`: of keys in pages. `waves` of a block: two groups of four, or one,
+    which has nothing to `stagger`.
 
     Raises:
-        ShapeError: a head dimension that the kernel does not have, or a page size without a table or the reverse.
+        ShapeError: a head dimension that the kernel does not have, a page size without a table or the reverse, or
+            waves that do not go with the other options.
     """
 
     head_dim: int
@@ -78,6 +86,12 @@ class DualWaveOptions:
     ahead: bool = True
     features: Features = NO_FEATURES
     page_size: int | None = None
+    waves: int = WAVES
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a block."""
+        return self.waves * WAVE_ROWS
 
     @property
     def together(self) -> int:
@@ -89,6 +103,10 @@ class DualWaveOptions:
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.head_dim not in (64, 128):
             raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes 64 and 128")
+        if self.waves not in (WAVES, WAVES // 2):
+            raise ShapeError(f"waves is {self.waves}; the gfx950 kernel has {WAVES // 2} or {WAVES} in a block")
+        if self.waves < WAVES and self.stagger:
+            raise ShapeError(f"stagger with {self.waves} waves; a block needs {WAVES} for two groups: leave it out")
 
 
 @dataclass(frozen=True)
@@ -147,7 +165,7 @@ def flash_attn_gfx950(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
         causal=options.causal,
-        block_m=BLOCK_M,
+        block_m=options.block_m,
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
         given=given,
@@ -167,9 +185,8 @@ def attend(
 ) -> None:
     """A block's work, with tiles of a kind."""
     wave = fly.wave_id()
-    wave_rows = BLOCK_M // WAVES
-    wave_row = work.first_row + wave * wave_rows
-    tiles = kind(work, wave * wave_rows, scale_log2, given, options)
+    wave_row = work.first_row + wave * WAVE_ROWS
+    tiles = kind(work, wave * WAVE_ROWS, scale_log2, given, options)
     if options.stagger:
         with fly.when(wave >= WAVES // 2):
             s_barrier()
@@ -179,7 +196,7 @@ def attend(
             s_barrier()
 
     inverse, row_lse = tiles.finish(softmax)
-    store_output(work.out, output.scale_rows(inverse), wave_row, wave_rows)
+    store_output(work.out, output.scale_rows(inverse), wave_row, WAVE_ROWS)
     if work.lse is not None:
         store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
     if debug_counts is not None:
@@ -191,8 +208,9 @@ def attend(
 class Tiles:
     """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    Tiles count from `work.first_tile`. The wave's rows begin `row_offset` into the block's. Another kind changes
-    `atom`, (m, n, k) of its matrix instructions, and `threshold`, see the module.
+    Tiles count from `work.first_tile`; where they are steps of a list, stages also get `listed`, the key tile's
+    number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
+    instructions, and `threshold`, see the module.
     """
 
     atom = (32, 32, 16)
@@ -217,7 +235,7 @@ class Tiles:
         self.count = work.last_tile - work.first_tile
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
-        window = work.q.window(work.first_row, BLOCK_M)
+        window = work.q.window(work.first_row, options.block_m)
         self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
         self._open()
         self.pipeline = self._pipeline()
@@ -233,8 +251,7 @@ class Tiles:
             return fly.require_plan(fly.plan_operand(loads, want, values), atom, operand)
 
         k_layout, v_layout = self._layouts()
-        kind = PagedCopies if isinstance(self.work.k, fly.PagedRows) else Copies
-        self.copies = kind(self.work, k_layout, v_layout)
+        self.copies = copies_of(self.work, k_layout, v_layout)
         self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
         self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.copies.allocate()
@@ -259,9 +276,10 @@ class Tiles:
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
-        scores, featured = "raw_early raw_late", []
-        if self.given.features.per_score:
-            featured = [stage("features", self.featured, scores, "new_early new_late", delay=1, cluster=2)]
+        scores, featured, listed = "raw_early raw_late", [], self.copies.listed
+        if self.given.features.modifies or self.given.features.masks_every_tile:
+            takes = f"{scores} {listed}"
+            featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
         first = self.packed_first
         exponents = stage(
@@ -271,7 +289,7 @@ class Tiles:
         # fmt: off
         return fly.Pipeline(
             [
-                stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
+                stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, past_end=True),
                 *packed_among_loads,
@@ -287,7 +305,7 @@ class Tiles:
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
                 stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
-                stage("maximum", self.raise_maximum, f"{scores} output softmax",
+                stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
             ],
             running=(*self.copies.running, "output", "softmax"),
@@ -298,18 +316,23 @@ class Tiles:
 
     def run(self) -> tuple[fly.Fragment, LazySoftmax]:
         """All tiles of this block: the output, not divided by the sum yet, and the softmax."""
-        first_key = self.work.first_tile * BLOCK_N
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
-            **self.copies.start(first_key, self.pipeline),
+            **self.copies.start(self.work.first_tile, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
             softmax=LazySoftmax(low, zero, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
 
-    def partial(self, tile: Any) -> fly.Value:
+    def first_key(self, tile: fly.PipelineTile, listed: fly.Value | None) -> fly.Value:
+        """Where a tile's keys begin."""
+        return (self.work.first_tile + tile.number if listed is None else listed) * BLOCK_N
+
+    def partial(self, tile: Any, listed: fly.Value | None = None) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
+        if listed is not None:
+            return self.ends(tile) | ~self.work.seen.has(listed)
         return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
 
     def begins(self, tile: Any) -> fly.Value:
@@ -317,13 +340,23 @@ class Tiles:
         return self.work.first_tile + tile < self.work.whole_from
 
     def ends(self, tile: Any) -> fly.Value:
-        """Whether a tile is among the last ones, of which some row does not see all keys."""
+        """Whether a tile is among the last ones, of which some row does not see all keys.
+
+        Of a list, those of blocks that the mask has in part.
+        """
         return self.work.full_tiles <= self.work.first_tile + tile
 
     # stages
 
-    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
-        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that."""
+    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
+        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that.
+
+        Those of a list that do may be anywhere: the limit is set for every tile.
+        """
+        if listed is not None:
+            limit = softmax.maximum + self.margin
+            limit = fly.cond(self.partial(tile.number, listed), lambda: fly.f32(-math.inf), lambda: limit)
+            return replace(softmax, limit=limit)
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
         last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
@@ -384,12 +417,16 @@ class Tiles:
             tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
         return tiles
 
-    def featured(self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value) -> tuple[fly.Value, ...]:
-        """Scores as the softmax takes them; of the masks, that which is a function."""
-        first_key = (self.work.first_tile + tile.number) * BLOCK_N
+    def featured(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, listed: fly.Value | None = None
+    ) -> tuple[fly.Value, ...]:
+        """Scores as the softmax takes them; of the masks, that which is a function for every tile."""
+        first_key = self.first_key(tile, listed)
         scores = fly.Fragment(self.link.layout, ((early, late),))
         scores = self.given.modify(scores, self.scale_log2, self.rows, first_key, self.work)
-        return self.given.mask(scores, self.rows, first_key, self.work).tiles[0]
+        if self.given.features.masks_every_tile:
+            scores = self.given.mask(scores, self.rows, first_key, self.work)
+        return scores.tiles[0]
 
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
@@ -399,8 +436,14 @@ class Tiles:
         At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
         while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
         """
-        scale, shift = (fly.broadcast(x, len(early)) for x in (self.scale, softmax.shift))
-        exponents = fly.fma(early, scale, shift), fly.fma(late, scale, shift)
+        # a pair at a time, the scale is two scalar registers through the loop and not one an element: lists need them
+        width = 2 if self.copies.listed else len(early)
+        scale, shift = (fly.broadcast(x, width) for x in (self.scale, softmax.shift))
+
+        def scaled(scores: fly.Value) -> fly.Value:
+            return fly.concat([fly.fma(scores[i : i + width], scale, shift) for i in range(0, len(scores), width)])
+
+        exponents = scaled(early), scaled(late)
         if self.packed_first:
             sched_barrier()
         return exponents
@@ -430,7 +473,13 @@ class Tiles:
         return fly.Fragment(output.layout, (tuple(tiles),))
 
     def raise_maximum(
-        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, output: fly.Fragment, softmax: LazySoftmax
+        self,
+        tile: fly.PipelineTile,
+        early: fly.Value,
+        late: fly.Value,
+        output: fly.Fragment,
+        softmax: LazySoftmax,
+        listed: fly.Value | None = None,
     ) -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
         """Mask what is not seen, take the maximum in where it is worth it, and rescale what was accumulated.
 
@@ -441,10 +490,18 @@ class Tiles:
         self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            first_key = (self.work.first_tile + tile.number) * BLOCK_N
+            first_key = self.first_key(tile, listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
-            seen = self.work.keys.apply(scores, self.rows, first_key, between=sched_barrier).tiles[0]
+            scores = self.work.keys.apply(scores, self.rows, first_key, between=sched_barrier)
+            seen = scores.tiles[0]
+            if listed is not None:
+                place = scores, self.rows, first_key, self.work
+                seen = fly.cond(
+                    self.ends(tile.number),
+                    lambda: self.given.mask(*place, one_by_one=True).tiles[0],
+                    lambda: scores.tiles[0],
+                )
             return *seen, fly.reduce_max(fly.concat(seen))
 
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
@@ -456,11 +513,13 @@ class Tiles:
             shift = fly.select(none, 0.0, self._shift(maximum))
             factors = fly.RowVector(self.link.layout, ((factor,),))
             total = softmax.total * fly.broadcast(factor, 2)
-            limit = fly.select(self.partial(tile.number + 1), -math.inf, maximum + self.margin)
+            limit = maximum + self.margin
+            if listed is None:
+                limit = fly.select(self.partial(tile.number + 1), -math.inf, limit)
             return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total, softmax.rescales + 1)
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
-            s_early, s_late, top = fly.cond(self.partial(tile.number), masked, lambda: (early, late, largest))
+            s_early, s_late, top = fly.cond(self.partial(tile.number, listed), masked, lambda: (early, late, largest))
             grown = fly.any_lane(top > softmax.maximum + self.margin)
             state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
             return s_early, s_late, *state
@@ -500,6 +559,8 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
+    block = request.asked.block_size
+    waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
     options = DualWaveOptions(
         request.head_dim,
         request.causal,
@@ -507,16 +568,17 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
         waves_per_eu=tuning.get("waves_per_eu") or 2,
         features=request.asked,
         page_size=request.page_size,
-        **{name: value for name, value in given.items() if value is not None},
+        waves=waves,
+        **{"stagger": waves == WAVES} | {name: value for name, value in given.items() if value is not None},
     )
     return bind_forward(
         kernel,
         tensors,
         request,
-        block_m=BLOCK_M,
+        block_m=options.block_m,
         block_n=BLOCK_N,
-        threads=WAVES * 64,
+        threads=waves * 64,
         statics={"options": options},
-        splits=split_count(request, tensors.q.device, BLOCK_M, BLOCK_N),
+        splits=split_count(request, tensors.q.device, options.block_m, BLOCK_N),
         counts_rescales=True,
     )

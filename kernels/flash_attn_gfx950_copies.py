@@ -5,10 +5,11 @@ Two buffers of each, filled by direct-to-LDS copies, of which a wave starts one 
 | keys | base and bound of a wave's copies | rows of a wave's lines, D=128 |
 |---|---|---|
 | contiguous, and pages of 64 and more | advance every two tiles; of pages, computed for every tile | 16 apart |
+| contiguous, tiles of a block mask's list | computed for every tile | 16 apart |
 | pages of 16 and 32 | computed for every tile | 4 apart, so that they are of one page |
 
-Which page that is a wave loads from the table a tile ahead, at the end of cluster 0: the next wait for LDS, which a
-scalar load shares, is two clusters later. V's copy, a step later, has the number from K's.
+Which page or tile that is a wave loads from the table or the lists a tile ahead, at the end of cluster 0: the next
+wait for LDS, which a scalar load shares, is two clusters later. V's copy, a step later, has the number from K's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import sched_barrier
+from kernels.tile_list import Listed
 from kernels.tile_scheduler import Work
 
 TILE_KEYS = 64
@@ -24,9 +26,13 @@ LINE = 512  # elements
 
 
 class Copies:
-    """Of contiguous keys: two tiles share base and bound."""
+    """Of contiguous keys: two tiles share base and bound.
 
-    running = ("k_at", "v_at")
+    `listed`: the value of the pipeline that is a tile's number where it does not follow from the step, else "".
+    """
+
+    running: tuple[str, ...] = ("k_at", "v_at")
+    listed = ""
 
     def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
         self.k_copy = fly.DirectCopy(work.k, k_layout, group=2)
@@ -41,8 +47,9 @@ class Copies:
     def _buffer(name: str, copy: fly.DirectCopy | fly.PagedDirectCopy) -> fly.SharedTile:
         return fly.SharedTile.ring(name, copy.layout, copy.source.dtype, 1)[0]
 
-    def start(self, first_key: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         """What the stages' running values start with."""
+        first_key = first_tile * TILE_KEYS
         return {
             "k_at": self.k_copy.start(first_key, lead=pipeline.first_place("copy K")),
             "v_at": self.v_copy.start(first_key, lead=pipeline.first_place("copy V")),
@@ -83,8 +90,8 @@ class PagedCopies(Copies):
         self.k_copy = fly.PagedDirectCopy(work.k, k_layout)
         self.v_copy = fly.PagedDirectCopy(work.v, v_layout)
 
-    def start(self, first_key: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
-        return {"pages": self.k_copy.start(first_key)}
+    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+        return {"pages": self.k_copy.start(first_tile * TILE_KEYS)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
         return fly.Stage("copy K", self.copy_k, "pages", "k_flight at", **place)
@@ -107,6 +114,55 @@ class PagedCopies(Copies):
         """Behind the cluster's wait, which would wait for this load too."""
         sched_barrier()
         return self.k_copy.next(at)
+
+
+class ListedCopies(Copies):
+    """Of contiguous keys whose tiles a block mask lists; the pipeline's tiles are steps of the list."""
+
+    running = ("found",)
+    listed = "key_tile"
+
+    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+        assert work.listed is not None
+        self.list, self.first = work.listed, work.first_tile
+        self.k_copy = fly.DirectCopy(work.k, k_layout)
+        self.v_copy = fly.DirectCopy(work.v, v_layout)
+
+    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+        return {"found": self.list.find(first_tile, constant=True)}
+
+    def k_stage(self, **place: Any) -> fly.Stage:
+        return fly.Stage("copy K", self.copy_k, "found", "k_flight key_tile", **place)
+
+    def v_stage(self, **place: Any) -> fly.Stage:
+        return fly.Stage("copy V", self.copy_v, "key_tile", "v_flight", **place)
+
+    def ahead(self, **place: Any) -> list[fly.Stage]:
+        return [fly.Stage("find tile", self.find, "found", "found", **place)]
+
+    def copy_k(self, tile: fly.PipelineTile, found: Listed) -> tuple[fly.Token, fly.Value]:
+        sched_barrier()  # as for pages
+        key_tile = self.list.tile_of(found)
+        return self._copy_tile(self.k_copy, key_tile, self.k[tile.slot]), key_tile
+
+    def copy_v(self, tile: fly.PipelineTile, key_tile: fly.Value) -> fly.Token:
+        return self._copy_tile(self.v_copy, key_tile, self.v[tile.slot])
+
+    @staticmethod
+    def _copy_tile(copy: fly.DirectCopy, key_tile: fly.Value, buffer: fly.SharedTile) -> fly.Token:
+        return copy.issue(copy.start(key_tile * TILE_KEYS), 0, buffer)
+
+    def find(self, tile: fly.PipelineTile, found: Listed) -> Listed:
+        """As for pages."""
+        sched_barrier()
+        return self.list.find(self.first + tile.number + 1, constant=True)
+
+
+def copies_of(work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> Copies:
+    """Those that a block's keys need."""
+    if work.listed is not None:
+        return ListedCopies(work, k_layout, v_layout)
+    return (PagedCopies if isinstance(work.k, fly.PagedRows) else Copies)(work, k_layout, v_layout)
 
 
 def k_tile(head_dim: int, together: int = TILE_KEYS) -> fly.PaddedTile:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fly
+from fly.ir import memory
 from kernels.features import Given
 
 # counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
@@ -39,10 +40,22 @@ class BlockRow:
         count = fly.minimum(fly.maximum(counts.load(*place), 0), indices.shape[-1])
         return BlockRow(indices, place, uniform(count))
 
-    def block(self, entry: Any) -> fly.Value:
+    def block(self, entry: Any, constant: bool = False) -> fly.Value:
         """The key block that an entry names; entries past the last one are the last one."""
         entry = fly.maximum(fly.minimum(entry, self.count - 1), 0)
+        if constant:
+            return memory.load(self.indices.at(*self.place, entry), self.indices.dtype, constant=True)
         return self.indices.load(*self.place, entry)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What the lists have for a step: the key block if it is one of a whole block (None: there are none), and if it
+    is one of a partial block."""
+
+    step: Any
+    whole: fly.Value | None
+    partial: fly.Value
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,28 @@ class TileList:
 
     def tile(self, step: Any) -> fly.Value:
         """The key tile of a step; one without keys past the list's end, and perhaps at the end of a last block."""
-        inside = step < self.whole_steps
-        entry = fly.select(inside, step, step - self.whole_steps)
-        block = entry // self.per_block
-        if self.whole is None:
-            key_block = self.partial.block(block)
-        else:
-            key_block = fly.select(inside, self.whole.block(block), self.partial.block(block))
+        return self.tile_of(self.find(step))
+
+    def find(self, step: Any, constant: bool = False) -> Listed:
+        """Load what `tile_of` needs for a step.
+
+        `constant`: as of memory that nothing changes, a scalar load even behind direct copies to shared memory.
+        """
+        _, block = self._entry(step)
+        whole = None if self.whole is None else self.whole.block(block, constant)
+        return Listed(step, whole, self.partial.block(block, constant))
+
+    def _entry(self, step: Any) -> tuple[fly.Value, fly.Value]:
+        """A step's number among those of its kind, whole or partial, and the number of its block."""
+        entry = fly.select(step < self.whole_steps, step, step - self.whole_steps)
+        return entry, entry // self.per_block
+
+    def tile_of(self, found: Listed) -> fly.Value:
+        """`tile` of the step of `found`."""
+        step, key_block = found.step, found.partial
+        entry, block = self._entry(step)
+        if found.whole is not None:
+            key_block = fly.select(step < self.whole_steps, found.whole, key_block)
         tile = key_block * self.per_block + (entry - block * self.per_block)
         # of all tiles past the last one, which are masked, the first
         tile = fly.maximum(fly.minimum(tile, self.tiles), 0)

@@ -1,7 +1,8 @@
 """Which part of an attention problem a block computes: its sequence, head, query rows and key tiles.
 
 The grid of every forward kernel is (query blocks, query heads, sequences * key splits). Causal blocks run longest
-first. Three things vary, and follow from the arguments, so a kernel has no flag for them:
+first, and those of a block mask in the same order, since many resemble a causal one. Three things vary, and follow
+from the arguments, so a kernel has no flag for them:
 
 | form | told by | q, out | k, v | lse (f32) |
 |---|---|---|---|---|
@@ -99,7 +100,7 @@ def block_work(
         batch = entry // splits
         split = entry - batch * splits
         out, lse = part(out, split), part(lse, split)
-    block = blocks - 1 - block if causal else block
+    block = blocks - 1 - block if causal or given.features.block_size is not None else block
     first_row = block * block_m
 
     queries = Sequence.of(q, cu_seqlens_q, batch, given.get("seqused_q"))
@@ -124,6 +125,7 @@ def block_work(
         first, full, last = fly.i32(0), listed.whole_steps, listed.steps
         if split is not None:
             first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
+            listed = replace(listed, steps=last)
     elif split is not None:
         start = 0 if key_range.left is None else first
         first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.modelled_builds import build, generic_options, line
+from benchmarks.modelled_builds import block_mask_calls, build, generic_options, line
 from fly.emulator.timing import Parameters, Session, whole_launch
 from kernels.flash_attn_gfx950 import DualWaveOptions
 
@@ -45,3 +45,21 @@ def test_a_build_that_is_asked_for():
         other.time().occupied * other.row()[0].matrix / 4 / other.row()[0].cycles
     )
     assert line("no stagger", other).startswith("no stagger  ") and "67072" in line("", other)
+
+
+def test_block_masks_run_longest_first_on_the_kernel_asked_for():
+    calls = dict(block_mask_calls((1, 512, 8, 64)))
+    assert [name.partition(": ")[2] for name in calls][:5] == [
+        "no list", "256, gfx950", "256, generic", "128, gfx950", "128, generic",
+    ]  # fmt: skip
+    assert len(calls) == 10
+    for size, blocks, waves in ((256, 2, 8), (128, 4, 4)):
+        launch = calls[f"causal_mask: {size}, gfx950"]
+        assert launch.grid[0] == blocks
+        places = [launch.place(n) for n in range(launch.workgroups)]
+        assert places[0] == blocks - 1
+        session = Session(launch, Parameters.of("gfx950"), [0, places.index(0)])
+        assert {len(group) for group in session.trace.workgroups.values()} == {waves}
+        longest, shortest = (executed(session, n) for n in (0, places.index(0)))
+        assert longest > 1.2 * shortest
+    assert calls["causal_mask: 128, generic"].kernel != calls["causal_mask: 128, gfx950"].kernel
