@@ -143,6 +143,11 @@ class Features:
         return self.score_mod is not None or any(name in self.operands for name in SCORE_OPERANDS)
 
     @property
+    def only_bias(self) -> bool:
+        """Whether a bias is all that scores get."""
+        return [n for n in SCORE_OPERANDS if n in self.operands] == ["bias"] and not (self.score_mod or self.mask_mod)
+
+    @property
     def elementwise(self) -> bool:
         """Whether there is code for every score of every tile alone."""
         return self.score_mod is not None or self.masks_every_tile or "bias" in self.operands
@@ -261,7 +266,8 @@ class Given:
             scores = add(scores, bias)
         elif (tensor := self.get("bias")) is not None:
             columns = len(scores.tiles[0]) * scores.layout.columns
-            scores = BiasTile(tensor, rows, first_key, columns, place).add_to(scores)
+            together = tensor.dtype is fly.f32 and self.features.only_bias
+            scores = BiasTile(tensor, rows, first_key, columns, place).add_to(scores, together)
         if (mod := self.features.score_mod) is not None:
 
             def call(score: Any, head: Any, query: Any, key: Any) -> Any:

@@ -37,14 +37,14 @@ class BiasTile:
         """In the bias' own dtype: what is loaded ahead takes no more registers than that."""
         return self._fragment(self._by_end(range(0, self.columns, self.rows.layout.columns), lambda pieces: pieces))
 
-    def add_to(self, scores: fly.Fragment) -> fly.Fragment:
-        """Scores plus the bias, loaded at once.
+    def add_to(self, scores: fly.Fragment, together: bool = False) -> fly.Fragment:
+        """Scores plus the bias, loaded at once: a column tile at a time, or all `together`.
 
-        A column tile at a time in 16 bits, whose elements take whole registers until they are summed; all tiles
-        together in 32, which are one wait for memory less. Other choices spilled where 256 registers are nearly full.
+        Together they are one wait for memory less; where registers are nearly full, 16-bit elements, which take whole
+        ones until they are summed, have no room for that, and f32 ones only beside nothing else.
         """
         layout, columns, sums = scores.layout, list(zip(*scores.tiles)), []
-        step = len(columns) if self.bias.dtype.bytes == 4 else 1
+        step = len(columns) if together else 1
         for first in range(0, len(columns), step):
             part = fly.Fragment(layout, tuple(zip(*columns[first : first + step])))
             tiles = range(first * layout.columns, (first + step) * layout.columns, layout.columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import secrets
 
@@ -161,9 +162,10 @@ def test_flex_attentions_masks_are_taken(separate, seed):
     from torch.nn.attention import flex_attention
 
     q, k, v = inputs_of((500, 700), (4, 4), (128, 128), seed).tensors()
-    flex = flex_attention.create_block_mask(
-        sliding, None, None, 500, 700, device=DEVICE, separate_full_blocks=separate
-    )
+    options = {} if separate else {"separate_full_blocks": False}
+    if not options.keys() <= inspect.signature(flex_attention.create_block_mask).parameters.keys():
+        pytest.skip("this torch always lists whole blocks apart")
+    flex = flex_attention.create_block_mask(sliding, None, None, 500, 700, device=DEVICE, **options)
     out = flydsl_flash_attn_func(q, k, v, False, block_mask=BlockMask.of(flex))
     exact = flex_attention.flex_attention(*(x.transpose(1, 2).float() for x in (q, k, v)), block_mask=flex)
     torch.testing.assert_close(out.float(), exact.transpose(1, 2), atol=2e-2, rtol=0)

@@ -43,10 +43,10 @@ def biased(
     ahead: bool,
     pack: int,
 ):
-    """The bias of a tile of scores that are zero; `pack` rows a query, of as many heads."""
+    """The bias of a tile of scores that are zero, of the last head or, with `pack` rows a query, of as many heads."""
     zeros = fly.Fragment.zeros(layout(), 1, COLUMNS // layout().columns)
     rows = fly.RowVector.full(layout(), 1, 0.0).rows()
-    head = fly.i32(1) if pack == 1 else rows.map(lambda row: row % pack)
+    head = fly.i32(HEADS - 1) if pack == 1 else rows.map(lambda row: row % pack)
     place = HeadPlace(fly.i32(1), head, KeyRange(queries, keys, False), False)
     tile = BiasTile(bias, rows.map(lambda row: row // pack + first_row), first_key, COLUMNS, place)
     scores = add(zeros, tile.load()) if ahead else tile.add_to(zeros)
@@ -94,7 +94,7 @@ class Memory:
         rows = int((out[:, 0] != 9.0).sum())
         assert rows >= 16
         for row in range(rows):
-            query, head = first_row + row // pack, 1 if pack == 1 else row % pack
+            query, head = first_row + row // pack, HEADS - 1 if pack == 1 else row % pack
             if query < queries:
                 wanted = seen[1, head] if self.queries is None else seen[1, head, query]
                 np.testing.assert_array_equal(out[row, :inside], wanted[first_key : first_key + inside])
