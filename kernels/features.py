@@ -160,7 +160,7 @@ class Features:
     @property
     def per_score(self) -> bool:
         """Whether every tile of scores takes code of its own."""
-        return self.modifies or self.mask_mod is not None
+        return self.modifies or self.masks_every_tile
 
     @property
     def windowed(self) -> bool:

@@ -277,7 +277,7 @@ class Tiles:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
         stage = fly.Stage
         scores, featured, listed = "raw_early raw_late", [], self.copies.listed
-        if self.given.features.modifies or self.given.features.masks_every_tile:
+        if self.given.features.per_score:
             takes = f"{scores} {listed}"
             featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
