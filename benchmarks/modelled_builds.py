@@ -10,13 +10,11 @@ One workgroup is recorded for each place and replayed; B=4, H=64, S=8192 unless 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -127,7 +125,7 @@ def block_mask_calls(shape: Shape) -> Iterator[tuple[str, Launch]]:
 
     def launch(kernel: str, **options: Any) -> Launch:
         def call() -> Any:
-            with patch.dict(os.environ, {config.KERNEL.name: kernel}):
+            with config.KERNEL.set_to(kernel):
                 return q, options, flydsl_flash_attn_func(q, q, q, **options)
 
         return placed(captured("gfx950", call), seq=length, heads=heads, causal=True)

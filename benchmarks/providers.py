@@ -6,9 +6,7 @@ a way that no rule foresaw is reported by whoever runs it, with its own message.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,6 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from benchmarks.workload import Workload
+from fly import config
 
 Call = Callable[[], torch.Tensor]
 
@@ -80,24 +79,10 @@ def _fly_forced(kernel: str, workload: Workload, q: torch.Tensor, k: torch.Tenso
     chosen = _fly(workload, q, k, v)
 
     def call() -> torch.Tensor:
-        with forced(kernel):
+        with config.KERNEL.set_to(kernel):
             return chosen()
 
     return call
-
-
-@contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """Have flash attention use one of its kernels: FLY_KERNEL for a while, and what it was before afterwards."""
-    before = os.environ.get("FLY_KERNEL")
-    os.environ["FLY_KERNEL"] = kernel
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["FLY_KERNEL"]
-        else:
-            os.environ["FLY_KERNEL"] = before
 
 
 def _sdpa_unsupported(workload: Workload) -> str | None:

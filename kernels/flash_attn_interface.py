@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,13 +38,9 @@ from kernels.features import Features, Mod
 
 MAX_PLANS = 1024
 
-# The variables that a plan depends on. `os.environ.get` takes 1 µs for one that is not set, which every call
-# would pay; the dictionary underneath, where there is one, holds the same values as bytes.
-_environment = getattr(os.environ, "_data", os.environ).get
-_KERNEL, _DISABLED, _ARCH = (
-    os.fsencode(variable.name) if hasattr(os.environ, "_data") else variable.name
-    for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH)
-)
+# the variables that a plan depends on
+_environment = config.raw_value
+_KERNEL, _DISABLED, _ARCH = (v.raw_name for v in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ written, nor is one whose entry does not exist.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +36,8 @@ from kernels.rotary import VECTOR, Rotary
 THREADS = 256
 MAX_PLANS = 1024
 
-# the variable that a plan depends on; `os.environ.get` takes 1 µs for one that is not set
-_environment = getattr(os.environ, "_data", os.environ).get
-_ARCH = os.fsencode(config.ARCH.name) if hasattr(os.environ, "_data") else config.ARCH.name
+# the variable that a plan depends on
+_environment, _ARCH = config.raw_value, config.ARCH.raw_name
 
 
 @dataclass(frozen=True)

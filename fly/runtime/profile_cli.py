@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,20 +159,6 @@ def _launch(options: argparse.Namespace, arch: str) -> Launch:
     return file_launch(options.subject, options)[0]
 
 
-@contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
 def captured(arch: str, call: Callable[[], Any]) -> Launch:
     """The first launch of a function that runs kernels on CPU tensors; nothing is executed.
 
@@ -184,7 +169,7 @@ def captured(arch: str, call: Callable[[], Any]) -> Launch:
     from fly.runtime.emulated import EmulatedDevice
 
     launches: list[Launch] = []
-    with _environment(config.ARCH.name, arch):
+    with config.ARCH.set_to(arch):
         device = device_for(CPU)
         if not isinstance(device, EmulatedDevice):
             raise DeviceError("the timing model needs the emulated device for CPU tensors")
@@ -257,7 +242,7 @@ def flash_attention(
         k, v = (_paged(x, page_size, count) for x in (k, v))
         order = torch.randperm(count, generator=generator).to(torch.int32)
         pages = {"block_table": order.expand(batch, -1).contiguous(), "seqused_kv": lengths}
-    with _environment(config.KERNEL.name, kernel):
+    with config.KERNEL.set_to(kernel):
         return q, k, v, pages, interface.flydsl_flash_attn_func(q, k, v, causal=causal, **pages)
 
 
