@@ -6,19 +6,17 @@ import functools
 import itertools
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import fly
 from fly.backends.nvvm.wgmma import PAIRS
 from fly.backends.target import target
 from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, UnsupportedError
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels import dispatch, flash_attn_sm90_fp8, sm90_launch
+from kernels import dispatch, flash_attn_sm90_fp8
 from kernels.dispatch import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
@@ -26,6 +24,7 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, keys_of_block, turn_values
 from kernels.sm90_builds import Sm90Options, decode_options, options_of
 from tests.backends.builds import needs_ptxas, run_ptxas
+from tests.kernels import hopper_stub
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.simulator import Machine, Program, flat
 from tests.tracing import trace
@@ -253,19 +252,8 @@ def test_out_is_bf16():
 @pytest.mark.parametrize("splits", [1, 3])
 def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
-    maps, bound, called = [], [], []
-
-    def bind(kernel, grid, threads, arguments, statics, compile):
-        bound.append((kernel.name, grid, threads, arguments, statics))
-        return lambda *addresses, stream: called.append((kernel.name, addresses, stream))
-
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tuple(tensor.shape), box)))
-    for module in (flash_attn_sm90_fp8, sm90_launch):
-        monkeypatch.setattr(module, "bind", bind)
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=132))
-    counters = SimpleNamespace(example=None, address=lambda stream: 99)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
-    combined = lambda *addresses, stream: called.append(("combine", addresses, stream))  # noqa: E731
+    made = hopper_stub.record(monkeypatch)
+    combined = lambda *addresses, stream: made.launched.append(("combine", addresses, stream))  # noqa: E731
     monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: combined)
 
     q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
@@ -274,23 +262,23 @@ def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     request = replace(REQUEST, num_kv_splits=splits)
     launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
 
-    (turn, grid, threads, arguments, statics), (name, _, _, _, forward) = bound
-    assert (turn, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
+    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _) = made.bound
+    assert (turn.name, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
     assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
     options = forward["options"]
-    assert name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
-    assert maps[2] == ((2, 2, 128, 304), (1, 1, 128, 128))
+    assert kernel.name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
+    assert made.maps[2] == ((2, 2, 128, 304), (1, 1, 128, 128))
 
     turned = 2 * 2 * 128 * 304
     workspace = torch.empty(launch.workspace_bytes // 4, dtype=torch.float32)
     launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
     at = workspace.data_ptr()
-    first, second, *rest = called
+    first, second, *rest = made.launched
     assert first == ("turn_values", (v.data_ptr(), at), 7)
     results = (out.data_ptr(),) if splits == 1 else second[1][3:5]
     assert second == (
         "flash_attn_sm90_fp8",
-        (q.data_ptr(), k.data_ptr(), at, *results, 99, *[scales.data_ptr()] * 3),
+        (q.data_ptr(), k.data_ptr(), at, *results, "counters of 7", *[scales.data_ptr()] * 3),
         7,
     )
     if splits == 1:

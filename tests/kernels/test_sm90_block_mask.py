@@ -22,7 +22,8 @@ from kernels.sm90_builds import Sm90Options, build_for, options_of, section_for
 from kernels.sm90_schedule import STOP
 from kernels.tile_list import PARTIAL, WHOLE
 from tests.kernels.feature_cases import stripes
-from tests.kernels.test_sm90_builds import UNITS, request
+from tests.kernels.hopper_stub import UNITS
+from tests.kernels.test_sm90_builds import request
 from tests.kernels.test_sm90_features import Counting, some
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace

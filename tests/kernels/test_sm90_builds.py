@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
-from kernels import flash_attn_sm90, sm90_launch
+from kernels import flash_attn_sm90
 from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
@@ -32,10 +31,11 @@ from kernels.sm90_builds import (
 from kernels.sm90_schedule import PackedRows, PackedVector, query_of
 from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS
+from tests.kernels import hopper_stub
+from tests.kernels.hopper_stub import UNITS
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
-UNITS = 132
 DIMS = sorted({row[:2] for row in TILES})
 groups = st.integers(1, 128)
 
@@ -183,13 +183,7 @@ def test_who_puts_split_keys_together():
 @pytest.mark.parametrize("lse", [True, False])
 def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
     """The counters of its tiles, and out and lse after them: both when it is bound and in a call."""
-    bound, launched, asked = [], [], []
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: "map")
-    monkeypatch.setattr(sm90_launch, "bind", lambda *a: bound.append(a) or (lambda *x, stream: launched.append(x)))
-    for module in (flash_attn_sm90, sm90_launch):
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
-    counters = SimpleNamespace(example="counters", address=lambda stream: "of the stream")
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: asked.append(arrivals) or counters)
+    made = hopper_stub.record(monkeypatch)
     q, k, v, out = (
         torch.empty(2, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 16), (300, 2), (300, 2), (1, 16))
     )
@@ -198,14 +192,15 @@ def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
     tensors = Tensors(q, k, v, *results, workspace=workspace)
     launch = flash_attn_sm90.prepare(tensors, request(1, 300, 16, 2, 2, num_kv_splits=4))
     assert launch.workspace_bytes == 4 * workspace.numel()
-    ((_, grid, _, arguments, _, _),) = bound
-    assert (grid, asked) == (2 * 2 * 4, [MAX_ARRIVALS])
+    ((_, grid, _, arguments, _, _),) = made.bound
+    assert (grid, made.arrivals) == (2 * 2 * 4, [MAX_ARRIVALS])
     assert arguments[7:10] == ("counters", *results)
     launch.run(tensors, None)
     memory = workspace.data_ptr()
     parts = (memory, memory + 2 * 16 * 4 * 128 * 4)
     ends = [t.data_ptr() for t in results if t is not None]
-    assert launched == [(q.data_ptr(), k.data_ptr(), v.data_ptr(), *parts, "of the stream", *ends)]
+    inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    assert made.launched == [("flash_attn_sm90", (*inputs, *parts, "counters of None", *ends), None)]
 
 
 def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
@@ -235,19 +230,13 @@ def test_a_section_counts_packed_sets():
 
 def test_packed_heads_are_bound(monkeypatch):
     """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
-    maps, bound = [], []
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tensor.shape, box)))
-    monkeypatch.setattr(sm90_launch, "bind", lambda *arguments: bound.append(arguments))
-    for module in (flash_attn_sm90, sm90_launch):
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
-    counters = SimpleNamespace(example=None, address=None)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
+    made = hopper_stub.record(monkeypatch)
     q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
     flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
-    ((_, grid, threads, arguments, statics, _),) = bound
+    ((_, grid, threads, arguments, statics, _),) = made.bound
     options = statics["options"]
     assert (options.pack_gqa, options.consumers) == (8, 1)
-    assert maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
+    assert made.maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
     assert (grid, threads) == (2 * 6 * 2, 256)  # 2 sequences of 6 sets of 72 rows
     assert arguments[-4:-2] == (300, 3)
 
