@@ -67,6 +67,7 @@ class Fp8Options(Sm90Options):
 
     output_first: bool = False
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
+    step_keys: ClassVar[int] = 2 * wgmma.K
 
     def __post_init__(self):
         super().__post_init__()
