@@ -37,7 +37,7 @@ from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
-from kernels.sm90_producer import Producer
+from kernels.sm90_producer import Pages, Producer
 from kernels.sm90_schedule import Work
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
@@ -146,7 +146,7 @@ class Output:
 class Fp8Producer(Producer):
     """The producer of 8-bit tiles."""
 
-    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+    def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         place, buffers = (work.entry, work.head // self.group, 0), self.buffers
         return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, [place], j * self.schedule.block_n)
 

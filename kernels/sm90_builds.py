@@ -69,8 +69,6 @@ class Sm90Options:
             raise ShapeError(f"consumers is {self.consumers}; expected 1, 2 or 3")
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
-        if self.page_size is not None and self.consumers == 3:
-            raise ShapeError("consumers is 3; expected 1 or 2 with keys in pages, whose producer takes registers")
         if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
         if self.features.block_size is not None:
@@ -132,8 +130,8 @@ class Sm90Options:
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of a consumer: 512 a lane of the four schedulers in all."""
         if self.page_size is not None or self.features.block_size is not None:
-            # the producer holds the pages of a key tile, or a list of tiles
-            return {1: (96, 256), 2: (72, 216)}[self.consumers]
+            # the producer holds the pages of key tiles, or a list of tiles; beside three consumers it spills
+            return {1: (96, 256), 2: (72, 216), 3: (32, 160)}[self.consumers]
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
@@ -203,7 +201,6 @@ def build_for(
         block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
         options = replace(options, stages=options.stages * options.block_n // block_n)
     if request.page_size is not None:
-        options = replace(options, consumers=min(2, options.consumers))
         block_n = _power_of_two(block_n)
     return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
 

@@ -15,6 +15,8 @@ from fly.backends.nvvm.wgmma import PanelTile
 from kernels.sm90_builds import Sm90Options
 from kernels.sm90_schedule import Board, Schedule, Work
 
+Pages = tuple[fly.Value, ...]
+
 
 @dataclass(frozen=True)
 class Buffers:
@@ -73,56 +75,64 @@ class Producer:
         schedule, board = self.schedule, self.buffers.board
         work = schedule.find(fly.block_id.x)
         board_at = board.publish(Position.start(), work, schedule)
-        q_at, k_at = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at)
-        for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        q_at, k_at, pages = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at, pages)
+        for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
             rest = work.last_tile - work.first_tile
-            for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
+            for i, (k_at_, v_at_, (here, ahead)) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
                 j = work.last_tile - 1 - i
-                loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
-            k_at, v_at = loop.results
+                pages = ahead, self._pages(work, j - 1)
+                loop.next(self._load_k(k_at_, work, j, ahead), self._load_v(v_at_, work, j + 1, here), pages)
+            k_at, v_at, (here, _) = loop.results
             following = schedule.find(schedule.take() if early is None else early)
             board_at = board.publish(board_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
-            q_at, k_at = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile), board_at)
+            q_at, k_at, pages = self._open(following, q_at, k_at)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile, here), board_at, pages)
         schedule.finish()
 
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position]:
-        """Start on a tile, if it is one: its Q, and the last of its K tiles."""
-        return fly.cond(
-            work.exists,
-            lambda: (self._load_q(q_at, work), self._load_k(k_at, work, work.last_tile - 1)),
-            lambda: (q_at, k_at),
-        )
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position, tuple[Pages, Pages]]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles. Also that one's pages, which its V
+        needs, and those of the one before."""
+
+        def start() -> tuple[Position, Position, tuple[Pages, Pages]]:
+            here, ahead = (self._pages(work, work.last_tile - i) for i in (1, 2))
+            q_next = self._load_q(q_at, work)
+            return q_next, self._load_k(k_at, work, work.last_tile - 1, here), (here, ahead)
+
+        none = (fly.i32(0),) * self.schedule.pages_of_tile
+        return fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
         place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
         return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
 
-    def _load_k(self, at: Position, work: Work, j: Any) -> Position:
+    def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         j, buffers = self._tile(work, j), self.buffers
         note = None if buffers.numbers is None else partial(buffers.numbers.store, j, at.index)
-        return self._load(self.k, buffers.k_ring, buffers.k, buffers.k_tile, at, self._keys(work, j), note=note)
+        places = self._keys(work, j, pages)
+        return self._load(self.k, buffers.k_ring, buffers.k, buffers.k_tile, at, places, note=note)
 
-    def _load_v(self, at: Position, work: Work, j: Any) -> Position:
-        places = self._keys(work, self._tile(work, j))
+    def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        places = self._keys(work, self._tile(work, j), pages)
         return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
 
     def _tile(self, work: Work, j: Any) -> Any:
         """Key tile j, or that of step j of a list."""
         return j if work.listed is None else work.listed.tile(j)
 
-    def _keys(self, work: Work, j: Any) -> list[tuple[Any, ...]]:
-        """Where the pieces of key tile j begin: (entry of the batch, or page; row; key head)."""
+    def _pages(self, work: Work, j: Any) -> Pages:
+        """The pages of key tile j, none where keys are not in pages; loaded a tile before they are needed."""
+        return () if self.schedule.page_size is None else self.schedule.pages(work, j)
+
+    def _keys(self, work: Work, j: Any, pages: Pages) -> list[tuple[Any, ...]]:
+        """Where the pieces of key tile j, in `pages`, begin: (entry of the batch, or page; row; key head)."""
         schedule = self.schedule
         row, head = work.k_first + j * schedule.block_n, work.head // self.group
         if schedule.page_size is None:
             return [(work.entry, row, head)]
-        # loaded before the wait for a slot, so that they arrive meanwhile; for V again, which holds fewer registers
-        pages = schedule.pages(work, j)
         inside = row % schedule.page_size if len(pages) == 1 else 0
         return [(page, inside, head) for page in pages]
 

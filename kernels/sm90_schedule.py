@@ -109,11 +109,17 @@ class Schedule:
         """Whether a block mask lists the key tiles."""
         return self.given.features.block_size is not None
 
+    @property
+    def pages_of_tile(self) -> int:
+        """How many pages a key tile is in; 0 where keys are not in pages."""
+        return 0 if self.page_size is None else -(-self.block_n // self.page_size)
+
     def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
-        """The pages that key tile j's rows are in, in order; for rows past the end the last one's."""
+        """The pages that key tile j's rows are in, in order; for rows that there are not, some of the sequence's."""
         table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
-        rows = (j * self.block_n + i for i in range(0, self.block_n, self.page_size))
-        return tuple(table.load(work.batch, fly.minimum(row, last) // self.page_size) for row in rows)
+        rows = (j * self.block_n + i * self.page_size for i in range(self.pages_of_tile))
+        places = (fly.maximum(fly.minimum(row, last), 0) // self.page_size for row in rows)
+        return tuple(table.load(work.batch, place) for place in places)
 
     @property
     def total(self) -> fly.Value:
