@@ -39,6 +39,7 @@ from kernels.sm90_builds import Key, Sm90Options, build_for
 from kernels.sm90_launch import bind_build
 from kernels.sm90_producer import Producer
 from kernels.sm90_schedule import Work
+from kernels.sm90_turner import Turner
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
@@ -63,10 +64,13 @@ class Fp8Options(Sm90Options):
     """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
 
     `output_first`: a tile's O += P V is started before the next tile's scores, and is in O before these are there.
+    `turned_stages`: slots for V's tiles that a warpgroup of the kernel turns; 0 where V comes turned.
     """
 
     output_first: bool = False
+    turned_stages: int = 0
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
+    decoding: ClassVar[Mapping[str, Any]] = {"turned_stages": 2}  # V is read once; one slot is filled, one read
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,11 +102,19 @@ class Fp8Options(Sm90Options):
         )
 
     @property
+    def raw_tile(self) -> PanelTile | None:
+        return PanelTile.widest(self.block_n, self.head_dim_v, 1) if self.turned_stages else None
+
+    @property
+    def v_stages(self) -> int:
+        return self.turned_stages or self.stages
+
+    @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
-        """What one bulk copy moves of q and of k, see `Sm90Options`, and of turned v, (B, Hkv, D, keys)."""
-        q, k, _ = super().boxes
-        v = self.tiles[2]
-        return q, k, (1, 1, v.rows, v.panel_columns)
+        """What one bulk copy moves of q, k and v, see `Sm90Options`, or of v that is turned, (B, Hkv, D, keys)."""
+        q, k, v = super().boxes
+        turned = self.tiles[2]
+        return q, k, v if self.turned_stages else (1, 1, turned.rows, turned.panel_columns)
 
 
 @fly.kernel
@@ -126,12 +138,13 @@ def flash_attn_sm90_fp8(
 ):
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90` without packed sequences.
 
-    q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
-    (B, Hkv) f32.
+    q, k: e4m3 maps; v: one of what `turn_values` makes, or with `turned_stages` like k's; operands: q_descale,
+    k_descale, v_descale or some of them, (B, Hkv) f32.
     """
     tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
-    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
+    turner = Turner if options.turned_stages else None
+    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer, turner)
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,8 @@ class Fp8Producer(Producer):
     """The producer of 8-bit tiles."""
 
     def _load_v(self, at: Position, work: Work, j: Any) -> Position:
+        if self.buffers.raw is not None:
+            return super()._load_v(at, work, j)
         place, buffers = (work.entry, work.head // self.group, 0), self.buffers
         return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, [place], j * self.schedule.block_n)
 
@@ -311,6 +326,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
     options, splits = build_for(request, units, table=TILES, kind=Fp8Options)
+    if options.turned_stages:
+        return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
     batch, keys, kv_heads, head_dim = tensors.v.shape
     # only its sizes and strides matter here
     turned = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)

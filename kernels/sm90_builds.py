@@ -55,6 +55,7 @@ class Sm90Options:
     page_size: int | None = None
     combines: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
+    decoding: ClassVar[Mapping[str, Any]] = {}  # fields of builds for decoding
 
     def __post_init__(self):
         if self.block_n > self.most_keys:
@@ -98,13 +99,13 @@ class Sm90Options:
     @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
         """What one bulk copy moves of q, (B, S, H, D) or packed (B, S, H / pack_gqa, pack_gqa, D), of k and of v."""
-        q, k, v = self.tiles
+        q, k, v = self.copied
         heads = (1,) if self.pack_gqa == 1 else (1, self.pack_gqa)
         return (1, self.queries, *heads, q.panel_columns), *((1, self.key_rows, 1, t.panel_columns) for t in (k, v))
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers)
+        return WARPGROUP * (1 + self.consumers + (self.raw_tile is not None))
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -116,10 +117,27 @@ class Sm90Options:
         )
 
     @property
+    def raw_tile(self) -> PanelTile | None:
+        """Of V as it arrives, where a warpgroup turns it before consumers read it."""
+        return None
+
+    @property
+    def v_stages(self) -> int:
+        """Slots of V that consumers read."""
+        return self.stages
+
+    @property
+    def copied(self) -> tuple[PanelTile, PanelTile, PanelTile]:
+        """The tiles that bulk copies fill: of Q, of K, and of V as it arrives."""
+        q, k, v = self.tiles
+        return q, k, self.raw_tile or v
+
+    @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
         q, k, v = self.tiles
-        return q.bytes * self.q_stages + (k.bytes + v.bytes) * self.stages
+        raw = 0 if self.raw_tile is None else self.raw_tile.bytes
+        return q.bytes * self.q_stages + (k.bytes + raw) * self.stages + v.bytes * self.v_stages
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -275,8 +293,8 @@ def decode_options(
     """
     dims = head_dim + head_dim_v
     block_n = min(256 if dims <= 128 else 128 if dims <= 320 else 64, kind.most_keys)
-    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
-    _, k, v = one.tiles
+    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa, **kind.decoding)
+    _, k, v = one.copied
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
     return replace(one, stages=1 + room // (k.bytes + v.bytes))
 

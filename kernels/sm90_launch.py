@@ -31,7 +31,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     maps = tuple(
         fly.tensor_map(tensor, box, swizzle=tile.swizzle)
         for tensor, box, tile in zip(
-            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.tiles, strict=True
+            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.copied, strict=True
         )
     )
     scalars = (

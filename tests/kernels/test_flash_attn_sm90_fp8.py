@@ -40,7 +40,7 @@ DESCALED = Features(DESCALES)
 def build(options: Fp8Options, split: bool = False):
     """One build, as `prepare` has it compiled."""
     rank = 4 + split
-    maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.tiles, strict=True)]
+    maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
     results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
     scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
     operands = [TensorSpec("f32", 2, 4, False)] * len(options.features.operands)
