@@ -47,13 +47,9 @@ class TileTurn:
 
     def __post_init__(self):
         raw, turned = self.raw, self.turned
-        if (raw.rows, raw.columns) != (turned.columns, turned.rows) or (raw.element_bytes, turned.element_bytes) != (
-            1,
-            1,
-        ):
-            raise LayoutError(
-                f"{raw} cannot be turned to {turned}; expected one with rows for columns, of 8-bit elements"
-            )
+        wanted = (raw.columns, raw.rows, 1, 1)
+        if (turned.rows, turned.columns, turned.element_bytes, raw.element_bytes) != wanted:
+            raise LayoutError(f"{raw} cannot become {turned}; expected its columns as rows, of 8-bit elements")
         if turned.panels > 1 or raw.rows % KEYS or raw.columns % (DIMS * self.sharing) or WARPS % self.sharing:
             raise LayoutError(f"a tile to turn is {raw}; expected 32, 64 or 128 keys of enough columns")
 

@@ -306,6 +306,7 @@ _PTX: dict[str, Callable[..., Any]] = {
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": _ldmatrix,
     "stmatrix.sync.aligned.m8n8.x4.shared.b16": _stmatrix,
     "prmt.b32": _prmt,
+    "fence.proxy.async": lambda b, node: None,
 }
 _PACE = {
     f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")

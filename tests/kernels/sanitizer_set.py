@@ -133,8 +133,9 @@ def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> Non
 def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
     """e4m3 inputs with scales of tensors, and of sequences and key heads."""
     for dim in dims:
-        for queries, heads, splits, shape in ((130, 4, 1, ()), (1, 16, 3, (2, 2)), (65, 2, 2, (1,))):
-            sizes = ((queries, heads), (257, 2), (257, 2))
+        builds = ((130, 4, 257, 1, ()), (1, 16, 257, 3, (2, 2)), (65, 2, 257, 2, (1,)), (3, 8, 900, 1, ()))
+        for queries, heads, keys, splits, shape in builds:
+            sizes = ((queries, heads), (keys, 2), (keys, 2))
             q, k, v = (random(device, 2, *size, dim, dtype=torch.float8_e4m3fn) for size in sizes)
             names = ("q_descale", "k_descale", "v_descale")
             scales = {name: random(device, *shape, dtype=torch.float32) for name in names}

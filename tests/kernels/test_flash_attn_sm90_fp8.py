@@ -25,6 +25,7 @@ from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, keys_of_block, turn_values
 from kernels.sm90_builds import Sm90Options, decode_options, options_of
+from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.simulator import Machine, Program, flat
@@ -79,7 +80,24 @@ def test_parts_are_accepted_too(tmp_path):
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
     options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
-    accept(build(replace(options, features=DESCALED), split=True), options, tmp_path)
+    artefact = build(replace(options, features=DESCALED), split=True)
+    accept(artefact, options, tmp_path)
+    report = run_ptxas(artefact.isa, "sm_90a", tmp_path)
+    assert " 0 bytes spill stores" in report
+    # what the block is launched with covers what its warpgroups take in the end
+    launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
+    assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
+def test_decode_builds_turn_each_tile_once(head_dim, causal, pack):
+    """V comes by the same boxes as K; matrices of a tile are loaded and stored by one loop of the last warpgroup."""
+    options = decode_options(head_dim, head_dim, causal, pack, Fp8Options)
+    assert options.threads == 384 and options.boxes[1] == options.boxes[2]
+    isa = build(options).isa
+    each = options.block_n * head_dim // 512 // 4  # four matrices at a time, a quarter by each warp
+    assert isa.count("ldmatrix.sync") == isa.count("stmatrix.sync") == each
+    assert isa.count("prmt.b32") == 4 * each and isa.count("bar.warp.sync") == 1
 
 
 @every_row
@@ -250,9 +268,9 @@ def test_out_is_bf16():
         flydsl_flash_attn_func(q, k, v, out=torch.empty(q.shape, dtype=E4M3))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
-    """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
+@pytest.fixture
+def recorded(monkeypatch):
+    """(maps, what is bound, what is called) of launches on 132 multiprocessors that launch nothing."""
     maps, bound, called = [], [], []
 
     def bind(kernel, grid, threads, arguments, statics, compile):
@@ -267,7 +285,13 @@ def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
     combined = lambda *addresses, stream: called.append(("combine", addresses, stream))  # noqa: E731
     monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: combined)
+    return maps, bound, called
 
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_bound_and_where_addresses_go(recorded, splits):
+    """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
+    maps, bound, called = recorded
     q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
@@ -298,3 +322,26 @@ def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     else:
         assert results[0] == at + turned and results[1] < at + launch.workspace_bytes
         assert rest[0][:2] == ("combine", (*results, out.data_ptr()))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_is_one_launch_that_reads_v_as_it_lies(recorded, splits):
+    """Nothing is turned beforehand: the workspace is for parts alone, and the kernel puts them together."""
+    maps, bound, called = recorded
+    q, k, v = inputs(seq_len=1, keys=300, heads=8, dim=128)
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    scales = torch.ones(2, 2)
+    request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
+    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+    ((name, _, threads, _, statics),) = bound
+    options = statics["options"]
+    assert (name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
+    assert maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
+
+    parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
+    assert parts <= launch.workspace_bytes < parts + 256
+    workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
+    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    ((_, addresses, stream),) = called
+    assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
+    assert addresses[-4:] == (99 if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)
