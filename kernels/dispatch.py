@@ -303,7 +303,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=("f8e4m3",),
         features=("split_kv", "descale"),
         tuning={},
-        reason="the sm90 kernel on 8-bit products, with V turned beforehand",
+        reason="the sm90 kernel on 8-bit products, with V turned beforehand or, decoding, in the kernel",
         needs=(aligned(16), rows_within(4 << 20)),
     ),
     Kernel(

@@ -4,7 +4,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 | what | why |
 |---|---|
-| V is turned beforehand, to (B, Hkv, D, keys) in the call's workspace | 8-bit operands lie with k along rows' bytes |
+| V is turned to (D, keys), beforehand in the call's workspace or, decoding, by a warpgroup | k is along rows' bytes |
 | its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
