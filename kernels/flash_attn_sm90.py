@@ -41,7 +41,7 @@ from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
 from kernels.sm90_combine import Combination
-from kernels.sm90_launch import bind_build
+from kernels.sm90_launch import bind_build, typical_lengths
 from kernels.sm90_producer import Buffers, Producer, clear_rows
 from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
 from kernels.sm90_turner import Turner
@@ -237,7 +237,7 @@ class Consumer:
         """`first`, or where all sequences are empty, a state that nothing reads."""
 
         def none() -> State:
-            zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
+            zero = fly.broadcast(fly.i32(0), 4).bitcast(dtype_of(self.output_atom.dtype))
             softmax = OnlineSoftmax.start(self.score_layout, 1)
             weights = (zero,) * (self.options.block_n // self.output_atom.k)
             return State(softmax, weights, *start, fly.i32(0) if self.schedule.lists else None)
@@ -524,10 +524,6 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
-    typical = None
-    if tensors.cu_seqlens_q is not None:
-        keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
-        typical = (-(-len(tensors.q) // request.batch), -(-keys // request.batch))
     seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
-    options, splits = build_for(seen, units, typical)
+    options, splits = build_for(seen, units, typical_lengths(tensors, request))
     return bind_build(flash_attn_sm90, tensors, request, options, splits)

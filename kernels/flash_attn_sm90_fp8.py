@@ -36,7 +36,7 @@ from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
-from kernels.sm90_launch import bind_build
+from kernels.sm90_launch import bind_build, typical_lengths
 from kernels.sm90_producer import Producer
 from kernels.sm90_schedule import Work
 from kernels.sm90_turner import Turner
@@ -325,7 +325,8 @@ def _turned(words: list[fly.Value]) -> list[fly.Value]:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
-    options, splits = build_for(request, units, table=TILES, kind=Fp8Options)
+    typical = typical_lengths(tensors, request)
+    options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
     if options.turned_stages:
         return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
     batch, keys, kv_heads, head_dim = tensors.v.shape

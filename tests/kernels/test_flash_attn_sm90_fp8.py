@@ -232,7 +232,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90_fp8"
     assert dispatch.choose("sm_90a", replace(REQUEST, features=("split_kv",), head_dim=256)).name == "sm90_fp8"
     for change, text in [
-        ({"features": ("packed",)}, "the sm90_fp8 kernel does not do packed sequences .*: call it once per sequence"),
+        ({"features": ("packed",)}, "the sm90_fp8 kernel does packed .* at most 16 queries, as in decoding, not 300: call"),
         ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
         ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
         ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
@@ -241,6 +241,15 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     ]:  # fmt: skip
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("sm_90a", replace(REQUEST, **change))
+    # 16 queries of 4 heads are the rows of a tile; of a group of 6, two heads are rows of one
+    for heads, queries in ((2, 64), (8, 16), (12, 32), (256, 1)):
+        cached = replace(REQUEST, num_heads=heads, seq_len=queries, features=dispatch.OF_CACHES)
+        assert dispatch.choose("sm_90a", cached).name == "sm90_fp8"
+        text = (
+            rf"does padding at the left .* at most {queries} queries, as in decoding, not {queries + 1}: cut it off"
+        )
+        with pytest.raises(UnsupportedError, match=text):
+            dispatch.choose("sm_90a", replace(cached, seq_len=queries + 1))
     with pytest.raises(UnsupportedError, match="the generic kernel takes bf16, f16, not f8e4m3: convert with"):
         dispatch.choose("sm_80", REQUEST)
 
