@@ -57,6 +57,12 @@ TILES: dict[Key, Mapping[str, Any]] = {
     (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
     (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
 }
+# Decoding, where V is read once and turned in the kernel. More tiles in flight make blocks end less evenly.
+DECODING: Mapping[int, Mapping[str, Any]] = {
+    64: {"stages": 4, "turned_stages": 2},
+    128: {"stages": 3, "turned_stages": 2},
+    256: {"block_n": 128, "stages": 2, "turned_stages": 1, "output_first": True},
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Fp8Options(Sm90Options):
     output_first: bool = False
     turned_stages: int = 0
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
-    decoding: ClassVar[Mapping[str, Any]] = {"turned_stages": 2}  # V is read once; one slot is filled, one read
+    decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
 
     def __post_init__(self):
         super().__post_init__()

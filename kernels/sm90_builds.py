@@ -55,7 +55,7 @@ class Sm90Options:
     page_size: int | None = None
     combines: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
-    decoding: ClassVar[Mapping[str, Any]] = {}  # fields of builds for decoding
+    decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
 
     def __post_init__(self):
         if self.block_n > self.most_keys:
@@ -293,8 +293,12 @@ def decode_options(
     """
     dims = head_dim + head_dim_v
     block_n = min(256 if dims <= 128 else 128 if dims <= 320 else 64, kind.most_keys)
-    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa, **kind.decoding)
-    _, k, v = one.copied
+    own = kind.decoding.get(head_dim, {})
+    fields = {"block_n": block_n, "stages": 1, "q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa} | own
+    one = kind(head_dim, head_dim_v, causal, 1, **fields)
+    if "stages" in own:
+        return one
+    _, k, v = one.tiles
     room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
     return replace(one, stages=1 + room // (k.bytes + v.bytes))
 
