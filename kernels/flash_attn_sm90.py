@@ -510,10 +510,14 @@ class Consumer:
 
     def store_parts(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Store a split's part, f32; rows past the end are dropped."""
+        self._store_runs(view, work, output, fly.f32)
+
+    def _store_runs(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment, dtype: fly.DType) -> None:
+        """Store what each thread holds, two columns at a time."""
         first, count = self.first_row(work), self.count(work)
         for row, column, values in output.runs():
             with fly.when(first + row < count):
-                fly.store(values, view.at(first + row, column), align=8)
+                fly.store(values.to(dtype), view.at(first + row, column), align=2 * dtype.bytes)
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:

@@ -23,8 +23,8 @@ from kernels.dispatch import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, keys_of_block, turn_values
-from kernels.sm90_builds import Sm90Options, decode_options, options_of
+from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
 from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels.fp8_reference import plain, reference, rounded
@@ -35,18 +35,24 @@ E4M3 = torch.float8_e4m3fn
 every_row = pytest.mark.parametrize("row", TILES, ids=str)
 DECODE = [(64, False, 8), (128, False, 8), (128, True, 4), (256, False, 1)]
 DESCALED = Features(DESCALES)
+OPERANDS = dict.fromkeys(DESCALES, TensorSpec("f32", 2, 4, False)) | {"block_table": TensorSpec("i32", 2, 4, True)}
 
 
 @functools.cache
-def build(options: Fp8Options, split: bool = False):
-    """One build, as `prepare` has it compiled."""
-    rank = 4 + split
+def build(options: Fp8Options, split: bool = False, form: str = "dense"):
+    """One build, as `prepare` has it compiled; `form`: dense or packed queries."""
+    packed = form == "packed"
+    rank = 4 - packed + split
     maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
     results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
+    offsets = TensorSpec("i32", 1, 16, True) if packed else None
     scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
-    operands = [TensorSpec("f32", 2, 4, False)] * len(options.features.operands)
-    whole = (TensorSpec("bf16", 4, 16, True), TensorSpec("f32", 3, 4, True)) if options.combines else (None, None)
-    specs = (*maps, *results, None, None, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
+    operands = [OPERANDS.get(name, TensorSpec("i32", 1, 4, True)) for name in options.features.operands]
+    whole = (None, None)
+    if options.combines:
+        whole = (TensorSpec("bf16", rank - 1, 16, True), TensorSpec("f32", rank - 2, 4, True))
+    of_keys = None if options.page_size else offsets
+    specs = (*maps, *results, offsets, of_keys, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
     kernel = flash_attn_sm90_fp8.flash_attn_sm90_fp8
     return compile_kernel(kernel, specs, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
@@ -80,13 +86,38 @@ def test_parts_are_accepted_too(tmp_path):
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
     options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
-    artefact = build(replace(options, features=DESCALED), split=True)
+    for options_ in (options, *([replace(options, first_rows=True)] if options.products == 1 else [])):
+        artefact = build(replace(options_, features=DESCALED), split=True)
+        accept(artefact, options, tmp_path)
+        # what the block is launched with covers what its warpgroups take in the end
+        report = run_ptxas(artefact.isa, "sm_90a", tmp_path)
+        launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
+        assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
+
+
+CACHES = [
+    (("seqused_kv", "block_table", "k_descale"), 16, "dense", True),
+    (("seqused_kv", "block_table", "v_descale"), 128, "packed", True),
+    (("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *DESCALES), None, "dense", True),
+    ((), None, "packed", False),
+]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("names", "page_size", "form", "split"), CACHES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_builds_for_caches_are_accepted_too(head_dim, names, page_size, form, split, tmp_path):
+    options = decode_options(head_dim, head_dim, form == "packed", 8, Fp8Options)
+    options = replace(options, features=Features(names), page_size=page_size, combines=split)
+    options = replace(options, first_rows=options.products == 1)
+    artefact = build(options, split, form)
     accept(artefact, options, tmp_path)
     report = run_ptxas(artefact.isa, "sm_90a", tmp_path)
-    assert " 0 bytes spill stores" in report
-    # what the block is launched with covers what its warpgroups take in the end
     launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
     assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
+    # rows of V that are not the sequence's are cleared before the tile is turned
+    before = artefact.isa.split("ldmatrix.sync")[0]
+    assert before.count("fence.proxy.async") == 1
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
@@ -98,6 +129,37 @@ def test_decode_builds_turn_each_tile_once(head_dim, causal, pack):
     each = options.block_n * head_dim // 512 // 4  # four matrices at a time, a quarter by each warp
     assert isa.count("ldmatrix.sync") == isa.count("stmatrix.sync") == each
     assert isa.count("prmt.b32") == 4 * each and isa.count("bar.warp.sync") == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_are_not_there_have_no_softmax(head_dim):
+    options = decode_options(head_dim, head_dim, False, 8, Fp8Options)
+    whole, half = (build(replace(options, first_rows=first_rows)).isa for first_rows in (False, True))
+    for instruction, rest in (("ex2.approx", 0), ("cvt.rn.satfinite.e4m3x2", 0), ("fma.rn.f32", 10)):
+        counts = [isa.count(instruction) for isa in (whole, half)]
+        assert counts[0] > 90 and counts[1] <= counts[0] // 2 + rest + 9
+    # the products are those of the whole tile
+    assert whole.count("wgmma.mma_async") == half.count("wgmma.mma_async")
+
+
+def test_which_builds_have_first_rows_only():
+    for queries, heads, wanted in (
+        (1, 8, True),
+        (2, 8, True),
+        (3, 8, False),
+        (8, 2, True),
+        (9, 2, False),
+        (1, 18, True),
+    ):
+        request = replace(REQUEST, seq_len=queries, num_heads=heads)
+        options, _ = build_for(request, 132, table=TILES, kind=Fp8Options)
+        assert has_first_rows(request, options) is wanted
+    wide = replace(REQUEST, head_dim=256, seq_len=1)
+    assert not has_first_rows(wide, build_for(wide, 132, table=TILES, kind=Fp8Options)[0])
+    with pytest.raises(ShapeError, match="first_rows is True; expected False with head_dim_v 256"):
+        replace(decode_options(256, 256, False, 4, Fp8Options), first_rows=True)
+    with pytest.raises(ShapeError, match="consumers is 2; expected 1 with first_rows"):
+        replace(row_options((128, 128, True, 2, None)), first_rows=True)
 
 
 @every_row
@@ -232,7 +294,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90_fp8"
     assert dispatch.choose("sm_90a", replace(REQUEST, features=("split_kv",), head_dim=256)).name == "sm90_fp8"
     for change, text in [
-        ({"features": ("packed",)}, "the sm90_fp8 kernel does packed .* at most 16 queries, as in decoding, not 300: call"),
+        ({"features": ("packed",)}, "does packed sequences .* at most 16 queries, as in decoding, not 300: call it"),
         ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
         ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
         ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
