@@ -50,7 +50,6 @@ FEATURES: Mapping[str, tuple[str, str]] = {
 }
 EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
 
-
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
 
 

@@ -1,6 +1,6 @@
 """Flash attention forward for Hopper (sm_90a): warp-specialised, persistent, on WGMMA and TMA.
 
-Shah et al., "FlashAttention-3" (2024). A block is one producer warpgroup and two or three consumer warpgroups; a
+Shah et al., "FlashAttention-3" (2024). A block is one producer warpgroup and one to three consumer warpgroups; a
 consumer owns 64 query rows of the block's `block_m`, keys and values come in tiles of `block_n`.
 
 | who | registers | what |

@@ -150,10 +150,11 @@ def flash_attn_sm90_fp8(
     *operands: fly.Operand,
     options: Fp8Options,
 ):
-    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90` without packed sequences.
+    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90`.
 
     q, k: e4m3 maps; v: one of what `turn_values` makes, or with `turned_stages` like k's; operands: q_descale,
-    k_descale, v_descale or some of them, (B, Hkv) f32.
+    k_descale, v_descale or some of them, (B, Hkv) f32. Where sequences lie, in pages, packed or with lengths, only
+    builds with `turned_stages` are told.
     """
     tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)

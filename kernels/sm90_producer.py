@@ -24,13 +24,17 @@ class Slots:
     tile: PanelTile
     ring: Ring
 
+    @staticmethod
+    def allocate(name: str, tile: PanelTile, stages: int, consumer_warps: int) -> Slots:
+        memory = fly.alloc_shared(name, tile.bytes * stages, 1024)
+        return Slots(memory, tile, Ring.allocate(name, stages, consumer_warps))
+
 
 @dataclass(frozen=True)
 class Buffers:
     """Shared memory: tiles, the rings over them, and the board that says what the block works on.
 
-    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where a
-    warpgroup turns it.
+    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is turned.
     """
 
     q: fly.Pointer
@@ -51,7 +55,8 @@ class Buffers:
         """Of one block."""
         q_tile, k_tile, v_tile = options.tiles
         raw_tile = options.raw_tile
-        warps, turning = options.consumers * WARPGROUP // 32, 0 if raw_tile is None else WARPGROUP // 32
+        warps = options.consumers * WARPGROUP // 32
+        turning = 0 if raw_tile is None else WARPGROUP // 32
         lists = options.features.block_size is not None
         return Buffers(
             q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
@@ -65,13 +70,7 @@ class Buffers:
             v_ring=Ring.allocate("v", options.v_stages, warps, turning),
             board=Board.allocate(warps + turning, lists),
             numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
-            raw=None
-            if raw_tile is None
-            else Slots(
-                fly.alloc_shared("raw", raw_tile.bytes * options.stages, 1024),
-                raw_tile,
-                Ring.allocate("raw", options.stages, turning),
-            ),
+            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, turning),
         )
 
 

@@ -24,6 +24,7 @@ from fly.backends.target import Target
 from fly.ir.context import LOCK, context
 from fly.layout import Layout
 from fly.passes.walk import kernel_function
+from tests import ptx
 
 _DTYPES = {
     "i1": np.dtype(np.bool_),
@@ -50,6 +51,9 @@ class Type:
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * (self.length or 1)
+
+
+SHARED = Type(None, None, True)
 
 
 @dataclass
@@ -213,12 +217,13 @@ class _Block:
             for wave in address.reshape(-1, self.target.wave_size):
                 self.machine.shared_accesses.append(SharedAccess(kind, size, tuple(map(int, wave))))
 
-    def matrix_rows(self, address: np.ndarray) -> np.ndarray:
-        """The 16 bytes of shared memory at each thread's address, (threads, 16), for a wave's load of matrices."""
-        shared = Type(None, None, True)
-        self.whole_waves("ldmatrix")
-        self.observe("ldmatrix", shared, 16, address)
-        return self.read(shared, address, Type(np.dtype(np.uint8), 16), self.mask, 16)
+    def matrix_rows(self, name: str, address: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray | None:
+        """The 16 bytes of shared memory at each thread's address, (threads, 16), or `rows` stored there, by waves."""
+        self.whole_waves(name)
+        self.observe(name, SHARED, 16, address)
+        if rows is None:
+            return self.read(SHARED, address, Type(np.dtype(np.uint8), 16), self.mask, 16)
+        return self.write(SHARED, address, rows, self.mask, 16)
 
     def bytes_at(self, type_: Type, address: np.ndarray, size: int, active: np.ndarray, align: int) -> np.ndarray:
         """Indices (threads, size) of the bytes at an address; those of inactive threads are zero."""
@@ -272,42 +277,9 @@ def _intrinsic(b: _Block, node: Node) -> None:
 
 
 def _ptx(b: _Block, node: Node, *operands: np.ndarray) -> Any:
-    """Inline PTX, of the few instructions that are known here."""
-    text = node.attributes["asm_string"]
-    for opcode, rule in _PTX.items():
-        if text.startswith(opcode):
-            return rule(b, node, *operands)
-    raise AssertionError(f"the simulator does not know {text}")
+    return ptx.execute(b, node.attributes["asm_string"], *operands)
 
 
-def _ldmatrix(b: _Block, node: Node, address: np.ndarray) -> list[list[np.ndarray]]:
-    """Four matrices of 8 rows of 16 bytes; lane 4 c + t has column c of rows 2 t and 2 t + 1 of each."""
-    rows = b.matrix_rows(address)
-    pairs = rows.view(np.uint16).reshape(-1, 4, 4, 2, 8)  # wave, matrix, t, half, c
-    words = np.ascontiguousarray(pairs.transpose(1, 0, 4, 2, 3)).view(np.int32)
-    return [[word.reshape(b.threads) for word in words]]
-
-
-def _stmatrix(b: _Block, node: Node, address: np.ndarray, *words: np.ndarray) -> None:
-    """The same not turned: lane 4 r + t has bytes 4 t to 4 t + 3 of row r of each."""
-    b.whole_waves("stmatrix")
-    b.observe("stmatrix", Type(None, None, True), 16, address)
-    rows = np.stack([word.reshape(-1, 8, 4) for word in words], axis=1).reshape(b.threads, 4)
-    b.write(Type(None, None, True), address, rows, b.mask, 16)
-
-
-def _prmt(b: _Block, node: Node, low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    bytes_ = np.stack([low, high], axis=1).view(np.uint8)
-    which = selector[:, None] >> (4 * np.arange(4)) & 7
-    return np.take_along_axis(bytes_, which, axis=1).copy().view(np.int32).reshape(b.threads)
-
-
-_PTX: dict[str, Callable[..., Any]] = {
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": _ldmatrix,
-    "stmatrix.sync.aligned.m8n8.x4.shared.b16": _stmatrix,
-    "prmt.b32": _prmt,
-    "fence.proxy.async": lambda b, node: None,
-}
 _PACE = {
     f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
 }
