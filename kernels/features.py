@@ -233,10 +233,16 @@ class Given:
         slope = _of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32))
         return replace(self, operands={**self.operands, "alibi_slopes": slope})
 
-    def load_bias(self, rows: fly.RowVector, first_key: Any, columns: int, place: Place) -> fly.Fragment | None:
-        """The bias of a tile of scores, if there is one: for before the products that make them; see `BiasTile`."""
+    def load_bias(self, columns: int, at: Callable[[], tuple[fly.RowVector, Any, Place]]) -> fly.Fragment | None:
+        """The bias of a tile of scores, if there is one: for before the products that make them; see `BiasTile`.
+
+        `columns`: keys of the tile; `at`: (rows, first_key, place) of it, not called where there is no bias.
+        """
         bias = self.get("bias")
-        return None if bias is None else BiasTile(bias, rows, first_key, columns, place).load()
+        if bias is None:
+            return None
+        rows, first_key, place = at()
+        return BiasTile(bias, rows, first_key, columns, place).load()
 
     def modify(
         self,

@@ -192,10 +192,8 @@ def _attend(
 
     def bias_of(j: Any) -> fly.Fragment | None:
         """To be called before the products with K: on its way meanwhile."""
-        if given.get("bias") is None:
-            return None
-        first_key = (j if listed is None else listed.tile(j)) * options.block_n
-        return given.load_bias(rows, first_key, options.block_n, work)
+        block_n = options.block_n
+        return given.load_bias(block_n, lambda: (rows, (j if listed is None else listed.tile(j)) * block_n, work))
 
     def featured(scores: fly.Fragment, j: Any, masked: bool, bias: fly.Fragment | None) -> fly.Fragment:
         j = j if listed is None else listed.tile(j)

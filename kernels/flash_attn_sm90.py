@@ -337,10 +337,8 @@ class Consumer:
 
     def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
         """The bias of key tile j, if there is one: on its way while the scores are."""
-        if self.given.get("bias") is None:
-            return None
         block_n = self.options.block_n
-        return self.given.load_bias(self._queries(work), j * block_n, block_n, self.place(work))
+        return self.given.load_bias(block_n, lambda: (self._queries(work), j * block_n, self.place(work)))
 
     def _modified(
         self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None

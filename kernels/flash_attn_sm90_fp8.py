@@ -60,8 +60,8 @@ TILES: dict[Key, Mapping[str, Any]] = {
 }
 # Decoding, where V is read once and turned in the kernel. More tiles in flight make blocks end less evenly.
 DECODING: Mapping[int, Mapping[str, Any]] = {
-    64: {"stages": 4, "turned_stages": 2},
-    128: {"stages": 3, "turned_stages": 2},
+    64: {"block_n": 128, "stages": 4, "turned_stages": 1},
+    128: {"block_n": 128, "stages": 3, "turned_stages": 1},
     256: {"block_n": 128, "stages": 2, "turned_stages": 1, "output_first": True},
 }
 
@@ -380,10 +380,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     grid = (-(-keys // keys_of_block(head_dim)), kv_heads, batch)
     turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), {"head_dim": head_dim}, compile_kernel)
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
+    current_stream = turn.entry.current_stream
 
     def run(tensors: Tensors, stream: int | None) -> None:
         memory = tensors.workspace
-        turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
+        if stream is None:
+            stream = current_stream()
+        turn.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)
         parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
         forward.run(tensors._replace(v=memory, workspace=parts), stream)
 

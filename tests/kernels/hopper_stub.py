@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import fly
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.runtime import device, prepared, tensor_map
 from fly.runtime.cuda import CudaDevice, CudaKernel
 from fly.runtime.launch import Compile, Launcher
-from kernels import flash_attn_interface, kv_cache, sm90_launch
+from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8, kv_cache, sm90_launch
 from tests.runtime.fake_cuda import FakeDriver
 
 
@@ -51,3 +54,49 @@ def install(monkeypatch: pytest.MonkeyPatch, compile: Compile | None = None) -> 
     for module in (flash_attn_interface, kv_cache):
         monkeypatch.setattr(module, "_plans", {})
     return stub
+
+
+UNITS = 132  # multiprocessors of an H200
+
+
+@dataclass
+class Recorded:
+    """What `prepare` of a Hopper kernel makes, in order.
+
+    `maps`: (shape, box) of tensor maps; `bound`: what `bind` gets; `launched`: (kernel, addresses, stream) of what
+    that gives, once it is run; `arrivals`: for how many tiles counters of parts are asked for.
+    """
+
+    maps: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    bound: list[tuple[Any, ...]] = field(default_factory=list)
+    launched: list[tuple[str, tuple[Any, ...], Any]] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """Have `prepare` of the Hopper kernels record what it would compile and launch on a device with `UNITS`.
+
+    Counters have "counters" for an example, and "counters of STREAM" for an address.
+    """
+    made = Recorded()
+
+    def bind(*arguments: Any):
+        made.bound.append(arguments)
+        launch = lambda addresses, stream: made.launched.append((arguments[0].name, tuple(addresses), stream))  # noqa: E731
+        return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=lambda: "current stream"))
+
+    def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int) -> str:
+        made.maps.append((tuple(tensor.shape), box))
+        return "map"
+
+    def counters_of(device: Any, arrivals: int) -> SimpleNamespace:
+        made.arrivals.append(arrivals)
+        return SimpleNamespace(example="counters", address=lambda stream: f"counters of {stream}")
+
+    monkeypatch.setattr(fly, "tensor_map", tensor_map)
+    monkeypatch.setattr(sm90_launch, "counters_of", counters_of)
+    for module in (flash_attn_sm90_fp8, sm90_launch):
+        monkeypatch.setattr(module, "bind", bind)
+    for module in (flash_attn_sm90, flash_attn_sm90_fp8, sm90_launch):
+        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
+    return made

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import fly
 from fly.backends.nvvm.wgmma import PAIRS
 from fly.backends.target import target
 from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, UnsupportedError
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels import dispatch, flash_attn_sm90_fp8, sm90_launch
+from kernels import dispatch, flash_attn_sm90_fp8
 from kernels.dispatch import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
@@ -27,6 +26,7 @@ from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, has_first_rows, keys_
 from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
 from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
+from tests.kernels import hopper_stub
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.simulator import Machine, Program, flat
 from tests.tracing import trace
@@ -192,7 +192,7 @@ def test_registers_go_to_consumers_with_wide_outputs():
 
 def test_sums_in_accumulators_are_of_128_keys():
     decoding = [decode_options(dim, dim, False, kind=kind) for kind in (Sm90Options, Fp8Options) for dim in (64, 128)]
-    assert [options.block_n for options in decoding] == [256, 128, 128, 128]
+    assert [options.block_n for options in decoding] == [160, 80, 128, 128]
     with pytest.raises(ShapeError, match="block_n is 160; expected at most 128"):
         replace(row_options((64, 64, False, 3, None)), block_n=160)
 
@@ -340,52 +340,40 @@ def test_out_is_bf16():
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """(maps, what is bound, what is called) of launches on 132 multiprocessors that launch nothing."""
-    maps, bound, called = [], [], []
-
-    def bind(kernel, grid, threads, arguments, statics, compile):
-        bound.append((kernel.name, grid, threads, arguments, statics))
-        return lambda *addresses, stream: called.append((kernel.name, addresses, stream))
-
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tuple(tensor.shape), box)))
-    for module in (flash_attn_sm90_fp8, sm90_launch):
-        monkeypatch.setattr(module, "bind", bind)
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=132))
-    counters = SimpleNamespace(example=None, address=lambda stream: 99)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
-    combined = lambda *addresses, stream: called.append(("combine", addresses, stream))  # noqa: E731
-    monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: combined)
-    return maps, bound, called
+def made(monkeypatch):
+    """What is made of launches that launch nothing."""
+    made = hopper_stub.record(monkeypatch)
+    combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
+    monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
+    return made
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_what_is_bound_and_where_addresses_go(recorded, splits):
+def test_what_is_bound_and_where_addresses_go(made, splits):
     """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
-    maps, bound, called = recorded
     q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
     request = replace(REQUEST, num_kv_splits=splits)
     launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
 
-    (turn, grid, threads, arguments, statics), (name, _, _, _, forward) = bound
-    assert (turn, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
+    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _) = made.bound
+    assert (turn.name, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
     assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
     options = forward["options"]
-    assert name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
-    assert maps[2] == ((2, 2, 128, 304), (1, 1, 128, 128))
+    assert kernel.name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
+    assert made.maps[2] == ((2, 2, 128, 304), (1, 1, 128, 128))
 
     turned = 2 * 2 * 128 * 304
     workspace = torch.empty(launch.workspace_bytes // 4, dtype=torch.float32)
     launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
     at = workspace.data_ptr()
-    first, second, *rest = called
+    first, second, *rest = made.launched
     assert first == ("turn_values", (v.data_ptr(), at), 7)
     results = (out.data_ptr(),) if splits == 1 else second[1][3:5]
     assert second == (
         "flash_attn_sm90_fp8",
-        (q.data_ptr(), k.data_ptr(), at, *results, 99, *[scales.data_ptr()] * 3),
+        (q.data_ptr(), k.data_ptr(), at, *results, "counters of 7", *[scales.data_ptr()] * 3),
         7,
     )
     if splits == 1:
@@ -396,23 +384,22 @@ def test_what_is_bound_and_where_addresses_go(recorded, splits):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decoding_is_one_launch_that_reads_v_as_it_lies(recorded, splits):
+def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
     """Nothing is turned beforehand: the workspace is for parts alone, and the kernel puts them together."""
-    maps, bound, called = recorded
     q, k, v = inputs(seq_len=1, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
     request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
     launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
-    ((name, _, threads, _, statics),) = bound
+    ((kernel, _, threads, _, statics, _),) = made.bound
     options = statics["options"]
-    assert (name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
-    assert maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
+    assert (kernel.name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
+    assert made.maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
 
     parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
     assert parts <= launch.workspace_bytes < parts + 256
     workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
     launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
-    ((_, addresses, stream),) = called
+    ((_, addresses, stream),) = made.launched
     assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
-    assert addresses[-4:] == (99 if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)
+    assert addresses[-4:] == ("counters of 7" if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)

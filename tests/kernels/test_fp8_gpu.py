@@ -55,7 +55,7 @@ def test_lengths(dim, causal, shape, generator):
 def test_every_build(row, generator, monkeypatch):
     """Whatever the shape, also with values that add up, scales, heads in a tile and split keys."""
 
-    def build(request, units, table, kind):
+    def build(request, units, typical, table, kind):
         pack = 2 if request.num_heads > request.num_kv_heads else 1
         options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.asked)
         return options, request.num_kv_splits

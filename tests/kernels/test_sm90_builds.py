@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
-from kernels import flash_attn_sm90, sm90_launch
+from kernels import flash_attn_sm90
 from kernels.dispatch import Request, Tensors
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
@@ -32,10 +31,11 @@ from kernels.sm90_builds import (
 from kernels.sm90_schedule import PackedRows, PackedVector, query_of
 from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS
+from tests.kernels import hopper_stub
+from tests.kernels.hopper_stub import UNITS
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
-UNITS = 132
 DIMS = sorted({row[:2] for row in TILES})
 groups = st.integers(1, 128)
 
@@ -113,13 +113,13 @@ def test_the_boxes_are_the_tiles(pack, consumers):
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_decode_builds_fill_shared_memory(dims, causal):
-    options = decode_options(*dims, causal, 8)
-    room = target("sm_90a").shared_bytes
-    _, k, v = options.tiles
-    assert options.tile_bytes + 2048 <= room
-    assert options.tile_bytes + 2048 + k.bytes + v.bytes > room
+@pytest.mark.parametrize("paged", [True, False])
+def test_decode_builds_have_what_memory_takes_in_flight(dims, causal, paged):
+    """Between 64 and 80 KiB: with 48 memory was not busy, and from 96 on blocks finished unevenly."""
+    options = decode_options(*dims, causal, 8, paged=paged)
+    assert 64 << 10 <= options.key_bytes * (options.stages - paged) <= 80 << 10
     assert options.stages >= 2 and options.q_stages == 2
+    assert not paged or options.block_n in (32, 64, 128)
     assert options.consumers == 1 and not options.ping_pong
     assert (options.causal, options.pack_gqa, options.queries) == (causal, 8, 8)
 
@@ -140,19 +140,25 @@ def test_decode_builds_fill_shared_memory(dims, causal):
     ],
 )
 def test_decode_splits(blocks, key_tiles, wanted):
-    assert decode_splits(blocks, key_tiles, UNITS) == wanted
+    assert decode_splits(blocks, key_tiles, 64 << 10, UNITS) == wanted
+
+
+@pytest.mark.parametrize("blocks", [8, 32, 128])
+def test_splits_follow_bytes_and_not_tiles(blocks):
+    assert len({decode_splits(blocks, 1024 * n, (64 << 10) // n, UNITS) for n in (1, 2, 4)}) == 1
+    assert decode_splits(blocks, 8, 64 << 10, UNITS) > decode_splits(blocks, 8, 4 << 10, UNITS) or blocks == 128
 
 
 def test_a_little_more_than_a_round_is_split():
     """136 blocks of which 4 would run alone."""
-    splits = decode_splits(136, 1024, UNITS)
+    splits = decode_splits(136, 1024, 64 << 10, UNITS)
     assert splits > 1
     assert -(-136 * splits // UNITS) * UNITS <= 1.1 * 136 * splits
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 200))
 def test_splits_have_keys(blocks, key_tiles, units):
-    assert 1 <= decode_splits(blocks, key_tiles, units) <= max(1, min(MAX_SPLITS, key_tiles))
+    assert 1 <= decode_splits(blocks, key_tiles, 40 << 10, units) <= max(1, min(MAX_SPLITS, key_tiles))
 
 
 def test_decoding_takes_its_build():
@@ -183,13 +189,7 @@ def test_who_puts_split_keys_together():
 @pytest.mark.parametrize("lse", [True, False])
 def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
     """The counters of its tiles, and out and lse after them: both when it is bound and in a call."""
-    bound, launched, asked = [], [], []
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: "map")
-    monkeypatch.setattr(sm90_launch, "bind", lambda *a: bound.append(a) or (lambda *x, stream: launched.append(x)))
-    for module in (flash_attn_sm90, sm90_launch):
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
-    counters = SimpleNamespace(example="counters", address=lambda stream: "of the stream")
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: asked.append(arrivals) or counters)
+    made = hopper_stub.record(monkeypatch)
     q, k, v, out = (
         torch.empty(2, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 16), (300, 2), (300, 2), (1, 16))
     )
@@ -198,14 +198,16 @@ def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
     tensors = Tensors(q, k, v, *results, workspace=workspace)
     launch = flash_attn_sm90.prepare(tensors, request(1, 300, 16, 2, 2, num_kv_splits=4))
     assert launch.workspace_bytes == 4 * workspace.numel()
-    ((_, grid, _, arguments, _, _),) = bound
-    assert (grid, asked) == (2 * 2 * 4, [MAX_ARRIVALS])
+    ((_, grid, _, arguments, _, _),) = made.bound
+    assert (grid, made.arrivals) == (2 * 2 * 4, [MAX_ARRIVALS])
     assert arguments[7:10] == ("counters", *results)
     launch.run(tensors, None)
     memory = workspace.data_ptr()
     parts = (memory, memory + 2 * 16 * 4 * 128 * 4)
     ends = [t.data_ptr() for t in results if t is not None]
-    assert launched == [(q.data_ptr(), k.data_ptr(), v.data_ptr(), *parts, "of the stream", *ends)]
+    inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    stream = "current stream"
+    assert made.launched == [("flash_attn_sm90", (*inputs, *parts, f"counters of {stream}", *ends), stream)]
 
 
 def test_more_rows_than_one_consumer_has_take_a_row_of_the_table():
@@ -235,19 +237,13 @@ def test_a_section_counts_packed_sets():
 
 def test_packed_heads_are_bound(monkeypatch):
     """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
-    maps, bound = [], []
-    monkeypatch.setattr(fly, "tensor_map", lambda tensor, box, swizzle: maps.append((tensor.shape, box)))
-    monkeypatch.setattr(sm90_launch, "bind", lambda *arguments: bound.append(arguments))
-    for module in (flash_attn_sm90, sm90_launch):
-        monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
-    counters = SimpleNamespace(example=None, address=None)
-    monkeypatch.setattr(sm90_launch, "counters_of", lambda device, arrivals: counters)
+    made = hopper_stub.record(monkeypatch)
     q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
     flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
-    ((_, grid, threads, arguments, statics, _),) = bound
+    ((_, grid, threads, arguments, statics, _),) = made.bound
     options = statics["options"]
     assert (options.pack_gqa, options.consumers) == (8, 1)
-    assert maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
+    assert made.maps == [((2, 9, 6, 8, 128), (1, 8, 1, 8, 64))] + [((2, 300, 2, 128), (1, 128, 1, 64))] * 2
     assert (grid, threads) == (2 * 6 * 2, 256)  # 2 sequences of 6 sets of 72 rows
     assert arguments[-4:-2] == (300, 3)
 

@@ -16,8 +16,9 @@ from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_
 from kernels.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
+from tests.kernels.hopper_stub import UNITS
 from tests.kernels.test_flash_attn_sm90_isa import accept, specs
-from tests.kernels.test_sm90_builds import UNITS, request
+from tests.kernels.test_sm90_builds import request
 
 LISTS = (*PARTIAL, *WHOLE)
 TENSORS = {
