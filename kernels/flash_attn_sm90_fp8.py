@@ -304,7 +304,8 @@ class Fp8Consumer(Consumer):
         return inverse.map(lambda x: x * scale), lse.map(lambda x: x - OFFSET * math.log(2))
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
-        if self.options.first_rows:
+        if self.options.turned_stages:
+            # few rows to store; trading them among lanes would take registers that loops spill for at D=256
             self._store_runs(view, work, output, self.dtype)
         else:
             super().store(view, work, output)
