@@ -22,7 +22,7 @@ from kernels.dispatch import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
 from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
 from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
@@ -189,6 +189,14 @@ def test_registers_go_to_consumers_with_wide_outputs():
     assert (wide.registers, narrow.registers) == ((24, 240), (40, 232))
     assert all(producer + 2 * consumer <= 512 for producer, consumer in (wide.registers, narrow.registers))
     assert row_options((64, 64, False, 3, None)).registers == (32, 160)
+
+
+def test_decoding_has_a_build_for_every_head_dimension():
+    (kernel,) = (kernel for kernel in dispatch.KERNELS if kernel.name == "sm90_fp8")
+    assert set(DECODING) == set(kernel.head_dims)
+    for dim in DECODING:
+        options = decode_options(dim, dim, False, kind=Fp8Options)
+        assert options.turned_stages and options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
 
 
 def test_sums_in_accumulators_are_of_128_keys():
