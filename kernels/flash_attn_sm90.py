@@ -125,6 +125,7 @@ def run_block(
         block_n=options.block_n,
         given=given,
         page_size=options.page_size,
+        takes_late=options.takes_late,
     )
     buffers = Buffers.allocate(options)
     raw = [] if buffers.raw is None else [buffers.raw.ring]

@@ -35,7 +35,8 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself. A
+    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself;
+    `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to. A
     block mask's blocks divide into tiles.
     """
 
@@ -53,6 +54,7 @@ class Sm90Options:
     features: Features = NO_FEATURES
     page_size: int | None = None
     combines: bool = False
+    takes_late: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
 
@@ -309,13 +311,14 @@ def decode_options(
 
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
     before the last tile is done, and two or a few for keys, together no more than memory's speed takes. For keys in
-    pages (`paged`) one more, since a tile's pages must be known before it is on its way.
+    pages (`paged`) one more, since a tile's pages must be known before it is on its way. Tiles can take milliseconds,
+    so that the wait for the next one's number is nothing next to a block that got one which another has time for.
     """
+    fields = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa, "takes_late": True}
     own = kind.decoding.get(head_dim)
     if own is not None:
-        fields = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa} | own
-        return kind(head_dim, head_dim_v, causal, 1, **fields)
-    one = kind(head_dim, head_dim_v, causal, 1, wgmma.K, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
+        return kind(head_dim, head_dim_v, causal, 1, **fields | own)
+    one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
     block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
     return replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
@@ -325,8 +328,8 @@ def decode_options(
 # costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was the best
 # of up to 13 in all of 16 shapes of decoding.
 _UNIT = 64 << 10
-_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
-_ENOUGH = 1.03
+_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.3, 4.0, 0.02
+_ENOUGH = 1.02
 
 
 def decode_splits(blocks: int, key_tiles: int, tile_bytes: int, units: int) -> int:
