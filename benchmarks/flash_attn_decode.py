@@ -2,6 +2,7 @@
 
     python benchmarks/flash_attn_decode.py
     python benchmarks/flash_attn_decode.py --batch 1 16 --seq_len_kv 65536 --page_size 16 --csv decode.csv
+    python benchmarks/flash_attn_decode.py --dtype f8e4m3 --provider fly --provider "fly paged"
 
 One query a sequence, 64 query heads on 8 key heads by default. A cell's floor is the time in which a copy moves the
 bytes of K and V: its bandwidth, read and written, is measured first. Whether results are right is for the tests.
@@ -21,12 +22,13 @@ if not __package__:  # run as a script
 
 import torch
 
+from benchmarks import workload
 from benchmarks.flash_attn_fwd import versions
 from benchmarks.progress import progress, say
 from benchmarks.timing import measure
-from benchmarks.workload import DTYPES
 
 Call = Callable[[], object]
+DTYPES = workload.DTYPES | {"f8e4m3": torch.float8_e4m3fn}
 COPY_BYTES = 4 << 30
 MOST_BYTES = 40 << 30  # of one cell's K and V
 BATCHES = (1, 4, 16, 64)
@@ -68,7 +70,7 @@ class Cache:
 
         def pool() -> torch.Tensor:
             size = (pages, page_size, cell.kv_heads, cell.head_dim)
-            return torch.empty(size, dtype=DTYPES[cell.dtype], device="cuda").uniform_(-1, 1)
+            return torch.empty(size, dtype=torch.bfloat16, device="cuda").uniform_(-1, 1).to(DTYPES[cell.dtype])
 
         q = torch.randn(cell.batch, 1, cell.heads, cell.head_dim, device="cuda").to(DTYPES[cell.dtype])
         table = torch.randperm(pages, device="cuda").int().view(cell.batch, -1)

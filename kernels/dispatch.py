@@ -50,6 +50,8 @@ FEATURES: Mapping[str, tuple[str, str]] = {
 }
 EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
 
+OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
+
 
 class Tensors(NamedTuple):
     """The tensors of a call, in the order in which kernels take them; None where the call has none.
@@ -131,6 +133,10 @@ Prepare = Callable[[Tensors, Request], Launch]
 """What a kernel's module has as `prepare`: it compiles and binds; a workspace may be missing at that time."""
 
 
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(v) for v in values)
+
+
 @dataclass(frozen=True)
 class Need:
     """A condition of a kernel on the call: in words, and as a function that says why a request fails it, or None."""
@@ -200,6 +206,24 @@ def rows_within(bytes_: int) -> Need:
         return f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make k and v contiguous"
 
     return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
+
+
+def few_rows(features: tuple[str, ...], rows: int) -> Need:
+    """With any of these features, a sequence's queries and heads are rows of one tile.
+
+    Rows are its queries, times the largest power of two that divides the query heads of a key head, 64 at most.
+    """
+
+    def refuses(request: Request) -> str | None:
+        asked = [FEATURES[name] for name in request.features if name in features]
+        group = request.num_heads // request.num_kv_heads
+        most = rows // min(group & -group, rows)
+        if not asked or request.seq_len <= most:
+            return None
+        least = f"where sequences have at most {most} queries, as in decoding, not {request.seq_len}"
+        return "; ".join(f"does {what} {least}: {instead}" for what, instead in asked)
+
+    return Need(f"at most {rows} rows a sequence and key head with {_listed(features)}", refuses)
 
 
 def mask_blocks(rows: int, keys: int) -> Need:
@@ -301,10 +325,10 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 128, 256),
         dtypes=("f8e4m3",),
-        features=("split_kv", "descale"),
+        features=("split_kv", *OF_CACHES, "descale"),
         tuning={},
-        reason="the sm90 kernel on 8-bit products, with V turned beforehand",
-        needs=(aligned(16), rows_within(4 << 20)),
+        reason="the sm90 kernel on 8-bit products, with V turned beforehand or, decoding, in the kernel",
+        needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64)),
     ),
     Kernel(
         name="generic",
@@ -318,10 +342,6 @@ KERNELS: tuple[Kernel, ...] = (
         mixed_dims=None,
     ),
 )
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(str(v) for v in values)
 
 
 def head_dims(kernel: Kernel) -> str:

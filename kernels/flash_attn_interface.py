@@ -136,9 +136,9 @@ def flydsl_flash_attn_func(
             shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
         num_kv_splits: parts that the keys are split into, each computed by blocks of its own and then
             combined: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
-        workspace: memory for split keys and turned 8-bit values instead of an allocation in the call, contiguous,
-            16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused
-            without these.
+        workspace: memory for split keys and values of 8 bits that are turned beforehand instead of an allocation in
+            the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype;
+            overwritten. Unused without these.
         cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device; sequence b has the tokens from
             cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not read on the host, so that
             it may change between replays of a captured graph. Queries outside of all sequences are not written.

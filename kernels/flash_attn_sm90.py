@@ -1,6 +1,6 @@
 """Flash attention forward for Hopper (sm_90a): warp-specialised, persistent, on WGMMA and TMA.
 
-Shah et al., "FlashAttention-3" (2024). A block is one producer warpgroup and two or three consumer warpgroups; a
+Shah et al., "FlashAttention-3" (2024). A block is one producer warpgroup and one to three consumer warpgroups; a
 consumer owns 64 query rows of the block's `block_m`, keys and values come in tiles of `block_n`.
 
 | who | registers | what |
@@ -27,7 +27,6 @@ from fly.backends.nvvm.intrinsics import (
     barrier_arrive,
     barrier_sync,
     elect_one,
-    fence_async_shared,
     setmaxnreg_dec,
     setmaxnreg_inc,
     warpgroup_id,
@@ -42,12 +41,14 @@ from kernels.mask import KeyRange
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
 from kernels.sm90_combine import Combination
-from kernels.sm90_launch import bind_build
-from kernels.sm90_producer import Buffers, Producer
+from kernels.sm90_launch import bind_build, typical_lengths
+from kernels.sm90_producer import Buffers, Producer, clear_rows
 from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
+from kernels.sm90_turner import Turner
 from kernels.tile_scheduler import part
 
-# first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile
+# first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile; of the
+# second kind the turner has the one behind them
 TURN, CLEARED = 1, 5
 OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 
@@ -94,10 +95,12 @@ def run_block(
     options: Sm90Options,
     producer_role: type[Producer],
     consumer_role: type[Consumer],
+    turner_role: type[Turner] | None = None,
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
     `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
+    `turner_role`: of the last warpgroup, in builds with a `raw_tile`.
     """
     q, k, v = maps
     out, lse, cu_seqlens_q, cu_seqlens_kv, counters, *whole = tensors
@@ -125,14 +128,22 @@ def run_block(
         takes_late=options.takes_late,
     )
     buffers = Buffers.allocate(options)
-    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])
+    raw = [] if buffers.raw is None else [buffers.raw.ring]
+    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring, *raw])
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
             producer_role(schedule, buffers, q, k, v, group, pack).run()
-    with fly.when(warpgroup != 0):
+    consumes = warpgroup != 0
+    if turner_role is not None:
+        last = options.consumers + 1
+        consumes = consumes & (warpgroup != last)
+        with fly.when(warpgroup == last):
+            setmaxnreg_dec(turner_role.registers)
+            turner_role(schedule, buffers, CLEARED + options.consumers).run()
+    with fly.when(consumes):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
         role = consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split)
@@ -227,7 +238,7 @@ class Consumer:
         """`first`, or where all sequences are empty, a state that nothing reads."""
 
         def none() -> State:
-            zero = fly.broadcast(fly.i32(0), 4).bitcast(self.dtype)
+            zero = fly.broadcast(fly.i32(0), 4).bitcast(dtype_of(self.output_atom.dtype))
             softmax = OnlineSoftmax.start(self.score_layout, 1)
             weights = (zero,) * (self.options.block_n // self.output_atom.k)
             return State(softmax, weights, *start, fly.i32(0) if self.schedule.lists else None)
@@ -292,7 +303,10 @@ class Consumer:
         self.buffers.v_ring.wait(state.v_at)
         if self.schedule.cut_keys:
             j = j if state.tile is None else state.tile
-            self._clear_tail(work.keys.keys - j * self.options.block_n, memory)
+            rows = work.keys.keys - j * self.options.block_n
+            with fly.when(rows < tile.rows):
+                clear_rows(tile, memory, rows)  # every consumer for itself: they store the same
+                barrier_sync(self.index + CLEARED, WARPGROUP)
         values = Operand(memory, tile, along_rows=True)
         steps = self.options.block_n // self.output_atom.k
         return wgmma.issue(self.output_atom, state.weights, values, steps, output)
@@ -302,21 +316,6 @@ class Consumer:
     ) -> fly.Value:
         """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
         return wgmma.wait(0, started, after=after)[0]
-
-    def _clear_tail(self, rows: fly.Value, memory: fly.Pointer) -> None:
-        """Set the rows of a V tile from `rows` on to zero: not the sequence's, and a NaN there times 0 is NaN.
-
-        Every consumer does so for itself; they store the same.
-        """
-        tile = self.buffers.v_tile
-        with fly.when(rows < tile.rows):
-            begin = fly.maximum(rows, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
-            zero = fly.broadcast(fly.i32(0), 4)
-            for panel in range(tile.panels):
-                for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
-                    fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
-            fence_async_shared()
-            barrier_sync(self.index + CLEARED, WARPGROUP)
 
     def _queries(self, work: Work) -> fly.RowVector:
         return self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
@@ -510,10 +509,14 @@ class Consumer:
 
     def store_parts(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Store a split's part, f32; rows past the end are dropped."""
+        self._store_runs(view, work, output, fly.f32)
+
+    def _store_runs(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment, dtype: fly.DType) -> None:
+        """Store what each thread holds, two columns at a time."""
         first, count = self.first_row(work), self.count(work)
         for row, column, values in output.runs():
             with fly.when(first + row < count):
-                fly.store(values, view.at(first + row, column), align=8)
+                fly.store(values.to(dtype), view.at(first + row, column), align=2 * dtype.bytes)
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
@@ -524,10 +527,6 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
-    typical = None
-    if tensors.cu_seqlens_q is not None:
-        keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
-        typical = (-(-len(tensors.q) // request.batch), -(-keys // request.batch))
     seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
-    options, splits = build_for(seen, units, typical)
+    options, splits = build_for(seen, units, typical_lengths(tensors, request))
     return bind_build(flash_attn_sm90, tensors, request, options, splits)

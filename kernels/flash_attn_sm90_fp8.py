@@ -4,7 +4,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 | what | why |
 |---|---|
-| V is turned beforehand, to (B, Hkv, D, keys) in the call's workspace | 8-bit operands lie with k along rows' bytes |
+| V is turned to (D, keys), beforehand in the call's workspace or, decoding, by a warpgroup | k is along rows' bytes |
 | its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ import torch
 import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.backends.nvvm.wgmma import FirstRows, Operand, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
@@ -36,12 +36,14 @@ from kernels.dispatch import Launch, Request, Tensors, device_of
 from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
 from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Key, Sm90Options, build_for
-from kernels.sm90_launch import bind_build
+from kernels.sm90_launch import bind_build, typical_lengths
 from kernels.sm90_producer import Pages, Producer
-from kernels.sm90_schedule import Work
+from kernels.sm90_schedule import PackedRows, Work
+from kernels.sm90_turner import Turner
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
+FIRST_ROWS = 8  # of each 16, which a warp has
 
 # Like kernels/flash_attn_sm90_tiles.py; those with one consumer were not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
@@ -56,6 +58,12 @@ TILES: dict[Key, Mapping[str, Any]] = {
     (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
     (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
 }
+# Decoding, where V is read once and turned in the kernel. More tiles in flight make blocks end less evenly.
+DECODING: Mapping[int, Mapping[str, Any]] = {
+    64: {"block_n": 128, "stages": 4, "turned_stages": 1},
+    128: {"block_n": 128, "stages": 3, "turned_stages": 1},
+    256: {"block_n": 128, "stages": 2, "turned_stages": 1, "output_first": True},
+}
 
 
 @dataclass(frozen=True)
@@ -63,16 +71,25 @@ class Fp8Options(Sm90Options):
     """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
 
     `output_first`: a tile's O += P V is started before the next tile's scores, and is in O before these are there.
+    `turned_stages`: slots for V's tiles that a warpgroup of the kernel turns; 0 where V comes turned. `first_rows`: a
+    sequence and key head has `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no output.
     """
 
     output_first: bool = False
+    turned_stages: int = 0
+    first_rows: bool = False
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
-    step_keys: ClassVar[int] = 2 * wgmma.K
+    decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
 
     def __post_init__(self):
         super().__post_init__()
         if self.output_first and self.hold:
             raise ShapeError("hold is True; expected False with output_first, whose output waits for no exponentials")
+        if self.first_rows and self.consumers > 1:
+            raise ShapeError(f"consumers is {self.consumers}; expected 1 with first_rows")
+        if self.first_rows and self.products > 1:
+            # ptxas would give each product registers of its own, and spill 150 words
+            raise ShapeError(f"first_rows is True; expected False with head_dim_v {self.head_dim_v}")
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -99,11 +116,19 @@ class Fp8Options(Sm90Options):
         )
 
     @property
+    def raw_tile(self) -> PanelTile | None:
+        return PanelTile.widest(self.block_n, self.head_dim_v, 1) if self.turned_stages else None
+
+    @property
+    def v_stages(self) -> int:
+        return self.turned_stages or self.stages
+
+    @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
-        """What one bulk copy moves of q and of k, see `Sm90Options`, and of turned v, (B, Hkv, D, keys)."""
-        q, k, _ = super().boxes
-        v = self.tiles[2]
-        return q, k, (1, 1, v.rows, v.panel_columns)
+        """What one bulk copy moves of q, k and v, see `Sm90Options`, or of v that is turned, (B, Hkv, D, keys)."""
+        q, k, v = super().boxes
+        turned = self.tiles[2]
+        return q, k, v if self.turned_stages else (1, 1, turned.rows, turned.panel_columns)
 
 
 @fly.kernel
@@ -125,14 +150,16 @@ def flash_attn_sm90_fp8(
     *operands: fly.Operand,
     options: Fp8Options,
 ):
-    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90` without packed sequences.
+    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90`.
 
-    q, k: e4m3 maps; v: one of what `turn_values` makes; operands: q_descale, k_descale, v_descale or some of them,
-    (B, Hkv) f32.
+    q, k: e4m3 maps; v: one of what `turn_values` makes, or with `turned_stages` like k's; operands: q_descale,
+    k_descale, v_descale or some of them, (B, Hkv) f32. Where sequences lie, in pages, packed or with lengths, only
+    builds with `turned_stages` are told.
     """
     tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
-    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer)
+    turner = Turner if options.turned_stages else None
+    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer, turner)
 
 
 @dataclass(frozen=True)
@@ -147,6 +174,8 @@ class Fp8Producer(Producer):
     """The producer of 8-bit tiles."""
 
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        if self.buffers.raw is not None:
+            return super()._load_v(at, work, j, pages)
         place, buffers = (work.entry, work.head // self.group, 0), self.buffers
         return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, [place], j * self.schedule.block_n)
 
@@ -158,6 +187,13 @@ class Fp8Consumer(Consumer):
         super().__init__(*args)
         self.dtype = fly.bf16  # of the output
         self.piece_atom = WarpgroupAtom(self.options.piece, self.output_atom.dtype)
+        if self.options.first_rows:
+            atoms = (self.score_atom, self.output_atom)
+            self.score_layout, self.output_layout = (fly.AccumulatorLayout(FirstRows(a), "m") for a in atoms)
+
+    def _in_use(self, product: fly.Value) -> fly.Value:
+        """A product's accumulators, or those of the rows that there are."""
+        return FirstRows.of(product) if self.options.first_rows else product
 
     def _no_output(self) -> Output:
         return Output(super()._no_output(), fly.RowVector.full(self.output_layout, 1, 1.0))
@@ -204,7 +240,7 @@ class Fp8Consumer(Consumer):
                     # a wait for nothing, before which the last piece must have been added and its product is free
                     pieces[-1:] = wgmma.wait(1, pieces[-1])
                 following = starts[number]()
-            (product,) = wgmma.wait(int(following is not None), flying, after=() if number else after)
+            product = self._in_use(wgmma.wait(int(following is not None), flying, after=() if number else after)[0])
             place = slice(number * len(product), (number + 1) * len(product))
             pieces.append(fly.fma(before[place], factors[place], product))
             flying = following
@@ -247,6 +283,11 @@ class Fp8Consumer(Consumer):
         """What the head's scores are multiplied by, in log2 units."""
         return self._descaled(self.scale, work, "q_descale", "k_descale")
 
+    def _modified(
+        self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None
+    ) -> fly.Fragment:
+        return super()._modified(work, j, self._in_use(scores), of_head, bias)
+
     def _advance(
         self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
@@ -254,12 +295,20 @@ class Fp8Consumer(Consumer):
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 32 keys each."""
-        return wgmma.by_pairs(probabilities.tiles[0][0], fly.f8e4m3)
+        values = probabilities.tiles[0][0]
+        return wgmma.by_pairs(FirstRows.twice(values) if self.options.first_rows else values, fly.f8e4m3)
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         inverse, lse = softmax.finish(self._of_head(work))
         scale = self._descaled(fly.f32(1.0), work, "v_descale")
         return inverse.map(lambda x: x * scale), lse.map(lambda x: x - OFFSET * math.log(2))
+
+    def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
+        if self.options.turned_stages:
+            # few rows to store; trading them among lanes would take registers that loops spill for at D=256
+            self._store_runs(view, work, output, self.dtype)
+        else:
+            super().store(view, work, output)
 
 
 TURN_THREADS = 128
@@ -308,10 +357,22 @@ def _turned(words: list[fly.Value]) -> list[fly.Value]:
     return [*lower, *upper]
 
 
+def has_first_rows(request: Request, options: Fp8Options) -> bool:
+    """Whether a build for decoding is better without half of the rows of its tiles: if no row is in that half.
+
+    Where O is made in several products, memory decides, not the softmax.
+    """
+    return options.products == 1 and request.seq_len * options.pack_gqa <= FIRST_ROWS
+
+
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
-    options, splits = build_for(request, units, table=TILES, kind=Fp8Options)
+    typical = typical_lengths(tensors, request)
+    options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
+    if options.turned_stages:
+        options = replace(options, first_rows=has_first_rows(request, options))
+        return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
     batch, keys, kv_heads, head_dim = tensors.v.shape
     # only its sizes and strides matter here
     turned = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)

@@ -56,7 +56,7 @@ class Sm90Options:
     combines: bool = False
     takes_late: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
-    step_keys: ClassVar[int] = wgmma.K  # of one step of the second product
+    decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
 
     def __post_init__(self):
         if self.block_n > self.most_keys:
@@ -98,13 +98,13 @@ class Sm90Options:
     @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
         """What one bulk copy moves of q, (B, S, H, D) or packed (B, S, H / pack_gqa, pack_gqa, D), of k and of v."""
-        q, k, v = self.tiles
+        q, k, v = self.copied
         heads = (1,) if self.pack_gqa == 1 else (1, self.pack_gqa)
         return (1, self.queries, *heads, q.panel_columns), *((1, self.key_rows, 1, t.panel_columns) for t in (k, v))
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers)
+        return WARPGROUP * (1 + self.consumers + (self.raw_tile is not None))
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -116,15 +116,36 @@ class Sm90Options:
         )
 
     @property
+    def raw_tile(self) -> PanelTile | None:
+        """Of V as it arrives, where a warpgroup turns it before consumers read it."""
+        return None
+
+    @property
+    def v_stages(self) -> int:
+        """Slots of V that consumers read."""
+        return self.stages
+
+    @property
+    def copied(self) -> tuple[PanelTile, PanelTile, PanelTile]:
+        """The tiles that bulk copies fill: of Q, of K, and of V as it arrives."""
+        q, k, v = self.tiles
+        return q, k, self.raw_tile or v
+
+    @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages
+        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.turned_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Of a tile of keys and one of values."""
-        _, k, v = self.tiles
+        """Of a tile of keys and one of values, as they arrive."""
+        _, k, v = self.copied
         return k.bytes + v.bytes
+
+    @property
+    def turned_bytes(self) -> int:
+        """Of the slots of V that is turned in the kernel."""
+        return 0 if self.raw_tile is None else self.tiles[2].bytes * self.v_stages
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -290,10 +311,12 @@ def decode_options(
     pages (`paged`) one more, since a tile's pages must be known before it is on its way. Tiles can take milliseconds,
     so that the wait for the next one's number is nothing next to a block that got one which another has time for.
     """
-    one = kind(
-        head_dim, head_dim_v, causal, 1, kind.step_keys, 1, 2, ping_pong=False, pack_gqa=pack_gqa, takes_late=True
-    )
-    block_n = min(_IN_FLIGHT // 2 // one.key_bytes * kind.step_keys, kind.most_keys)
+    fields = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa, "takes_late": True}
+    own = kind.decoding.get(head_dim)
+    if own is not None:
+        return kind(head_dim, head_dim_v, causal, 1, **fields | own)
+    one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
+    block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
     return replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
 

@@ -14,6 +14,14 @@ from kernels.sm90_builds import Sm90Options, section_for
 from kernels.tile_counters import MAX_ARRIVALS, counters_of
 
 
+def typical_lengths(tensors: Tensors, request: Request) -> tuple[int, int] | None:
+    """(queries, keys) of packed sequences on average, as far as the host knows; None of others."""
+    if tensors.cu_seqlens_q is None:
+        return None
+    keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
+    return -(-len(tensors.q) // request.batch), -(-keys // request.batch)
+
+
 def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Options, splits: int) -> Launch:
     """A launch of one build of `kernel`, which takes what `kernels.flash_attn_sm90.flash_attn_sm90` does.
 
@@ -31,7 +39,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     maps = tuple(
         fly.tensor_map(tensor, box, swizzle=tile.swizzle)
         for tensor, box, tile in zip(
-            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.tiles, strict=True
+            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.copied, strict=True
         )
     )
     scalars = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import tma
-from fly.backends.nvvm.intrinsics import WARPGROUP
+from fly.backends.nvvm.intrinsics import WARPGROUP, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position, Ring
 from fly.backends.nvvm.wgmma import PanelTile
 from kernels.sm90_builds import Sm90Options
@@ -19,10 +19,24 @@ Pages = tuple[fly.Value, ...]
 
 
 @dataclass(frozen=True)
+class Slots:
+    """A ring of tiles in shared memory."""
+
+    memory: fly.Pointer
+    tile: PanelTile
+    ring: Ring
+
+    @staticmethod
+    def allocate(name: str, tile: PanelTile, stages: int, consumer_warps: int) -> Slots:
+        memory = fly.alloc_shared(name, tile.bytes * stages, 1024)
+        return Slots(memory, tile, Ring.allocate(name, stages, consumer_warps))
+
+
+@dataclass(frozen=True)
 class Buffers:
     """Shared memory: tiles, the rings over them, and the board that says what the block works on.
 
-    `numbers`: with a block mask, which key tile is in each slot of K.
+    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is turned.
     """
 
     q: fly.Pointer
@@ -36,25 +50,29 @@ class Buffers:
     v_ring: Ring
     board: Board
     numbers: fly.SharedMemory | None
+    raw: Slots | None
 
     @staticmethod
     def allocate(options: Sm90Options) -> Buffers:
         """Of one block."""
         q_tile, k_tile, v_tile = options.tiles
+        raw_tile = options.raw_tile
         warps = options.consumers * WARPGROUP // 32
+        turning = 0 if raw_tile is None else WARPGROUP // 32
         lists = options.features.block_size is not None
         return Buffers(
             q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
             k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
-            v=fly.alloc_shared("v", v_tile.bytes * options.stages, 1024),
+            v=fly.alloc_shared("v", v_tile.bytes * options.v_stages, 1024),
             q_tile=q_tile,
             k_tile=k_tile,
             v_tile=v_tile,
             q_ring=Ring.allocate("q", options.q_stages, warps),
             k_ring=Ring.allocate("k", options.stages, warps),
-            v_ring=Ring.allocate("v", options.stages, warps),
-            board=Board.allocate(warps, lists),
+            v_ring=Ring.allocate("v", options.v_stages, warps, turning),
+            board=Board.allocate(warps + turning, lists),
             numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
+            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, turning),
         )
 
 
@@ -116,8 +134,10 @@ class Producer:
         return self._load(self.k, buffers.k_ring, buffers.k, buffers.k_tile, at, places, note=note)
 
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
-        places = self._keys(work, self._tile(work, j), pages)
-        return self._load(self.v, self.buffers.v_ring, self.buffers.v, self.buffers.v_tile, at, places)
+        places, buffers = self._keys(work, self._tile(work, j), pages), self.buffers
+        if buffers.raw is not None:
+            return self._load(self.v, buffers.raw.ring, buffers.raw.memory, buffers.raw.tile, at, places)
+        return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, places)
 
     def _tile(self, work: Work, j: Any) -> Any:
         """Key tile j, or that of step j of a list."""
@@ -157,3 +177,16 @@ class Producer:
                 corner = (*place, column + panel * tile.panel_columns)
                 tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
         return ring.next(at)
+
+
+def clear_rows(tile: PanelTile, memory: fly.Pointer, first: fly.Value) -> None:
+    """Set a tile's rows from `first` on to zero: for values that are no sequence's, as a NaN there times 0 is NaN.
+
+    By a warpgroup, which then meets at a barrier.
+    """
+    begin = fly.maximum(first, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
+    zero = fly.broadcast(fly.i32(0), 4)
+    for panel in range(tile.panels):
+        for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
+            fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
+    fence_async_shared()

@@ -24,6 +24,7 @@ from fly.backends.target import Target
 from fly.ir.context import LOCK, context
 from fly.layout import Layout
 from fly.passes.walk import kernel_function
+from tests import ptx
 
 _DTYPES = {
     "i1": np.dtype(np.bool_),
@@ -50,6 +51,9 @@ class Type:
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * (self.length or 1)
+
+
+SHARED = Type(None, None, True)
 
 
 @dataclass
@@ -213,6 +217,14 @@ class _Block:
             for wave in address.reshape(-1, self.target.wave_size):
                 self.machine.shared_accesses.append(SharedAccess(kind, size, tuple(map(int, wave))))
 
+    def matrix_rows(self, name: str, address: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray | None:
+        """The 16 bytes of shared memory at each thread's address, (threads, 16), or `rows` stored there, by waves."""
+        self.whole_waves(name)
+        self.observe(name, SHARED, 16, address)
+        if rows is None:
+            return self.read(SHARED, address, Type(np.dtype(np.uint8), 16), self.mask, 16)
+        return self.write(SHARED, address, rows, self.mask, 16)
+
     def bytes_at(self, type_: Type, address: np.ndarray, size: int, active: np.ndarray, align: int) -> np.ndarray:
         """Indices (threads, size) of the bytes at an address; those of inactive threads are zero."""
         memory, valid = self.space(type_)
@@ -262,6 +274,10 @@ def _intrinsic(b: _Block, node: Node) -> None:
     """Waves go in lock-step: what only orders or paces them has nothing to do."""
     name = node.attributes["intrin"]
     assert name in _PACE, f"the simulator does not know {name}"
+
+
+def _ptx(b: _Block, node: Node, *operands: np.ndarray) -> Any:
+    return ptx.execute(b, node.attributes["asm_string"], *operands)
 
 
 _PACE = {
@@ -513,6 +529,9 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.narrow_pairs": _narrow_pairs,
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
+    "llvm.ptrtoint": _cast,
+    "llvm.inline_asm": _ptx,
+    "llvm.extractvalue": lambda b, node, values: values[node.attributes["position"][0]],
     "llvm.call_intrinsic": lambda b, node, *operands: _intrinsic(b, node),
     "llvm.load": _load,
     "llvm.store": _store,

@@ -75,6 +75,24 @@ EMITTED = {
         '"atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}" %{{.*}}, %arg3 : '
         "(!llvm.ptr<1>, i32) -> i32",
     ),
+    "load_matrices_turned": (
+        lambda box, x, n: intrinsics.load_matrices_turned(shared()),
+        '"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}" '
+        "%{{.*}} : (i32) -> !llvm.struct<(i32, i32, i32, i32)>",
+    ),
+    "store_matrices": (
+        lambda box, x, n: intrinsics.store_matrices(shared(), [n] * 4),
+        '"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}" '
+        "%{{.*}}, %arg3, %arg3, %arg3, %arg3 : ",
+    ),
+    "permute_bytes": (
+        lambda box, x, n: intrinsics.permute_bytes(n, n, 0x6420),
+        '"prmt.b32 $0, $1, $2, $3;", "=r,r,r,r,~{memory}" %arg3, %arg3, %c25632_i32 : (i32, i32, i32) -> i32',
+    ),
+    "sync_warp": (
+        lambda box, x, n: intrinsics.sync_warp(),
+        '"bar.warp.sync 0xffffffff;", "~{memory}" : () -> ()',
+    ),
     "fence_async_shared": (
         lambda box, x, n: intrinsics.fence_async_shared(),
         '"fence.proxy.async.shared::cta;", "~{memory}" : () -> ()',
@@ -178,6 +196,29 @@ def test_a_ring_waits_for_the_other_side():
     )
 
 
+def test_warps_fill_a_ring_by_stores():
+    def body(box, x, n):
+        ring = Ring.allocate("ring", 2, 4, producer_warps=8)
+        assert (ring.full.arrivals, ring.empty.arrivals) == (8, 4)
+        at = Position(n, n)
+        ring.claim(at)
+        ring.publish(at)
+
+    filecheck(
+        emitted(body),
+        """
+        CHECK: %[[FREE:.*]] = arith.xori %arg3, %{{.*}} : i32
+        CHECK: mbarrier.try_wait.parity
+        CHECK-SAME: %[[FREE]] :
+        CHECK: fence.proxy.async.shared::cta;
+        CHECK: bar.warp.sync 0xffffffff;
+        CHECK: scf.if
+        CHECK-NOT: expect_tx
+        CHECK: mbarrier.arrive.shared
+        """,
+    )
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_position_goes_round_its_ring(stages):
     """Slots in turn, and a phase that flips with each round; the emitted arithmetic is run."""
@@ -233,6 +274,21 @@ REFUSED = {
     ),
     "many registers": (lambda box, x, n: intrinsics.setmaxnreg_inc(264), ShapeError, "setmaxnreg of 264 registers"),
     "odd registers": (lambda box, x, n: intrinsics.setmaxnreg_inc(100), ShapeError, "setmaxnreg of 100 registers"),
+    "three words": (
+        lambda box, x, n: intrinsics.store_matrices(shared(), [n] * 3),
+        ShapeError,
+        "3 words of matrices to store; expected 4",
+    ),
+    "matrices of global memory": (
+        lambda box, x, n: intrinsics.load_matrices_turned(x.pointer),
+        DTypeError,
+        "<global pointer> is no pointer to shared memory",
+    ),
+    "selector": (
+        lambda box, x, n: intrinsics.permute_bytes(n, n, fly.f32(1.0)),
+        DTypeError,
+        "selector of bytes is <f32>; expected an integer or a traced i32",
+    ),
     "atomic of shared": (
         lambda box, x, n: intrinsics.atomic_add(shared(), 1),
         DTypeError,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
+from fly.backends.nvvm.wgmma import FirstRows, Operand, PanelTile, WarpgroupAtom
 from fly.backends.target import target
 from fly.errors import AtomError, LayoutError, ShapeError
 from fly.lang.fragment import AccumulatorLayout
@@ -194,6 +194,34 @@ def test_accumulators_are_where_the_isa_says(n):
             assert atom.c((thread, i)) == row + 64 * column
             seen.add(atom.c((thread, i)))
     assert seen == set(range(64 * n))
+
+
+@pytest.mark.parametrize("n", [32, 128])
+def test_first_rows_are_half_of_the_accumulators(n):
+    """What is kept is where its layout says, and doubled has the same places in the atom's layout."""
+    atom = WarpgroupAtom(n, "f8e4m3")
+    whole, half = (AccumulatorLayout(x, "m") for x in (atom, FirstRows(atom)))
+    assert half.slots == (0,) and half.values == n // 4
+
+    def kernel(source: fly.Tensor, kept: fly.Tensor, doubled: fly.Tensor):
+        lane = fly.lane_of(128)
+        values = fly.from_elements([source.load(lane, i) for i in range(n // 2)])
+        first = FirstRows.of(values)
+        for i in range(n // 4):
+            kept.store(first[i], lane, i)
+        for i, value in enumerate(FirstRows.twice(first)):
+            doubled.store(value, lane, i)
+
+    places = [[whole.coordinate(lane, v) for v in range(n // 2)] for lane in range(128)]
+    source = np.array([[row + 64 * column for row, column in of_lane] for of_lane in places], np.int32)
+    kept, doubled = np.zeros((128, n // 4), np.int32), np.zeros((128, n // 2), np.int32)
+    module = trace(kernel, *[matrix("i32", 2)] * 3, arch="sm_90a", block=128)
+    Machine(Program(module, target("sm_90a")))(flat(source, kept, doubled))
+    for lane in range(128):
+        found = [(int(x) % 64, int(x) // 64) for x in kept[lane]]
+        assert found == [half.coordinate(lane, v) for v in range(n // 4)]
+    assert (doubled % 64 % 16 < 8).all() and (doubled // 64 == source // 64).all()
+    assert (doubled % 64 == source % 64 // 16 * 16 + source % 8).all()
 
 
 def test_accumulators_are_the_next_products_operand():

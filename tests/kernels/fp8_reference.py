@@ -6,6 +6,9 @@ scores of the values that the inputs stand for, probabilities rounded to e4m3, t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from tests.kernels.reference import (
@@ -37,7 +40,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softm
     """Attention on float32 (B, S, H, D) values with probabilities rounded before the product, in bf16."""
     seq_len, seq_len_kv, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16, device=q.device)
-    for b in range(len(q)):
+    for b in range(len(q) if seq_len_kv else 0):
         for head, row in blocks(q.shape[2], seq_len, seq_len_kv, MAX_SCORES):
             kv_heads = torch.arange(head.start, head.stop, device=q.device) // group
             key, value = (t[b].transpose(0, 1)[kv_heads] for t in (k, v))
@@ -52,6 +55,19 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softm
             result = product(rounded(weights), value) / total.masked_fill(total == 0, 1.0)
             out[b, row, head] = result.transpose(0, 1).to(out.dtype)
     return out
+
+
+def references(parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], **options: Any) -> Reference:
+    """`reference` of sequences (1, S, H, D), packed: out (total, H, D), lse (H, total).
+
+    Scales of `options` are by sequence and key head.
+    """
+    found = []
+    for b, part in enumerate(parts):
+        mine = {name: x[b : b + 1] if name.endswith("descale") else x for name, x in options.items()}
+        found.append(reference(*part, **mine))
+    outs, lses = torch.cat([x.out[0] for x in found]), torch.cat([x.lse[0] for x in found], -1)
+    return Reference(outs, lses, max(x.plain_error for x in found))
 
 
 def reference(

@@ -131,14 +131,20 @@ def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> Non
 
 
 def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
-    """e4m3 inputs with scales of tensors, and of sequences and key heads."""
+    """e4m3 inputs with scales of tensors, and of sequences and key heads; decoding from pages, and packed."""
     for dim in dims:
-        for queries, heads, splits, shape in ((130, 4, 1, ()), (1, 16, 3, (2, 2)), (65, 2, 2, (1,))):
-            sizes = ((queries, heads), (257, 2), (257, 2))
+        builds = ((130, 4, 257, 1, ()), (1, 16, 257, 3, (2, 2)), (65, 2, 257, 2, (1,)), (3, 8, 900, 1, ()))
+        for queries, heads, keys, splits, shape in builds:
+            sizes = ((queries, heads), (keys, 2), (keys, 2))
             q, k, v = (random(device, 2, *size, dim, dtype=torch.float8_e4m3fn) for size in sizes)
             names = ("q_descale", "k_descale", "v_descale")
             scales = {name: random(device, *shape, dtype=torch.float32) for name in names}
             flydsl_flash_attn_func(q, k, v, True, return_lse=True, num_kv_splits=splits, **scales)
+        paged = Paged.of(PAGED_KEYS, 16, 2, (dim, dim), torch.float32, seed=dim, device=device)
+        k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (paged.k, paged.v))
+        q = random(device, len(PAGED_KEYS), 1, 16, dim, dtype=torch.float8_e4m3fn)
+        flydsl_flash_attn_func(q, k, v, True, num_kv_splits=3, **paged.options)
+        packed((3, 0, 5), (33, 17, 300), (8, 2), dim, True, device, torch.float8_e4m3fn)
 
 
 Section = Callable[[dispatch.Kernel, tuple[int, ...], str], None]

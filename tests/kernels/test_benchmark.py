@@ -304,6 +304,7 @@ def test_decoding_needs_whole_pages_and_a_gpu(monkeypatch, capsys):
 
 def test_a_cell_of_decoding_counts_keys_and_values():
     assert flash_attn_decode.Cell(1, 131072, 64, 8, 128, "bf16").bytes == 2 * 131072 * 8 * 128 * 2
+    assert flash_attn_decode.Cell(1, 131072, 64, 8, 128, "f8e4m3").bytes == 2 * 131072 * 8 * 128
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -22,8 +22,9 @@ from kernels.dispatch import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import TILES, Fp8Options, keys_of_block, turn_values
-from kernels.sm90_builds import Sm90Options, decode_options, options_of
+from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
+from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels import hopper_stub
 from tests.kernels.fp8_reference import plain, reference, rounded
@@ -34,18 +35,24 @@ E4M3 = torch.float8_e4m3fn
 every_row = pytest.mark.parametrize("row", TILES, ids=str)
 DECODE = [(64, False, 8), (128, False, 8), (128, True, 4), (256, False, 1)]
 DESCALED = Features(DESCALES)
+OPERANDS = dict.fromkeys(DESCALES, TensorSpec("f32", 2, 4, False)) | {"block_table": TensorSpec("i32", 2, 4, True)}
 
 
 @functools.cache
-def build(options: Fp8Options, split: bool = False):
-    """One build, as `prepare` has it compiled."""
-    rank = 4 + split
-    maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.tiles, strict=True)]
+def build(options: Fp8Options, split: bool = False, form: str = "dense"):
+    """One build, as `prepare` has it compiled; `form`: dense or packed queries."""
+    packed = form == "packed"
+    rank = 4 - packed + split
+    maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
     results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
+    offsets = TensorSpec("i32", 1, 16, True) if packed else None
     scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
-    operands = [TensorSpec("f32", 2, 4, False)] * len(options.features.operands)
-    whole = (TensorSpec("bf16", 4, 16, True), TensorSpec("f32", 3, 4, True)) if options.combines else (None, None)
-    specs = (*maps, *results, None, None, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
+    operands = [OPERANDS.get(name, TensorSpec("i32", 1, 4, True)) for name in options.features.operands]
+    whole = (None, None)
+    if options.combines:
+        whole = (TensorSpec("bf16", rank - 1, 16, True), TensorSpec("f32", rank - 2, 4, True))
+    of_keys = None if options.page_size else offsets
+    specs = (*maps, *results, offsets, of_keys, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
     kernel = flash_attn_sm90_fp8.flash_attn_sm90_fp8
     return compile_kernel(kernel, specs, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
@@ -54,12 +61,20 @@ def row_options(row, features=NO_FEATURES) -> Fp8Options:
     return replace(options_of(row, TILES[row], Fp8Options), features=features)
 
 
-def accept(artefact, options, directory) -> None:
+def accept(artefact, options, directory, spilled: int = 160) -> str:
     """No note of ptxas, and at most a few words spilled: a tile's own O takes what registers are left."""
     report = run_ptxas(artefact.isa, "sm_90a", directory)
-    assert sum(map(int, re.findall(r"(\d+) bytes spill", report))) <= 160, report
+    assert sum(map(int, re.findall(r"(\d+) bytes spill", report))) <= spilled, report
     assert not re.search(r"\(C\d+\)|warning|Potential", report), report
     assert options.tile_bytes < artefact.dynamic_shared <= min(options.tile_bytes + 2048, 227 << 10)
+    return report
+
+
+def accept_decoding(artefact, options, directory) -> None:
+    """The same, and that what the block is launched with covers what its warpgroups take in the end."""
+    report = accept(artefact, options, directory, 100)
+    launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
+    assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
 
 
 @needs_ptxas
@@ -79,7 +94,73 @@ def test_parts_are_accepted_too(tmp_path):
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
     options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
-    accept(build(replace(options, features=DESCALED), split=True), options, tmp_path)
+    for options_ in (options, *([replace(options, first_rows=True)] if options.products == 1 else [])):
+        accept_decoding(build(replace(options_, features=DESCALED), split=True), options, tmp_path)
+
+
+CACHES = [
+    (("seqused_kv", "block_table", "k_descale"), 16, "dense", True),
+    (("seqused_kv", "block_table", "v_descale"), 128, "packed", True),
+    (("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *DESCALES), None, "dense", True),
+    ((), None, "packed", False),
+    (("seqused_kv",), None, "dense", False),
+]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("names", "page_size", "form", "split"), CACHES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_builds_for_caches_are_accepted_too(head_dim, names, page_size, form, split, tmp_path):
+    options = decode_options(head_dim, head_dim, form == "packed", 8, Fp8Options)
+    options = replace(options, features=Features(names), page_size=page_size, combines=split)
+    options = replace(options, first_rows=options.products == 1)
+    artefact = build(options, split, form)
+    accept_decoding(artefact, options, tmp_path)
+    # rows of V that are not the sequence's are cleared before the tile is turned
+    before = artefact.isa.split("ldmatrix.sync")[0]
+    assert before.count("fence.proxy.async") == 1
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
+def test_decode_builds_turn_each_tile_once(head_dim, causal, pack):
+    """V comes by the same boxes as K; matrices of a tile are loaded and stored by one loop of the last warpgroup."""
+    options = decode_options(head_dim, head_dim, causal, pack, Fp8Options)
+    assert options.threads == 384 and options.boxes[1] == options.boxes[2]
+    isa = build(options).isa
+    each = options.block_n * head_dim // 512 // 4  # four matrices at a time, a quarter by each warp
+    assert isa.count("ldmatrix.sync") == isa.count("stmatrix.sync") == each
+    assert isa.count("prmt.b32") == 4 * each and isa.count("bar.warp.sync") == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_are_not_there_have_no_softmax(head_dim):
+    options = decode_options(head_dim, head_dim, False, 8, Fp8Options)
+    whole, half = (build(replace(options, first_rows=first_rows)).isa for first_rows in (False, True))
+    for instruction, rest in (("ex2.approx", 0), ("cvt.rn.satfinite.e4m3x2", 0), ("fma.rn.f32", 10)):
+        counts = [isa.count(instruction) for isa in (whole, half)]
+        assert counts[0] > 90 and counts[1] <= counts[0] // 2 + rest + 9
+    # the products are those of the whole tile
+    assert whole.count("wgmma.mma_async") == half.count("wgmma.mma_async")
+
+
+def test_which_builds_have_first_rows_only():
+    for queries, heads, wanted in (
+        (1, 8, True),
+        (2, 8, True),
+        (3, 8, False),
+        (8, 2, True),
+        (9, 2, False),
+        (1, 18, True),
+    ):
+        request = replace(REQUEST, seq_len=queries, num_heads=heads)
+        options, _ = build_for(request, 132, table=TILES, kind=Fp8Options)
+        assert has_first_rows(request, options) is wanted
+    wide = replace(REQUEST, head_dim=256, seq_len=1)
+    assert not has_first_rows(wide, build_for(wide, 132, table=TILES, kind=Fp8Options)[0])
+    with pytest.raises(ShapeError, match="first_rows is True; expected False with head_dim_v 256"):
+        replace(decode_options(256, 256, False, 4, Fp8Options), first_rows=True)
+    with pytest.raises(ShapeError, match="consumers is 2; expected 1 with first_rows"):
+        replace(row_options((128, 128, True, 2, None)), first_rows=True)
 
 
 @every_row
@@ -108,6 +189,14 @@ def test_registers_go_to_consumers_with_wide_outputs():
     assert (wide.registers, narrow.registers) == ((24, 240), (40, 232))
     assert all(producer + 2 * consumer <= 512 for producer, consumer in (wide.registers, narrow.registers))
     assert row_options((64, 64, False, 3, None)).registers == (32, 160)
+
+
+def test_decoding_has_a_build_for_every_head_dimension():
+    (kernel,) = (kernel for kernel in dispatch.KERNELS if kernel.name == "sm90_fp8")
+    assert set(DECODING) == set(kernel.head_dims)
+    for dim in DECODING:
+        options = decode_options(dim, dim, False, kind=Fp8Options)
+        assert options.turned_stages and options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
 
 
 def test_sums_in_accumulators_are_of_128_keys():
@@ -214,7 +303,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90_fp8"
     assert dispatch.choose("sm_90a", replace(REQUEST, features=("split_kv",), head_dim=256)).name == "sm90_fp8"
     for change, text in [
-        ({"features": ("packed",)}, "the sm90_fp8 kernel does not do packed sequences .*: call it once per sequence"),
+        ({"features": ("packed",)}, "does packed sequences .* at most 16 queries, as in decoding, not 300: call it"),
         ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
         ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
         ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
@@ -223,6 +312,15 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     ]:  # fmt: skip
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("sm_90a", replace(REQUEST, **change))
+    # 16 queries of 4 heads are the rows of a tile; of a group of 6, two heads are rows of one
+    for heads, queries in ((2, 64), (8, 16), (12, 32), (256, 1)):
+        cached = replace(REQUEST, num_heads=heads, seq_len=queries, features=dispatch.OF_CACHES)
+        assert dispatch.choose("sm_90a", cached).name == "sm90_fp8"
+        text = (
+            rf"does padding at the left .* at most {queries} queries, as in decoding, not {queries + 1}: cut it off"
+        )
+        with pytest.raises(UnsupportedError, match=text):
+            dispatch.choose("sm_90a", replace(cached, seq_len=queries + 1))
     with pytest.raises(UnsupportedError, match="the generic kernel takes bf16, f16, not f8e4m3: convert with"):
         dispatch.choose("sm_80", REQUEST)
 
@@ -250,13 +348,18 @@ def test_out_is_bf16():
         flydsl_flash_attn_func(q, k, v, out=torch.empty(q.shape, dtype=E4M3))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
-    """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
+@pytest.fixture
+def made(monkeypatch):
+    """What is made of launches that launch nothing."""
     made = hopper_stub.record(monkeypatch)
     combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
     monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
+    return made
 
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_bound_and_where_addresses_go(made, splits):
+    """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
     q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
@@ -287,3 +390,25 @@ def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     else:
         assert results[0] == at + turned and results[1] < at + launch.workspace_bytes
         assert rest[0][:2] == ("combine", (*results, out.data_ptr()))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
+    """Nothing is turned beforehand: the workspace is for parts alone, and the kernel puts them together."""
+    q, k, v = inputs(seq_len=1, keys=300, heads=8, dim=128)
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    scales = torch.ones(2, 2)
+    request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
+    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+    ((kernel, _, threads, _, statics, _),) = made.bound
+    options = statics["options"]
+    assert (kernel.name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
+    assert made.maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
+
+    parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
+    assert parts <= launch.workspace_bytes < parts + 256
+    workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
+    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    ((_, addresses, stream),) = made.launched
+    assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
+    assert addresses[-4:] == ("counters of 7" if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)

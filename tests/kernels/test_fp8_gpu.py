@@ -55,7 +55,7 @@ def test_lengths(dim, causal, shape, generator):
 def test_every_build(row, generator, monkeypatch):
     """Whatever the shape, also with values that add up, scales, heads in a tile and split keys."""
 
-    def build(request, units, table, kind):
+    def build(request, units, typical, table, kind):
         pack = 2 if request.num_heads > request.num_kv_heads else 1
         options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.asked)
         return options, request.num_kv_splits
@@ -80,6 +80,49 @@ def test_groups_and_splits(dim, heads, splits, generator):
     for queries in (1, 17, 300):
         tensors = inputs(generator, queries, 900, dim, heads=heads[0], kv_heads=heads[1])
         assert wrong(generator, *tensors, True, num_kv_splits=splits) is None
+
+
+def before_nan(tensor, keys):
+    """(B, S, H, D) with only so many of its tokens, in memory where NaN follows."""
+    whole = torch.full((len(tensor), keys + 150, *tensor.shape[2:]), torch.nan, device="cuda").to(E4M3)
+    whole[:, :keys] = tensor[:, :keys]
+    return whole[:, :keys]
+
+
+# heads, key heads, queries: rows of a tile that come from heads, or not
+DECODING = [(8, 1, 1), (16, 2, 3), (6, 2, 7), (4, 4, 40)]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("keys", [1, 5, 16, 100, 128, 129, 900, 4000])
+@pytest.mark.parametrize("splits", [1, 3, 0])
+def test_decoding(dim, keys, splits, generator):
+    """V is turned in the kernel; what lies behind the last key does not matter."""
+    for heads, kv_heads, queries in DECODING:
+        q, *cache = inputs(generator, queries, keys, dim, heads=heads, kv_heads=kv_heads)
+        k, v = (before_nan(tensor, keys) for tensor in cache)
+        assert wrong(generator, q, k, v, True, num_kv_splits=splits) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("splits", [1, 2, 0])
+def test_decoding_of_many_tiles_a_block(dim, splits, generator):
+    """More tiles than multiprocessors; split, more than combine themselves."""
+    tensors = inputs(generator, 1, 700, dim, batch=40, heads=64, kv_heads=8)
+    assert wrong(generator, *tensors, True, num_kv_splits=splits) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_each_key_has_its_own_values(dim, generator):
+    """Scores so far apart that a query takes one key's values, exactly: where each byte of V goes."""
+    keys = 200
+    bits = (torch.arange(keys, device="cuda")[:, None] >> torch.arange(8, device="cuda") & 1) * 16.0 - 8
+    q, k = torch.zeros(2, keys, dim, device="cuda").to(E4M3)
+    q[:, :8] = k[:, :8] = bits.to(E4M3)
+    _, _, v = inputs(generator, 1, keys, dim, batch=1, kv_heads=1)
+    k, v = (tensor.reshape(1, keys, 1, dim).repeat(keys, 1, 1, 1) for tensor in (k, v))
+    out = flydsl_flash_attn_func(q[:, None, None], k, v, softmax_scale=1.0)
+    assert torch.equal(out[:, 0, 0].float(), v[0, :, 0].float())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)], ids=str)
@@ -122,20 +165,23 @@ def test_a_workspace_of_the_callers(generator):
     q, k, v = inputs(generator, 100, 500, 128)
     size = flydsl_flash_attn_workspace(q, k, v)
     assert size == 2 * 2 * 128 * 512
+    assert flydsl_flash_attn_workspace(q[:, :1], k, v) == 0  # nothing is turned beforehand
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     assert wrong(generator, q, k, v, True, workspace=workspace) is None
 
 
-def test_a_captured_call_can_be_replayed(generator):
-    q, k, v = inputs(generator, 300, 300, 128)
-    out = flydsl_flash_attn_func(q, k, v)
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (2, 4000)])
+def test_a_captured_call_can_be_replayed(queries, keys, generator):
+    q, k, v = inputs(generator, queries, keys, 128)
+    out = flydsl_flash_attn_func(q, k, v, num_kv_splits=0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = flydsl_flash_attn_func(q, k, v)
+        replayed = flydsl_flash_attn_func(q, k, v, num_kv_splits=0)
     for tensor in (q, k, v):
         tensor.copy_(torch.randn(tensor.shape, device="cuda", generator=generator).to(E4M3))
     graph.replay()
-    assert torch.equal(replayed, flydsl_flash_attn_func(q, k, v)) and not torch.equal(replayed, out)
+    now = flydsl_flash_attn_func(q, k, v, num_kv_splits=0)
+    assert torch.equal(replayed, now) and not torch.equal(replayed, out)
 
 
 def test_what_is_not_done_is_refused(generator):

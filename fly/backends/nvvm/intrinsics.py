@@ -5,9 +5,10 @@ Instructions: PTX ISA 8.3, sections "Parallel Synchronization and Communication"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from fly.backends.nvvm.inline import as_i32, ptx
+from fly.backends.nvvm.inline import as_i32, ptx, shared_address
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
@@ -97,6 +98,45 @@ def atomic_add(pointer: Pointer, value: Any) -> Value:
 def atomic_wrap(pointer: Pointer, last: Any) -> Value:
     """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
     return _atomic("acq_rel", "inc", pointer, last)
+
+
+def load_matrices_turned(pointer: Pointer) -> tuple[Value, Value, Value, Value]:
+    """Four 8 by 8 matrices of 16-bit elements from shared memory, turned, by all lanes of a warp: a word (i32) each.
+
+    Lane 8 i + r gives the address of row r of matrix i, 16 bytes. A word of lane 4 c + t is column c of rows 2 t (its
+    low half) and 2 t + 1.
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    words = ptx(text, "=r,=r,=r,=r,r", [shared_address(pointer)], [i32.mlir] * 4)
+    first, second, third, fourth = (Value(word, i32) for word in words)
+    return first, second, third, fourth
+
+
+def store_matrices(pointer: Pointer, words: Sequence[Value]) -> None:
+    """Four 8 by 8 matrices of 16-bit elements to shared memory, by all lanes of a warp, from a word (i32) each.
+
+    Lane 8 i + r gives the address of row r of matrix i, 16 bytes. A word of lane 4 r + t is columns 2 t (its low
+    half) and 2 t + 1 of row r.
+
+    Raises:
+        ShapeError: not four words.
+    """
+    if len(words) != 4:
+        raise ShapeError(f"{len(words)} words of matrices to store; expected 4")
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    ptx(text, "r,r,r,r,r", [shared_address(pointer), *words])
+
+
+def permute_bytes(low: Value, high: Value, selector: Any) -> Value:
+    """A word of any four of the eight bytes of two (i32): byte i is the one that the selector's hex digit i names."""
+    operands = [low, high, as_i32(selector, "selector of bytes")]
+    (word,) = ptx("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", operands, [i32.mlir])
+    return Value(word, i32)
+
+
+def sync_warp() -> None:
+    """All lanes of a warp arrive before any goes on; memory accesses are ordered across it."""
+    ptx("bar.warp.sync 0xffffffff;", "", [])
 
 
 def fence_async_shared() -> None:

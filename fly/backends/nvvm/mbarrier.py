@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fly.backends.nvvm.inline import as_i32, ptx, shared_address
-from fly.backends.nvvm.intrinsics import fence_mbarrier_init
+from fly.backends.nvvm.intrinsics import fence_async_shared, fence_mbarrier_init, sync_warp
 from fly.errors import ShapeError
 from fly.ir import memory
 from fly.ir.control import when
@@ -107,19 +107,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Ring:
-    """`stages` buffers that one producer thread fills through TMA and warps empty.
+    """`stages` buffers that one producer thread fills through TMA, or producing warps by stores, and warps empty.
 
-    `full` completes when a slot's bytes have landed, `empty` when every consuming warp has released it.
+    `full` completes when a slot's bytes have landed, or every producing warp has stored its part; `empty` when every
+    consuming warp has released it.
     """
 
     full: Mbarriers
     empty: Mbarriers
 
     @staticmethod
-    def allocate(name: str, stages: int, consumer_warps: int) -> Ring:
-        """Space for the barriers of a ring."""
+    def allocate(name: str, stages: int, consumer_warps: int, producer_warps: int = 0) -> Ring:
+        """Space for the barriers of a ring; `producer_warps` fill its slots, 0: one thread does, through TMA."""
         return Ring(
-            Mbarriers.allocate(f"{name}_full", stages, 1),
+            Mbarriers.allocate(f"{name}_full", stages, max(1, producer_warps)),
             Mbarriers.allocate(f"{name}_empty", stages, consumer_warps),
         )
 
@@ -142,6 +143,17 @@ class Ring:
             note()
         self.full.arrive_expecting(at.index, count)
         return self.full.at(at.index)
+
+    def claim(self, at: Position) -> None:
+        """Producing warp: until the slot is free to be stored to."""
+        self.empty.wait(at.index, at.phase ^ 1)
+
+    def publish(self, at: Position) -> None:
+        """Producing warp: it has stored its part of a slot that TMA or WGMMA read; called by all of its threads."""
+        fence_async_shared()
+        sync_warp()
+        with when(linear_thread() % 32 == 0):
+            self.full.arrive(at.index)
 
     def wait(self, at: Position) -> None:
         """Consumer: until the slot's bytes are there."""

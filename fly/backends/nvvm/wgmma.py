@@ -196,6 +196,42 @@ class WarpgroupAtom:
         return {"c": M * self.n // LANES, "a": M * self.k // LANES}[operand]
 
 
+@dataclass(frozen=True)
+class FirstRows:
+    """The accumulators of an atom without rows 8 to 15 of each 16: those of products with few rows in use.
+
+    A lane has one row instead of two; `c` as of the atom, for `fly.AccumulatorLayout`.
+    """
+
+    atom: WarpgroupAtom
+    is_static: ClassVar[bool] = True
+    m: ClassVar[int] = M
+    lanes: ClassVar[int] = LANES
+    accumulator: ClassVar[str] = "f32"
+
+    @property
+    def n(self) -> int:
+        return self.atom.n
+
+    @property
+    def c(self) -> Layout:
+        return Layout(((4, 8, 4), (2, self.n // 8)), ((2 * M, 1, 16), (M, 8 * M)))
+
+    def values(self, operand: str) -> int:
+        """Elements of the accumulators ("c") that one thread holds."""
+        return {"c": M * self.n // LANES // 2}[operand]
+
+    @staticmethod
+    def of(accumulators: Value) -> Value:
+        """The first rows of an atom's accumulators, of any width."""
+        return shuffle(accumulators, accumulators, [v for v in range(len(accumulators)) if not v & 2])
+
+    @staticmethod
+    def twice(values: Value) -> Value:
+        """Accumulators of the atom whose rows 8 to 15 are as the first ones."""
+        return shuffle(values, values, [v // 4 * 2 + v % 2 for v in range(2 * len(values))])
+
+
 def issue(
     atom: WarpgroupAtom, a: Operand | Sequence[Value], b: Operand, steps: int, accumulator: Value | None = None
 ) -> Value:
