@@ -106,7 +106,7 @@ def launch_of(
     tensors: Tensors,
     request: Request,
     splits: int,
-    last: Callable[[int | None], int] | None = None,
+    last: Callable[[int], int] | None = None,
     combines: bool = False,
 ) -> Launch:
     """A launch of a forward kernel, and with split keys of the combination after it, unless the kernel `combines`.
@@ -117,9 +117,12 @@ def launch_of(
     """
     if splits == 1:
         forward = bound(tensors.out, tensors.lse)
+        current_stream = forward.entry.current_stream
         optional = [i for i, tensor in enumerate(tensors[:8]) if i >= 4 and tensor is not None]
 
         def run(tensors: Tensors, stream: int | None) -> None:
+            if stream is None:
+                stream = current_stream()
             q, k, v, out, *_, operands = tensors
             addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
             if optional:
@@ -128,7 +131,7 @@ def launch_of(
                 addresses.append(last(stream))
             if operands:
                 addresses += _addresses(operands)
-            forward(*addresses, stream=stream)
+            forward.launch(addresses, stream)
 
         return Launch(run)
 
@@ -141,8 +144,11 @@ def launch_of(
     forward = bound(out, lse)
     combine = None if combines else split_combine.prepare(out, lse, tensors, request)
     lse_offset, places = partials.lse_offset, split_combine.operand_places(request)
+    current_stream = forward.entry.current_stream
 
     def run_split(tensors: Tensors, stream: int | None) -> None:
+        if stream is None:
+            stream = current_stream()
         q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
         given = _addresses(operands)
         partial = workspace.data_ptr()
@@ -151,10 +157,10 @@ def launch_of(
         if last is not None:
             addresses.append(last(stream))
         if combine is None:
-            forward(*addresses, *_addresses((out, lse)), *given, stream=stream)
+            forward.launch([*addresses, *_addresses((out, lse)), *given], stream)
             return
-        forward(*addresses, *given, stream=stream)
-        combine(*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places], stream=stream)
+        forward.launch(addresses + given, stream)
+        combine.launch([*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places]], stream)
 
     return Launch(run_split, partials.bytes)
 

@@ -122,6 +122,7 @@ def run_block(
         block_n=options.block_n,
         given=given,
         page_size=options.page_size,
+        takes_late=options.takes_late,
     )
     buffers = Buffers.allocate(options)
     init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring])

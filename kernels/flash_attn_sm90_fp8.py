@@ -67,6 +67,7 @@ class Fp8Options(Sm90Options):
 
     output_first: bool = False
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
+    step_keys: ClassVar[int] = 2 * wgmma.K
 
     def __post_init__(self):
         super().__post_init__()
@@ -319,10 +320,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     grid = (-(-keys // keys_of_block(head_dim)), kv_heads, batch)
     turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), {"head_dim": head_dim}, compile_kernel)
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
+    current_stream = turn.entry.current_stream
 
     def run(tensors: Tensors, stream: int | None) -> None:
         memory = tensors.workspace
-        turn(tensors.v.data_ptr(), memory.data_ptr(), stream=stream)
+        if stream is None:
+            stream = current_stream()
+        turn.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)
         parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
         forward.run(tensors._replace(v=memory, workspace=parts), stream)
 

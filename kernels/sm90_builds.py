@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
-from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels.dispatch import Request
 from kernels.features import NO_FEATURES, Features
@@ -36,7 +35,8 @@ class Sm90Options:
     `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
     maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
-    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself. A
+    what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself;
+    `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to. A
     block mask's blocks divide into tiles.
     """
 
@@ -54,7 +54,9 @@ class Sm90Options:
     features: Features = NO_FEATURES
     page_size: int | None = None
     combines: bool = False
+    takes_late: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
+    step_keys: ClassVar[int] = wgmma.K  # of one step of the second product
 
     def __post_init__(self):
         if self.block_n > self.most_keys:
@@ -118,8 +120,13 @@ class Sm90Options:
     @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        q, k, v = self.tiles
-        return q.bytes * self.q_stages + (k.bytes + v.bytes) * self.stages
+        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a tile of keys and one of values."""
+        _, k, v = self.tiles
+        return k.bytes + v.bytes
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -196,9 +203,8 @@ def build_for(
         block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
         options = replace(options, stages=options.stages * options.block_n // block_n)
     if request.page_size is not None:
-        # a power of two, so that tiles divide into pages, or pages into tiles
         options = replace(options, consumers=min(2, options.consumers))
-        block_n = 1 << block_n.bit_length() - 1
+        block_n = _power_of_two(block_n)
     return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
 
 
@@ -221,8 +227,8 @@ def _plain_build_for(
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
-        options = decode_options(*dims, causal, pack, kind)
-        automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), units)
+        options = decode_options(*dims, causal, pack, kind, paged=request.page_size is not None)
+        automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
         splits = request.num_kv_splits or automatic
         return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
@@ -301,44 +307,61 @@ def pack_gqa_for(group: int, seq_len: int, seq_len_kv: int, causal: bool, block_
     return pack if 32 * packed <= 31 * plain * pack else 1
 
 
-_BARRIER_BYTES = 2048
+def _power_of_two(keys: int) -> int:
+    """The largest that is no larger: tiles of so many keys divide into pages, or pages into tiles."""
+    return 1 << keys.bit_length() - 1
+
+
+# Of K and V in a block's slots when memory decides. More and blocks finish unevenly, since some multiprocessors get
+# more of the bandwidth than others; 48 KiB are too few to have all of it. Measured on an H200.
+_IN_FLIGHT = 80 << 10
 
 
 def decode_options(
-    head_dim: int, head_dim_v: int, causal: bool, pack_gqa: int = 1, kind: type[Sm90Options] = Sm90Options
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    pack_gqa: int = 1,
+    kind: type[Sm90Options] = Sm90Options,
+    paged: bool = False,
 ) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
     One consumer, which has no other to take turns with; two slots for Q, so that a tile's keys are on their way
-    before the last tile is done, and as many for keys as there is room for.
+    before the last tile is done, and two or a few for keys, together no more than memory's speed takes. For keys in
+    pages (`paged`) one more, since a tile's pages must be known before it is on its way. Tiles can take milliseconds,
+    so that the wait for the next one's number is nothing next to a block that got one which another has time for.
     """
-    dims = head_dim + head_dim_v
-    block_n = min(256 if dims <= 128 else 128 if dims <= 320 else 64, kind.most_keys)
-    one = kind(head_dim, head_dim_v, causal, 1, block_n, 1, 2, ping_pong=False, pack_gqa=pack_gqa)
-    _, k, v = one.tiles
-    room = target("sm_90a").shared_bytes - _BARRIER_BYTES - one.tile_bytes
-    return replace(one, stages=1 + room // (k.bytes + v.bytes))
+    one = kind(
+        head_dim, head_dim_v, causal, 1, kind.step_keys, 1, 2, ping_pong=False, pack_gqa=pack_gqa, takes_late=True
+    )
+    block_n = min(_IN_FLIGHT // 2 // one.key_bytes * kind.step_keys, kind.most_keys)
+    one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
+    return replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
 
 
-# In the time that one key tile takes when all multiprocessors load tiles: what it takes however few load, what a part
+# In the time that 64 KiB of K and V take when all multiprocessors load: what they take however few load, what a part
 # costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was the best
 # of up to 13 in all of 16 shapes of decoding.
-_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.0, 3.0, 0.05
-_ENOUGH = 1.03
+_UNIT = 64 << 10
+_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.3, 4.0, 0.02
+_ENOUGH = 1.02
 
 
-def decode_splits(blocks: int, key_tiles: int, units: int) -> int:
+def decode_splits(blocks: int, key_tiles: int, tile_bytes: int, units: int) -> int:
     """How many parts the keys of a launch that memory bounds are best split into: the fewest that are fast enough.
 
-    `blocks` of `key_tiles` each on `units` multiprocessors. Unlike where arithmetic decides, a last round in which
-    many of the multiprocessors work is as fast for each tile as a full one; one in which few work is not.
+    `blocks` of `key_tiles`, each of `tile_bytes` of K and V, on `units` multiprocessors. Unlike where arithmetic
+    decides, a last round in which many of the multiprocessors work is as fast for each tile as a full one; one in
+    which few work is not.
     """
+    tile = tile_bytes / _UNIT
 
     def cost(splits: int) -> float:
         rounds, last = divmod(blocks * splits, units)
         rounds += max(last / units, _ALONE) if last else 0.0
         combination = _COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0
-        return rounds * (-(-key_tiles // splits) + _PART) + combination
+        return rounds * (-(-key_tiles // splits) * tile + _PART) + combination
 
     choices = range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1)
     best = min(map(cost, choices))

@@ -76,13 +76,13 @@ class Producer:
         q_at, k_at = self._open(work, Position.start(), Position.start())
         carry = (work, q_at, k_at, Position.start(), board_at)
         for work, q_at, k_at, v_at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-            number = schedule.take()  # early: it is needed only after the loads
+            early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
             rest = work.last_tile - work.first_tile
             for i, (k_at_, v_at_) in (loop := fly.range(1, rest, carry=(k_at, v_at))):
                 j = work.last_tile - 1 - i
                 loop.next(self._load_k(k_at_, work, j), self._load_v(v_at_, work, j + 1))
             k_at, v_at = loop.results
-            following = schedule.find(number)
+            following = schedule.find(schedule.take() if early is None else early)
             board_at = board.publish(board_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at = self._open(following, q_at, k_at)

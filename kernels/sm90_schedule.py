@@ -1,8 +1,9 @@
 """How the Hopper kernel's persistent blocks come to their work: tiles of the launch, handed out on demand.
 
 Tiles are numbered in the order in which they should start. A block begins with the tile of its own number; when its
-producer has loaded a tile's first keys it takes the next number from a counter in global memory, finds out what that
-tile is, and publishes it to the block's consumers through shared memory. So blocks that got short tiles take more.
+producer has loaded a tile's first keys (in decoding builds, whose tiles take long, its last ones) it takes the next
+number from a counter in global memory, finds out what that tile is, and publishes it to the block's consumers through
+shared memory. So blocks that got short tiles take more.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Schedule:
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
     a row block side by side. `given`: lengths, windows, entries of the batch and pages among a call's features;
-    `page_size`: keys of a page.
+    `page_size`: keys of a page; `takes_late`: see `Sm90Options`.
     """
 
     seq_len: Any
@@ -82,6 +83,7 @@ class Schedule:
     block_n: int
     given: Given = NOTHING
     page_size: int | None = None
+    takes_late: bool = False
 
     @property
     def packed(self) -> bool:

@@ -27,11 +27,10 @@ class TileCounters:
 
     def __init__(self, device: torch.device, arrivals: int = 0):
         self.device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._sets, self._size = _SETS[arrivals], FIRST_ARRIVAL + arrivals
         self._memory = torch.zeros(self._sets * self._size, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
-        self._streams: dict[tuple[int, int], int] = {}
+        self._streams: dict[int | tuple[int, int], int] = {}
         self._used = 0
         self._lock = threading.Lock()
 
@@ -40,18 +39,16 @@ class TileCounters:
         """A tensor like every set, to bind launches with."""
         return self._memory[: self._size]
 
-    def address(self, stream: int | None) -> int:
-        """The set for a launch on a stream (a driver's handle; None: torch's current one).
+    def address(self, stream: int) -> int:
+        """The set for a launch on a stream, a driver's handle.
 
         Raises:
             DeviceError: 65536 launches have been captured into graphs, or 16384 that put parts together.
         """
         if torch.cuda.is_current_stream_capturing():
             return self._new()
-        if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
         # a handle below 3 may be the default stream of each thread
-        key = (stream, threading.get_ident() if stream < 3 else 0)
+        key = stream if stream >= 3 else (stream, threading.get_ident())
         address = self._streams.get(key)
         if address is None:
             address = self._streams[key] = self._new()

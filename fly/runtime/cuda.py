@@ -14,7 +14,7 @@ from fly.backends.target import arch_for_capability
 from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
-from fly.runtime.packing import ArgumentSlot, offsets
+from fly.runtime.packing import ArgumentSlot
 
 _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
@@ -169,10 +169,10 @@ class CudaKernel:
         self._name = artefact.kernel
         self._function = function
         self._shared = artefact.dynamic_shared
+        self._sizes = (None, None)
         self._launch = device.driver.cuLaunchKernel
         self._get_current = device.driver.cuCtxGetCurrent
         self._context_address = device.context_address
-        self._slot = ArgumentSlot(offsets(artefact.fields))
         attribute = functools.partial(self._attribute, device.driver.CUfunction_attribute)
         shared = attribute("SHARED_SIZE_BYTES") + self._shared
         self._checked = CheckedSizes(device.limits.for_kernel(attribute("MAX_THREADS_PER_BLOCK")))
@@ -192,22 +192,23 @@ class CudaKernel:
         self,
         grid: Dim3,
         block: Dim3,
-        packed: bytes,
+        arguments: ArgumentSlot,
         stream: int,
         allocations: Sequence[Allocation] = (),
     ) -> None:
         """See `fly.runtime.device.LoadedKernel`; `allocations` is not needed here."""
-        if (grid, block) not in self._checked:
-            self._checked.check(self._name, grid, block)
-        slot = self._slot
-        slot.view[:] = packed
-        arguments = (self._function, *grid, *block, self._shared, stream, slot.parameters, 0)
+        sizes = self._sizes
+        if sizes[0] is not grid or sizes[1] is not block:
+            if (grid, block) not in self._checked:
+                self._checked.check(self._name, grid, block)
+            self._sizes = (grid, block)
+        given = (self._function, *grid, *block, self._shared, stream, arguments.parameters, 0)
         if int(self._get_current()[1]) == self._context_address:
-            (status,) = self._launch(*arguments)
+            (status,) = self._launch(*given)
         else:
             self._device.push()
             try:
-                (status,) = self._launch(*arguments)
+                (status,) = self._launch(*given)
             finally:
                 self._device.pop()
         if status != 0:

@@ -8,11 +8,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.errors import DeviceError
+
+if TYPE_CHECKING:
+    from fly.runtime.packing import ArgumentSlot  # which needs this module
 
 DeviceKey = tuple[str, int]
 """("cuda", ordinal) for a GPU of either vendor, as torch names them; ("cpu", 0) for host memory."""
@@ -33,11 +36,13 @@ class Allocation:
 class LoadedKernel(Protocol):
     """A kernel that is loaded on one device."""
 
-    def launch(self, grid: Dim3, block: Dim3, packed: bytes, stream: int, allocations: Sequence[Allocation]) -> None:
+    def launch(
+        self, grid: Dim3, block: Dim3, arguments: ArgumentSlot, stream: int, allocations: Sequence[Allocation]
+    ) -> None:
         """Start the kernel; returns without waiting where the device allows that.
 
-        `grid` counts blocks, `packed` holds the flat arguments at natural alignment, `stream` is the driver's
-        handle (0: the default stream).
+        `grid` counts blocks, `arguments` holds the flat arguments at natural alignment (and may be written again when
+        this has returned), `stream` is the driver's handle (0: the default stream).
 
         Raises:
             LaunchError: a grid, block or shared memory size that the device does not take.

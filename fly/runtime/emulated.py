@@ -15,6 +15,7 @@ from fly.emulator.timing import Launch
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
+from fly.runtime.packing import ArgumentSlot
 
 EMULATED = ("gfx942", "gfx950")
 # a run that takes longer than this shows a progress bar
@@ -58,7 +59,12 @@ class EmulatedKernel:
         self.program = Program(artefact.binary, device.target)
 
     def launch(
-        self, grid: Dim3, block: Dim3, packed: bytes, stream: int = 0, allocations: Sequence[Allocation] = ()
+        self,
+        grid: Dim3,
+        block: Dim3,
+        arguments: ArgumentSlot,
+        stream: int = 0,
+        allocations: Sequence[Allocation] = (),
     ) -> None:
         """Run the kernel; `stream` has no meaning here.
 
@@ -67,6 +73,7 @@ class EmulatedKernel:
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
             ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
+        packed = bytes(arguments.view)
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
         if self.device.intercept is not None:
             name, lds = self.artefact.kernel, self.artefact.dynamic_shared

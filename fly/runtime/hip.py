@@ -22,7 +22,7 @@ from fly.backends.target import targets
 from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
-from fly.runtime.packing import ArgumentSlot, offsets
+from fly.runtime.packing import ArgumentSlot
 
 _TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 # invalid source, invalid image, no binary for this GPU, invalid kernel file, shared object init failed
@@ -196,7 +196,6 @@ class HipKernel:
         self._name = artefact.kernel
         self._function = function
         self._shared = artefact.dynamic_shared
-        self._slot = ArgumentSlot(offsets(artefact.fields))
         self._checked = CheckedSizes(device.limits)
         self.resources: Resources = artefact.resources
         device.limits.check_shared(self._name, max(self._shared, self.resources.shared_bytes or 0))
@@ -205,18 +204,16 @@ class HipKernel:
         self,
         grid: Dim3,
         block: Dim3,
-        packed: bytes,
+        arguments: ArgumentSlot,
         stream: int,
         allocations: Sequence[Allocation] = (),
     ) -> None:
         """See `fly.runtime.device.LoadedKernel`; `allocations` is not needed here."""
         if (grid, block) not in self._checked:
             self._checked.check(self._name, grid, block)
-        slot = self._slot
-        slot.view[:] = packed
         with self._device.current():
             status = self._device.library.hipModuleLaunchKernel(
-                self._function, *grid, *block, self._shared, stream, None, slot.extra
+                self._function, *grid, *block, self._shared, stream, None, arguments.extra
             )
         if status != 0:
             raise DeviceError(f"{self._name}: hipModuleLaunchKernel: {self._device.text(status)}")

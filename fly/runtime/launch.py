@@ -19,7 +19,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, ArtefactError, LaunchEr
 from fly.lang.signature import REQUIRED, Signature, Spec, TensorSpec
 from fly.runtime.arguments import Argument, collect, describe_all
 from fly.runtime.device import CPU, Allocation, DeviceKey, Dim3, LoadedKernel, device_for
-from fly.runtime.packing import check_block, dim3, packer
+from fly.runtime.packing import ArgumentSlot, check_block, dim3, offsets, packer
 
 
 class KernelLike(Protocol):
@@ -40,6 +40,7 @@ class Entry:
     kernel: LoadedKernel
     fields: tuple[Field, ...]
     layout: struct.Struct
+    arguments: ArgumentSlot
     ones: tuple[int, ...]
     device: DeviceKey
     current_stream: Callable[[], int]
@@ -91,13 +92,14 @@ class Launcher:
             entry, arguments = self.enter(block, args, statics, compile, key)
             if entry.needs_allocations:
                 allocations = tuple(a.allocation for a in arguments if a.allocation is not None)
+        slot = entry.arguments
         try:
-            packed = entry.pack(values)
+            slot.view[:] = entry.pack(values)
         except (struct.error, OverflowError):
             self._explain(args, statics)
             raise
         handle = entry.current_stream() if stream is None else stream_handle(stream, entry.device)
-        entry.kernel.launch(grid, block, packed, handle, allocations)
+        entry.kernel.launch(grid, block, slot, handle, allocations)
 
     def enter(
         self, block: Dim3, args: Sequence[Any], statics: Mapping[str, Any], compile: Compile, key: Any = None
@@ -124,6 +126,7 @@ class Launcher:
                     kernel=device.load(artefact),
                     fields=artefact.fields,
                     layout=packer(artefact.fields),
+                    arguments=ArgumentSlot(offsets(artefact.fields)),
                     ones=ones,
                     device=place,
                     current_stream=_current_stream(place),

@@ -13,6 +13,7 @@ from fly.errors import LaunchError
 from fly.runtime.device import Dim3
 
 MAX_BLOCK_THREADS = 1024
+WORD = 8
 _LAUNCH_PARAM_BUFFER, _LAUNCH_PARAM_SIZE, _LAUNCH_PARAM_END = 1, 2, 3  # HIP_LAUNCH_PARAM_*
 _CODES = {"ptr": "Q", "i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 _ALIGNMENTS = {"map": 64}  # of other kinds, their size
@@ -69,14 +70,15 @@ def check_block(block: Dim3) -> None:
 class ArgumentSlot(threading.local):
     """Each thread's copy of a kernel's argument buffer, and what points a driver to it.
 
-    `places` are the arguments' `offsets`. Drivers read the buffer before a launch returns, so one a thread is
-    enough. `parameters` is the address of an array of pointers, one an argument; `extra` that of an array that
+    `places` are the arguments' `offsets`, `packed` is what the buffer holds at first. Drivers read the buffer before
+    a launch returns, so one a thread is enough. `view` has its bytes, and `words` its whole 8-byte words, which
+    addresses are. `parameters` is the address of an array of pointers, one an argument; `extra` that of an array that
     hands over the buffer as a whole (HIP's; CUDA misplaces it where an argument is aligned to more than 16 bytes).
     """
 
-    def __init__(self, places: Sequence[int]):
+    def __init__(self, places: Sequence[int], packed: bytes = b""):
         size = places[-1]
-        self._buffer = ctypes.create_string_buffer(max(size, 1))
+        self._buffer = ctypes.create_string_buffer(packed, max(size, 1) + -size % WORD)
         self._size = ctypes.c_size_t(size)
         address = ctypes.addressof
         self._extra = (ctypes.c_void_p * 5)(
@@ -86,4 +88,5 @@ class ArgumentSlot(threading.local):
         self._parameters = (ctypes.c_void_p * len(places))(*(start + place for place in places))
         self.parameters = address(self._parameters)
         self.extra = address(self._extra)
-        self.view = memoryview(self._buffer).cast("B")[:size]
+        whole = memoryview(self._buffer).cast("B")
+        self.view, self.words = whole[:size], whole[: size // WORD * WORD].cast("Q")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +11,7 @@ from fly.lang.signature import MAX_ALIGNMENT, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import Argument
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.launch import Compile, Entry, KernelLike, launcher_of, stream_handle
-from fly.runtime.packing import dim3, offsets
+from fly.runtime.packing import WORD, ArgumentSlot, dim3, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,8 @@ class Prepared:
     grid: Dim3
     block: Dim3
     tensors: tuple[_Tensor, ...]
-    pieces: tuple[bytes | None, ...]  # constant bytes, and None where an address goes
-    layout: struct.Struct
+    arguments: ArgumentSlot  # with everything in it but the addresses
+    places: tuple[int, ...]  # of the addresses, in words
 
     def __call__(self, *addresses: int, stream: Any = None) -> None:
         """Launch with one address per tensor argument, in order, None arguments left out; returns at once.
@@ -53,21 +50,28 @@ class Prepared:
         if len(addresses) != len(self.tensors):
             names = ", ".join(tensor.name for tensor in self.tensors)
             raise ArgumentError(f"{len(addresses)} addresses; accepted: one each for {names}")
-        try:
-            bits = functools.reduce(operator.or_, addresses)
-            if bits.__class__ is not int:
-                raise TypeError("an address is no int")
-            if bits % MAX_ALIGNMENT:
-                self._check_alignment(addresses)
-            pieces = list(self.pieces)
-            pieces[1::2] = addresses
-            packed = self.layout.pack(*pieces)
-        except (TypeError, RuntimeError, struct.error) as error:  # tensors raise RuntimeErrors
-            raise ArgumentError(f"addresses {addresses!r}; accepted: ints from 0 to 2^64 - 1") from error
+        for address in addresses:
+            if address.__class__ is not int or not 0 <= address < 2**64:
+                raise ArgumentError(f"addresses {addresses!r}; accepted: ints from 0 to 2^64 - 1")
+        self._check_alignment(addresses)
         entry = self.entry
-        handle = entry.current_stream() if stream is None else stream_handle(stream, entry.device)
+        self.launch(addresses, entry.current_stream() if stream is None else stream_handle(stream, entry.device))
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """The same on a driver's stream handle, without looking at addresses: for callers that know what they pass.
+
+        Raises:
+            ArgumentError: a wrong number of addresses.
+            DeviceError: the driver reported a failure.
+        """
+        entry, arguments, places = self.entry, self.arguments, self.places
+        words = arguments.words
+        if len(addresses) != len(places):
+            raise ArgumentError(f"{len(addresses)} addresses; accepted: {len(places)}")
+        for place, address in zip(places, addresses):  # a strict zip takes 0.2 µs more
+            words[place] = address
         allocations = self._allocations(addresses) if entry.needs_allocations else ()
-        entry.kernel.launch(self.grid, self.block, packed, handle, allocations)
+        entry.kernel.launch(self.grid, self.block, arguments, stream, allocations)
 
     def _check_alignment(self, addresses: Sequence[int]) -> None:
         for tensor, address in zip(self.tensors, addresses):
@@ -103,13 +107,8 @@ def bind(
     grid, block = dim3(grid, "grid"), dim3(block, "block")
     entry, arguments = launcher_of(kernel).enter(block, args, statics, compile)
     packed = entry.pack([value for argument in arguments for value in argument.values])
-    pieces: list[bytes | None] = []
-    end = 0
-    for field, offset in zip(entry.fields, offsets(entry.fields)):
-        if field.kind in ("ptr", "map"):  # a tensor map starts with its address
-            pieces += [packed[end:offset], None]
-            end = offset + 8
-    pieces.append(packed[end:])
-    layout = struct.Struct("<" + "".join("Q" if p is None else f"{len(p)}s" for p in pieces))
+    starts = offsets(entry.fields)
+    # a tensor map starts with its address
+    places = tuple(at // WORD for field, at in zip(entry.fields, starts) if field.kind in ("ptr", "map"))
     tensors = tuple(_tensor(a) for a in arguments if isinstance(a.spec, TensorSpec | TensorMapSpec))
-    return Prepared(entry, grid, block, tensors, tuple(pieces), layout)
+    return Prepared(entry, grid, block, tensors, ArgumentSlot(starts, packed), places)

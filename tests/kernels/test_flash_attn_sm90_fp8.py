@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_registers_go_to_consumers_with_wide_outputs():
 
 def test_sums_in_accumulators_are_of_128_keys():
     decoding = [decode_options(dim, dim, False, kind=kind) for kind in (Sm90Options, Fp8Options) for dim in (64, 128)]
-    assert [options.block_n for options in decoding] == [256, 128, 128, 128]
+    assert [options.block_n for options in decoding] == [160, 80, 128, 128]
     with pytest.raises(ShapeError, match="block_n is 160; expected at most 128"):
         replace(row_options((64, 64, False, 3, None)), block_n=160)
 
@@ -253,8 +254,8 @@ def test_out_is_bf16():
 def test_what_is_bound_and_where_addresses_go(monkeypatch, splits):
     """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
     made = hopper_stub.record(monkeypatch)
-    combined = lambda *addresses, stream: made.launched.append(("combine", addresses, stream))  # noqa: E731
-    monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: combined)
+    combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
+    monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
 
     q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)

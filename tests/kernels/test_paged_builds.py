@@ -161,7 +161,7 @@ def test_builds_are_accepted_by_ptxas(head_dims, queries, causal, page_size, for
 
 
 def test_a_tile_is_loaded_page_by_page():
-    options = replace(decode_options(128, 128, False), features=FEATURES, page_size=16)
+    options = replace(decode_options(128, 128, False, paged=True), features=FEATURES, page_size=16)
     found = {}
     for page_size in (16, 64, 128, 1024):
         isa = build(replace(options, page_size=page_size), "dense").isa
@@ -169,4 +169,4 @@ def test_a_tile_is_loaded_page_by_page():
     queries = 2 * 2  # a panel of 64 columns each, before the loop over tiles and in it
     # K before the loop over tiles, in the loop over keys and after it, and V in it and after it; two panels each
     places = 5 * 2
-    assert found == {size: queries + places * max(1, 128 // size) for size in found}
+    assert found == {size: queries + places * max(1, options.block_n // size) for size in found}

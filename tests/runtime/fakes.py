@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fly.backends.artefact import Artefact
 from fly.lang.signature import Parameter, Signature
 from fly.runtime.exported import export_metadata
+from fly.runtime.packing import ArgumentSlot
 
 
 class Kernel:
@@ -69,9 +70,9 @@ class Device:
 class LoadedKernel:
     device: Device
 
-    def launch(self, grid, block, packed, stream, allocations) -> None:
-        assert isinstance(packed, bytes)
-        self.device.launches.append(Launch(grid, block, packed, stream, tuple(allocations)))
+    def launch(self, grid, block, arguments, stream, allocations) -> None:
+        assert isinstance(arguments, ArgumentSlot)
+        self.device.launches.append(Launch(grid, block, bytes(arguments.view), stream, tuple(allocations)))
 
 
 class CudaArray:

@@ -9,13 +9,13 @@ from fly.backends.artefact import Artefact
 from fly.errors import CompileError, DeviceError, LaunchError, TargetError
 from fly.lang.signature import Field
 from fly.runtime.cuda import CudaDevice
-from fly.runtime.packing import packer
+from fly.runtime.packing import ArgumentSlot, offsets, packer
 
 from .fake_cuda import CUfunction_attribute, CUresult, FakeDriver
 
 FIELDS = (Field("a", "ptr"), Field("n", "i32"), Field("scale", "f64"))
 ARTEFACT = Artefact("add", "sm_90a", b".version 8.3", "", FIELDS, (128, 1, 1))
-PACKED = bytes(range(24))
+ARGUMENTS = ArgumentSlot(offsets(FIELDS), bytes(range(24)))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def with_shared(size):
 
 
 def test_a_launch_passes_the_packed_arguments(driver, kernel):
-    kernel.launch((2, 3, 4), (128, 1, 1), PACKED, 77, ())
+    kernel.launch((2, 3, 4), (128, 1, 1), ARGUMENTS, 77, ())
     assert driver.launches == [
         {
             "function": "add",
@@ -51,8 +51,8 @@ def test_arguments_of_wide_alignment_are_handed_over_one_by_one():
     fields = (Field("n", "i32"), Field("map", "map"), Field("m", "i32"))
     driver = FakeDriver(parameters=(4, 128, 4))
     kernel = CudaDevice(0, driver).load(dataclasses.replace(ARTEFACT, fields=fields))
-    packed = packer(fields).pack(1, bytes(range(128)), 2)
-    kernel.launch((1, 1, 1), (128, 1, 1), packed, 0, ())
+    arguments = ArgumentSlot(offsets(fields), packer(fields).pack(1, bytes(range(128)), 2))
+    kernel.launch((1, 1, 1), (128, 1, 1), arguments, 0, ())
     assert driver.launches[0]["arguments"] == [b"\1\0\0\0", bytes(range(128)), b"\2\0\0\0"]
 
 
@@ -87,7 +87,7 @@ def test_missing_devices_are_named(driver, ordinal):
 def test_a_context_that_is_current_is_left_alone(driver, kernel):
     driver.contexts.append(1000)
     driver.cuCtxPushCurrent = None
-    kernel.launch((1, 1, 1), (128, 1, 1), PACKED, 0, ())
+    kernel.launch((1, 1, 1), (128, 1, 1), ARGUMENTS, 0, ())
     assert driver.launches[0]["context"] == 1000
     assert driver.contexts == [1000]
 
@@ -95,7 +95,7 @@ def test_a_context_that_is_current_is_left_alone(driver, kernel):
 def test_the_second_device_is_used_while_the_first_is_current(driver):
     driver.contexts.append(1000)
     kernel = CudaDevice(1, driver).load(ARTEFACT)
-    kernel.launch((1, 1, 1), (128, 1, 1), PACKED, 0, ())
+    kernel.launch((1, 1, 1), (128, 1, 1), ARGUMENTS, 0, ())
     assert driver.launches[0]["context"] == 1001
     assert driver.contexts == [1000]
 
@@ -104,7 +104,7 @@ def test_a_new_thread_has_the_context_for_the_launch(driver, kernel):
     left = []
 
     def work():
-        kernel.launch((1, 1, 1), (128, 1, 1), PACKED, 0, ())
+        kernel.launch((1, 1, 1), (128, 1, 1), ARGUMENTS, 0, ())
         left.append(list(driver.contexts))
 
     thread = threading.Thread(target=work)
@@ -117,7 +117,7 @@ def test_a_new_thread_has_the_context_for_the_launch(driver, kernel):
 def test_a_failed_launch_is_reported_and_the_context_restored(driver, kernel):
     driver.results["cuLaunchKernel"] = CUresult.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(DeviceError, match="add: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED: text of 719"):
-        kernel.launch((1, 1, 1), (128, 1, 1), PACKED, 0, ())
+        kernel.launch((1, 1, 1), (128, 1, 1), ARGUMENTS, 0, ())
     assert driver.contexts == []
 
 
@@ -150,7 +150,7 @@ def test_shared_memory_beyond_48_kib_is_asked_for(driver, static, dynamic, asked
     kernel = CudaDevice(0, driver).load(with_shared(dynamic))
     what = CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert driver.attributes_set == [("add", what, size) for size in asked]
-    kernel.launch((1, 1, 1), (128, 1, 1), PACKED, 0, ())
+    kernel.launch((1, 1, 1), (128, 1, 1), ARGUMENTS, 0, ())
     assert driver.launches[0]["shared"] == dynamic
 
 
@@ -175,7 +175,7 @@ def test_sizes_above_the_limits_are_named(driver, grid, block, text):
     kernel = CudaDevice(0, driver).load(ARTEFACT)
     for _ in range(2):
         with pytest.raises(LaunchError, match=f"add: {text}"):
-            kernel.launch(grid, block, PACKED, 0, ())
+            kernel.launch(grid, block, ARGUMENTS, 0, ())
     assert not driver.launches
 
 
@@ -186,11 +186,12 @@ def test_what_the_driver_says_a_kernel_uses(driver):
 
 
 def test_launches_of_many_threads_do_not_mix(driver, kernel):
-    buffers = [bytes([n] * 24) for n in range(8)]
+    arguments = ArgumentSlot(offsets(FIELDS))
 
     def work(n):
         for _ in range(100):
-            kernel.launch((n + 1, 1, 1), (128, 1, 1), buffers[n], 0, ())
+            arguments.view[:] = bytes([n] * 24)
+            kernel.launch((n + 1, 1, 1), (128, 1, 1), arguments, 0, ())
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:

@@ -17,21 +17,21 @@ from fly.backends.artefact import Artefact
 from fly.errors import CompileError, DeviceError
 from fly.lang.signature import Field, TensorMapSpec
 from fly.runtime.cuda import CudaDevice, ordinal_of
-from fly.runtime.packing import packer
+from fly.runtime.packing import ArgumentSlot, offsets, packer
 from fly.runtime.tensor_map import encode
 fields = (Field("n", "i32"), Field("map", "map"), Field("a", "ptr"))
-packed = packer(fields).pack(77, bytes(range(128)), 1 << 33)
+arguments = ArgumentSlot(offsets(fields), packer(fields).pack(77, bytes(range(128)), 1 << 33))
 artefact = Artefact("add", "sm_90a", b"some PTX", "", fields, (64, 2, 1), 60000)
 device = CudaDevice(1)
 kernel = device.load(artefact)
-kernel.launch((5, 6, 7), (64, 2, 1), packed, 77, ())
+kernel.launch((5, 6, 7), (64, 2, 1), arguments, 77, ())
 data = encode(device, TensorMapSpec("bf16", (1, 8, 64), 128), 4096, (3, 4, 160), (1280, 320))
 print(len(data), int.from_bytes(data[:8], "little"), set(data[8:]), flush=True)
 known = (kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, device.compute_units)
 print(*known, flush=True)
 for act in (
     lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
-    lambda: kernel.launch((999, 1, 1), (1, 1, 1), packed, 0, ()),
+    lambda: kernel.launch((999, 1, 1), (1, 1, 1), arguments, 0, ()),
     lambda: encode(device, TensorMapSpec("f32", (1, 8)), 4096, (3, 8), (32,)),
 ):
     try:

@@ -109,8 +109,8 @@ class Device:
     target, needs_allocations = "gfx950", False
     def load(self, artefact):
         return self
-    def launch(self, grid, block, packed, stream, allocations):
-        print("launched", grid, len(packed))
+    def launch(self, grid, block, arguments, stream, allocations):
+        print("launched", grid, len(arguments.view))
 
 launch.device_for = lambda key: Device()
 load(sys.argv[1])[2, 64](np.zeros((3, 4), np.float32), None, 0.5)

@@ -17,13 +17,14 @@ from fly.runtime import device as device_module
 from fly.runtime import hip
 from fly.runtime.device import device_for
 from fly.runtime.hip import HipDevice, arch_from_topology, arch_of_version, library_names
+from fly.runtime.packing import ArgumentSlot, offsets
 
 COMPILER = shutil.which("cc")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 FIELDS = (Field("a", "ptr"), Field("n", "i32"), Field("scale", "f32"))
 ARTEFACT = Artefact("add", "gfx950", b"code object", "", FIELDS, (256, 1, 1), 4096)
-PACKED = bytes(range(16))
+ARGUMENTS = ArgumentSlot(offsets(FIELDS), bytes(range(16)))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def make(library, topology, log):
 def test_a_launch_passes_blocks_threads_and_packed_arguments(make, log):
     kernel = make().load(ARTEFACT)
     assert log() == ["load code object on 0", "function add of 1234567890"]
-    kernel.launch((7, 2, 3), (256, 1, 1), PACKED, 0x7F0000001234, ())
+    kernel.launch((7, 2, 3), (256, 1, 1), ARGUMENTS, 0x7F0000001234, ())
     assert log() == [
         "launch abcdef0123 grid 7 2 3 block 256 1 1 shared 4096 stream 7f0000001234 device 0: "
         + " ".join(f"{n:02x}" for n in range(16))
@@ -83,7 +84,7 @@ def test_the_second_device_is_used_and_the_first_restored(make, log):
     assert device.target == "gfx942"
     kernel = device.load(ARTEFACT)
     assert log()[:2] == ["set device 1", "load code object on 1"]
-    kernel.launch((1, 1, 1), (256, 1, 1), PACKED, 0, ())
+    kernel.launch((1, 1, 1), (256, 1, 1), ARGUMENTS, 0, ())
     lines = log()
     assert (lines[0], lines[2]) == ("set device 1", "set device 0")
     assert "device 1:" in lines[1]
@@ -93,7 +94,7 @@ def test_the_second_device_is_used_and_the_first_restored(make, log):
 def test_a_new_thread_launches_on_the_device(make, log):
     kernel = make(1).load(ARTEFACT)
     log()
-    thread = threading.Thread(target=kernel.launch, args=((1, 1, 1), (256, 1, 1), PACKED, 0, ()))
+    thread = threading.Thread(target=kernel.launch, args=((1, 1, 1), (256, 1, 1), ARGUMENTS, 0, ()))
     thread.start()
     thread.join()
     assert "device 1:" in log()[1]
@@ -117,7 +118,7 @@ def test_a_new_thread_launches_on_the_device(make, log):
 def test_failures_are_told_and_cleared(make, log, monkeypatch, fail, error, text):
     monkeypatch.setenv("STUB_HIP_FAIL", fail)
     with pytest.raises(error, match=text):
-        make().load(ARTEFACT).launch((1, 1, 1), (1, 1, 1), PACKED, 0, ())
+        make().load(ARTEFACT).launch((1, 1, 1), (1, 1, 1), ARGUMENTS, 0, ())
     assert log()[-1] == "clear error"
 
 
@@ -140,7 +141,7 @@ def test_missing_devices_are_named(make, ordinal):
 )
 def test_sizes_above_the_limits_are_named(make, grid, block, text):
     with pytest.raises(LaunchError, match=f"add: {text}"):
-        make().load(ARTEFACT).launch(grid, block, PACKED, 0, ())
+        make().load(ARTEFACT).launch(grid, block, ARGUMENTS, 0, ())
 
 
 @needs_compiler

@@ -68,6 +68,23 @@ def test_drivers_are_pointed_to_the_buffer_or_to_each_argument():
     assert ctypes.c_size_t.from_address(words[3]).value == 200
 
 
+def test_every_thread_starts_with_what_is_packed():
+    packed = bytes(range(20))
+    slot = ArgumentSlot([0, 8, 16, 20], packed)
+    slot.view[:] = bytes(20)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append((bytes(slot.view), list(slot.words))))
+    thread.start()
+    thread.join()
+    assert seen == [(packed, list(struct.unpack("<2Q", packed[:16])))]
+
+
+def test_words_are_the_buffers():
+    slot = ArgumentSlot([0, 4, 8, 16, 28])
+    slot.words[1] = 0x1234
+    assert bytes(slot.view) == bytes(8) + (0x1234).to_bytes(8, "little") + bytes(12)
+
+
 def test_a_kernel_without_arguments():
     slot = ArgumentSlot([0])
     assert (

@@ -40,6 +40,17 @@ def test_a_prepared_launch_is_the_launch_it_was_bound_to(device, compiler):
     assert len(compiler.calls) == 1
 
 
+def test_an_unchecked_launch_is_the_same(device, compiler):
+    args = arguments()
+    prepared = bind(Kernel(*KERNEL), 3, 64, args, {}, compiler)
+    prepared(*addresses(args), stream=0)
+    prepared.launch(addresses(args), 0)
+    assert device.launches[0] == device.launches[1]
+    with pytest.raises(ArgumentError, match="2 addresses; accepted: 3"):
+        prepared.launch(addresses(args)[:2], 0)
+    assert len(device.launches) == 2
+
+
 def test_a_scalar_may_come_first_and_a_tensor_last(device, compiler):
     kernel = Kernel(KERNEL[3], Parameter("x", "tensor"), Parameter("y", "tensor"))
     scalars = [torch.zeros(()) for _ in range(4)]
