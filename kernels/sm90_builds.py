@@ -249,20 +249,14 @@ _ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alon
 # here has 64: wider tiles spill, or took as long (docs/performance.md).
 KEYS_ALONE: dict[str, dict[Key, int]] = {
     "bias": {
-        (64, 64, False, 1, None): 128,
-        (64, 64, True, 1, None): 128,
         (96, 96, False, 2, None): 128,
         (96, 96, True, 2, None): 128,
-        (128, 128, False, 1, None): 128,
-        (128, 128, True, 1, None): 128,
-        (128, 128, False, 2, 1024): 64,
+        (128, 128, False, 2, 2048): 64,
         (128, 128, False, 2, None): 112,
         (128, 128, True, 2, 2048): 64,
         (128, 128, True, 2, None): 112,
     },
     "function": {
-        (64, 64, False, 1, None): 128,
-        (64, 64, True, 1, None): 128,
         (96, 96, False, 2, None): 128,
         (96, 96, True, 2, None): 128,
         (128, 128, False, 2, None): 128,

@@ -240,10 +240,9 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
     [
         (BIAS, {}, 112),
         (BIAS, {"seq_len_kv": 2048}, 64),  # fewer keys leave more of the last tile empty
-        (BIAS, {"seq_len_kv": 2048, "causal": False}, 112),
         (BIAS, {"head_dim": 96}, 128),
         (BIAS, {"head_dim": 64}, 64),
-        (BIAS, {"seq_len": 1}, 128),
+        (BIAS, {"seq_len": 1}, 64),
         (SCORES, {}, 128),
         (MASK, {"seq_len_kv": 1024}, 128),
         (SCORES, {"head_dim": 192}, 80),

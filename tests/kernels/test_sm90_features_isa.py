@@ -85,10 +85,8 @@ ROWS_ALONE = [(kind, row) for kind, rows in KEYS_ALONE.items() for row in rows i
 @needs_ptxas
 @pytest.mark.parametrize(("kind", "row"), ROWS_ALONE, ids=str)
 def test_wide_tiles_are_accepted_too(kind, row, tmp_path):
-    dim, dim_v, causal, consumers, _ = row
-    base = decode_options(dim, dim_v, causal) if consumers == 1 else options_of(row)
     asked, tensors = ALONE[kind]
-    options = with_features(base, asked)
+    options = with_features(options_of(row), asked)
     assert options.block_n == KEYS_ALONE[kind][row] > 64
     accept(compiled(options, "dense", **tensors), options, tmp_path)
 
