@@ -240,13 +240,17 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
     [
         (BIAS, {}, 112),
         (BIAS, {"seq_len_kv": 2048}, 64),  # fewer keys leave more of the last tile empty
+        (BIAS, {"seq_len_kv": 2048, "causal": False}, 112),
+        (BIAS, {"seq_len": 512, "batch": 1, "heads": 8, "kv_heads": 8, "num_kv_splits": 1}, 128),
         (BIAS, {"head_dim": 96}, 128),
         (BIAS, {"head_dim": 64}, 64),
-        (BIAS, {"seq_len": 1}, 64),
+        (BIAS, {"seq_len": 1}, 64),  # decoding
         (SCORES, {}, 128),
         (MASK, {"seq_len_kv": 1024}, 128),
-        (SCORES, {"head_dim": 192}, 80),
+        (SCORES, {"head_dim": 192}, 64),
+        (SCORES, {"head_dim": 192, "head_dim_v": 128}, 128),
         (SCORES, {"head_dim": 64}, 64),
+        (SCORES, {"head_dim": 64, "causal": False}, 80),
         (SCORES, {"head_dim": 256}, 64),
         (MASK, {"page_size": 128}, 64),
         (Features(score_mod=ONE, mask_mod=OTHER), {}, 64),
