@@ -153,6 +153,12 @@ class Features:
         return self.score_mod is not None or self.masks_every_tile or "bias" in self.operands
 
     @property
+    def alone(self) -> str | None:
+        """What has code for every score alone, a "bias" or a "function", where that is all that a call asks for."""
+        functions = (self.score_mod is not None) + (self.mask_mod is not None)
+        return {(("bias",), 0): "bias", ((), 1): "function"}.get((self.operands, functions))
+
+    @property
     def masks_every_tile(self) -> bool:
         """Whether there is a `mask_mod` that is not for partial blocks alone."""
         return self.mask_mod is not None and self.block_size is None

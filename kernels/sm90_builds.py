@@ -215,7 +215,7 @@ def build_for(
     if asked.block_size is not None:
         table = {key: row for key, row in table.items() if key[3] < 3 and asked.block_size[0] % (64 * key[3]) == 0}
     options, splits = _plain_build_for(request, units, typical, table, kind)
-    block_n = min(options.block_n, _ELEMENTWISE_KEYS) if asked.elementwise else options.block_n
+    block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
     if asked.block_size is not None:
         keys = asked.block_size[1]
         # the most keys that divide a block, and as many tiles more in flight as that makes them smaller
@@ -263,6 +263,44 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
 
 
 _ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
+# The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
+# here has 64: wider tiles spill, or took as long (docs/performance.md). Those of decoding were not measured.
+KEYS_ALONE: dict[str, dict[Key, int]] = {
+    "bias": {
+        (64, 64, False, 1, None): 128,
+        (64, 64, True, 1, None): 128,
+        (96, 96, False, 2, None): 128,
+        (96, 96, True, 2, None): 128,
+        (128, 128, False, 2, 1024): 64,
+        (128, 128, False, 2, None): 112,
+        (128, 128, False, 1, None): 128,
+        (128, 128, True, 2, 2048): 64,
+        (128, 128, True, 2, None): 112,
+        (128, 128, True, 1, None): 128,
+    },
+    "function": {
+        (64, 64, False, 3, 2048): 64,
+        (64, 64, False, 3, None): 80,
+        (96, 96, False, 2, None): 128,
+        (96, 96, True, 2, None): 128,
+        (128, 128, False, 2, None): 128,
+        (128, 128, True, 2, None): 128,
+        (192, 128, False, 2, None): 128,
+        (192, 128, True, 2, None): 128,
+    },
+}
+
+
+def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
+    """Keys of a tile of a build, made for a plain call of `keys` keys, with code for every score alone."""
+    build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
+    rows = {} if options.takes_late else KEYS_ALONE.get(asked.alone, {})
+    for (*shape, longest), block_n in rows.items():
+        if shape == build and (longest is None or keys <= longest):
+            return min(options.block_n, block_n)
+    return min(options.block_n, _ELEMENTWISE_KEYS)
+
+
 _MANY = 1 << 20  # query rows that fill any device
 
 

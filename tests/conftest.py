@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Every process of pytest-xdist has a core: more threads in each wait for one another. Before torch and NumPy load.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Traced modules and decoded programs are many objects that stay. At Python's own thresholds, looking through them for
+# garbage is a tenth of the run.
+gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

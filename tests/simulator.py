@@ -84,17 +84,24 @@ class Program:
     def __init__(self, module: ir.Module, target: Target):
         self.target = target
         self._numbers: dict[Any, int] = {}
+        self._types: list[Type] = []  # by number
         self.pointers: dict[int, Any] = {}
         with LOCK, context():
             function = kernel_function(module)
             self.block = tuple(ir.DenseI32ArrayAttr(function.attributes["fly.block"]))
             body = function.regions[0].blocks[0]
             self.arguments = [self._number(a) for a in body.arguments]
-            self.argument_types = [_type(a.type) for a in body.arguments]
+            self.argument_types = self._types_of(self.arguments)
             self.nodes = self._nodes(body)
 
     def _number(self, value: ir.Value) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
+        number = self._numbers.setdefault(value, len(self._numbers))
+        if number == len(self._types):
+            self._types.append(_type(value.type))
+        return number
+
+    def _types_of(self, numbers: list[int]) -> list[Type]:
+        return [self._types[number] for number in numbers]
 
     def _nodes(self, block: ir.Block) -> list[Node]:
         return [self._node(op.operation) for op in block.operations]
@@ -103,12 +110,13 @@ class Program:
         regions = [
             ([self._number(a) for a in b.arguments], self._nodes(b)) for r in op.regions for b in list(r.blocks)[:1]
         ]
+        operands, results = ([self._number(v) for v in values] for values in (op.operands, op.results))
         return Node(
             op.name,
-            [self._number(v) for v in op.operands],
-            [_type(v.type) for v in op.operands],
-            [self._number(v) for v in op.results],
-            [_type(v.type) for v in op.results],
+            operands,
+            self._types_of(operands),
+            results,
+            self._types_of(results),
             {name: _attribute(op.attributes[name]) for name in op.attributes},
             regions,
         )

@@ -51,7 +51,14 @@ _ACCUMULATES = ("v_fmac", "v_mac_", "v_dot2c", "v_dot4c", "v_dot8c", "v_pk_fmac"
 
 
 def footprint(inst: Instruction, machine: Machine) -> Footprint:
-    """The registers of any instruction."""
+    """The registers of any of the machine's instructions, found once."""
+    found = machine.footprints.get(inst.address)
+    if found is None:
+        found = machine.footprints[inst.address] = _footprint(inst, machine)
+    return found
+
+
+def _footprint(inst: Instruction, machine: Machine) -> Footprint:
     form = inst.form
     if form.startswith("S"):
         return (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from fly.emulator.vmem import compile_flat, compile_mubuf, compile_smem
 from fly.emulator.vop3p import compile_vop3p
 from fly.emulator.vopc import compile_vopc
 from fly.errors import EmulatorError, LaunchError
+
+if TYPE_CHECKING:
+    from fly.emulator.footprint import Footprint
 
 LDS_LIMIT = {"gfx942": 65536, "gfx950": 163840}
 _UNSET = np.uint32(0xFFC0DEAD)  # registers nobody wrote: a NaN as a float, far out of range as an address
@@ -82,6 +85,7 @@ class Machine:
         self.executed = 0
         self._decode()
         self.runs: list[Callable[[Group], None] | None] = [None] * len(self.instructions)
+        self.footprints: dict[int, Footprint] = {}  # by address
         self.memory = Memory([])
 
     def _decode(self) -> None:

@@ -230,7 +230,7 @@ def test_builds_divide_blocks(dims, causal, size):
 
 
 def test_whole_blocks_keep_wide_tiles():
-    """A mask_mod for every tile takes 64 keys; one for partial blocks alone does not, but other functions do."""
+    """Functions for every tile take 64 keys; one for partial blocks alone does not."""
     long = request(4096, 4096, 16, 16, 4)
     wanted = {
         listed(): (2, 128, 2, 2),
@@ -242,7 +242,6 @@ def test_whole_blocks_keep_wide_tiles():
     for features, fields in wanted.items():
         options, _ = build_for(replace(long, asked=features), UNITS)
         assert (options.consumers, options.block_n, options.stages, options.q_stages) == fields
-    assert build_for(replace(long, asked=Features(mask_mod=Mod.of(stripes))), UNITS)[0].block_n == 64
 
 
 def test_lists_are_taken_to_differ_in_length():

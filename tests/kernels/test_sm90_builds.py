@@ -15,6 +15,7 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
 from kernels.dispatch import Request, Tensors
+from kernels.features import Features, Mod
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
     DECODE_ROWS,
@@ -228,6 +229,42 @@ def test_packed_sequences_are_judged_by_their_mean_length():
 def test_long_sequences_are_served_as_before():
     options, splits = build_for(request(seq_len=4096), UNITS)
     assert options == options_of((128, 128, True, 2, None)) and splits == 1
+
+
+ONE, OTHER = Mod.of(lambda s, *_: s), Mod.of(lambda b, h, q, k: q == k)
+BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask_mod=OTHER)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape", "wanted"),
+    [
+        (BIAS, {}, 112),
+        (BIAS, {"seq_len_kv": 2048}, 64),  # fewer keys leave more of the last tile empty
+        (BIAS, {"seq_len_kv": 2048, "causal": False}, 112),
+        (BIAS, {"seq_len": 512, "batch": 1, "heads": 8, "kv_heads": 8, "num_kv_splits": 1}, 128),
+        (BIAS, {"head_dim": 96}, 128),
+        (BIAS, {"head_dim": 64}, 64),
+        (BIAS, {"seq_len": 1}, 64),  # decoding
+        (SCORES, {}, 128),
+        (MASK, {"seq_len_kv": 1024}, 128),
+        (SCORES, {"head_dim": 192}, 64),
+        (SCORES, {"head_dim": 192, "head_dim_v": 128}, 128),
+        (SCORES, {"head_dim": 64}, 64),
+        (SCORES, {"head_dim": 64, "causal": False}, 80),
+        (SCORES, {"head_dim": 256}, 64),
+        (MASK, {"page_size": 128}, 64),
+        (Features(score_mod=ONE, mask_mod=OTHER), {}, 64),
+        (Features(("bias",), score_mod=ONE), {}, 64),
+        (Features(("softcap", "bias")), {}, 64),
+        (Features(("seqused_kv",), mask_mod=OTHER), {}, 64),
+        (Features(("softcap", "alibi_slopes")), {}, 160),
+    ],
+)
+def test_tiles_are_as_wide_as_what_is_computed_for_every_score_leaves_them(asked, shape, wanted):
+    if "page_size" in shape:
+        asked = replace(asked, operands=("block_table",))
+    call = {"seq_len": 4096, "heads": 16, "kv_heads": 16, "batch": 4, "asked": asked} | shape
+    assert build_for(request(**call), UNITS)[0].block_n == wanted
 
 
 def test_a_section_counts_packed_sets():

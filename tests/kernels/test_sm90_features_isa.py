@@ -12,7 +12,7 @@ from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.features import NUMBERS, OPERANDS, Features, Mod
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
+from kernels.sm90_builds import KEYS_ALONE, Sm90Options, build_for, decode_options, elementwise_keys, options_of
 from kernels.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
@@ -29,12 +29,14 @@ TENSORS = {
 }
 COUNTS = TensorSpec("i32", 1, 4, True)
 WINDOW = ("window_left", "window_right")
+MANY = 1 << 20  # keys of a long call
 LONG, FULL, SHORT = (128, 128, True, 2, None), (128, 128, False, 2, None), (64, 64, True, 3, None)
 
 
 def with_features(base: Sm90Options, asked: Features) -> Sm90Options:
     """As `build_for` makes it of a build."""
-    return replace(base, features=asked, block_n=min(base.block_n, 64) if asked.elementwise else base.block_n)
+    block_n = elementwise_keys(base, asked, MANY) if asked.elementwise else base.block_n
+    return replace(base, features=asked, block_n=block_n)
 
 
 def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
@@ -56,7 +58,6 @@ def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
         (options_of(LONG), "dense", Features(("window_left", "softcap", "alibi_slopes", "sink"))),
         (options_of(FULL), "split", Features(("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *WINDOW))),
         (options_of(SHORT), "dense", Features(("softcap", "alibi_slopes"))),
-        (options_of(LONG), "dense", Features(("bias",))),
         (options_of(SHORT), "packed", Features(score_mod=Mod.of(by_head))),
         (options_of(FULL), "dense", Features(mask_mod=Mod.of(stripes))),
         (replace(options_of(LONG), pack_gqa=8), "packed", Features(("seqused_kv", "window_left", "sink"))),
@@ -73,15 +74,37 @@ def test_builds_with_features_are_accepted_as_they_are_meant(base, form, asked, 
     accept(compiled(options, form), options, tmp_path, stack)
 
 
-# of a thread's 32 scores of a tile: with whole tiles in runs, and, for keys past the end, element by element
+# the hungriest that is alone, for each row; where there is a causal build, the full one is it without a loop
+ALONE = {
+    "bias": (Features(("bias",)), {"bias": TensorSpec("f32", 4, 16, True)}),
+    "function": (Features(score_mod=Mod.of(by_head)), {}),
+}
+ROWS_ALONE = [
+    (kind, row)
+    for kind, rows in KEYS_ALONE.items()
+    for row in rows
+    if row[4] is None and (row[2] or (*row[:2], True, *row[3:]) not in rows)
+]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("kind", "row"), ROWS_ALONE, ids=str)
+def test_wide_tiles_are_accepted_too(kind, row, tmp_path):
+    asked, tensors = ALONE[kind]
+    options = with_features(options_of(row), asked)
+    assert options.block_n == KEYS_ALONE[kind][row] > 64
+    accept(compiled(options, "dense", **tensors), options, tmp_path)
+
+
+# of a thread's 32 scores of 64 keys: with whole tiles in runs, and, for keys past the end, element by element
 BIASES = {
-    "bf16, aligned": (TensorSpec("bf16", 4, 16, True), {"b32": 16, "b16": 32}),
-    "bf16, 4 bytes": (TensorSpec("bf16", 4, 4, True), {"b32": 16, "b16": 32}),
+    "bf16, aligned": (TensorSpec("bf16", 4, 16, True), {"v2.b16": 16, "b16": 32}),
+    "bf16, 4 bytes": (TensorSpec("bf16", 4, 4, True), {"v2.b16": 16, "b16": 32}),
     "f16, unaligned": (TensorSpec("f16", 4, 2, True), {"b16": 64}),
     "f32, aligned": (TensorSpec("f32", 4, 16, True), {"v2.b32": 16, "b32": 32}),
     "f32, unaligned": (TensorSpec("f32", 4, 4, True), {"b32": 64}),
     "bf16, any stride": (TensorSpec("bf16", 4, 2, False), {"b16": 32}),
-    "bf16 of keys": (TensorSpec("bf16", 3, 16, True), {"b32": 8, "b16": 16}),
+    "bf16 of keys": (TensorSpec("bf16", 3, 16, True), {"v2.b16": 8, "b16": 16}),
     "f32 of keys": (TensorSpec("f32", 3, 16, True), {"v2.b32": 8, "b32": 16}),
 }
 
@@ -95,7 +118,7 @@ def test_a_bias_is_loaded_in_runs_before_the_products(bias, tmp_path):
     accept(artefact, options, tmp_path)
     loads = re.findall(r"ld\.global\.((?:v2\.)?b\d+)", artefact.isa)
     # a tile's first scores, the loops along the diagonal and below it, the next tile's first scores
-    assert Counter(loads) == {kind: 4 * count for kind, count in per_tile.items()}
+    assert Counter(loads) == {kind: 4 * count * options.block_n // 64 for kind, count in per_tile.items()}
     assert artefact.isa.index("ld.global.") < artefact.isa.index("wgmma.mma_async")
 
 
