@@ -264,7 +264,7 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
 
 _ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
 # The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
-# here has 64: wider tiles spill, or took as long (docs/performance.md). Those of decoding were not measured.
+# here has 64: wider tiles spill, or took as long (docs/performance.md).
 KEYS_ALONE: dict[str, dict[Key, int]] = {
     "bias": {
         (64, 64, False, 1, None): 128,
@@ -292,7 +292,10 @@ KEYS_ALONE: dict[str, dict[Key, int]] = {
 
 
 def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
-    """Keys of a tile of a build, made for a plain call of `keys` keys, with code for every score alone."""
+    """Keys of a tile of a build, made for a plain call of `keys` keys, with code for every score alone.
+
+    Builds for decoding, which memory bounds, keep the number that they all have.
+    """
     build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
     rows = {} if options.takes_late else KEYS_ALONE.get(asked.alone, {})
     for (*shape, longest), block_n in rows.items():
