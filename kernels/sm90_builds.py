@@ -262,7 +262,8 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     return min(request.seq_len_kv, left + request.seq_len)
 
 
-_ELEMENTWISE_KEYS = 64  # of a tile, where what is computed for every score alone needs registers
+# Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256.
+_ELEMENTWISE_KEYS, _ELEMENTWISE_DECODING = 64, 128
 # The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
 # here has 64: wider tiles spill, or took as long (docs/performance.md).
 KEYS_ALONE: dict[str, dict[Key, int]] = {
@@ -297,8 +298,9 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     Builds for decoding, which memory bounds, keep the number that they all have.
     """
     build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
-    rows = {} if options.takes_late else KEYS_ALONE.get(asked.alone, {})
-    for (*shape, longest), block_n in rows.items():
+    if options.takes_late:
+        return min(options.block_n, _ELEMENTWISE_DECODING)
+    for (*shape, longest), block_n in KEYS_ALONE.get(asked.alone, {}).items():
         if shape == build and (longest is None or keys <= longest):
             return min(options.block_n, block_n)
     return min(options.block_n, _ELEMENTWISE_KEYS)

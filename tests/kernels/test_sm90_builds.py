@@ -244,7 +244,8 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
         (BIAS, {"seq_len": 512, "batch": 1, "heads": 8, "kv_heads": 8, "num_kv_splits": 1}, 128),
         (BIAS, {"head_dim": 96}, 128),
         (BIAS, {"head_dim": 64}, 64),
-        (BIAS, {"seq_len": 1}, 64),  # decoding
+        (BIAS, {"seq_len": 1}, 80),  # decoding, as without
+        (Features(("bias",), score_mod=ONE), {"seq_len": 1, "head_dim": 64}, 128),
         (SCORES, {}, 128),
         (MASK, {"seq_len_kv": 1024}, 128),
         (SCORES, {"head_dim": 192}, 64),

@@ -311,7 +311,8 @@ def test_builds_have_the_features_asked_for_and_smaller_tiles_where_scores_have_
     request = Request(128, "bf16", True, False, True, 2, 4096, 4096, 16, 16, 1.0, asked=asked)
     options, _ = build_for(request, 132)
     assert options.features == asked and options.block_n > 64
-    for asked in (Features(("bias",)), Features(score_mod=Mod.of(shifted)), Features(mask_mod=Mod.of(pattern))):
-        for seq_len in (4096, 1):
+    functions = {"score_mod": Mod.of(shifted)}, {"mask_mod": Mod.of(pattern)}
+    for asked in (Features(("bias", "sink")), *(Features(("sink",), **function) for function in functions)):
+        for seq_len, keys in ((4096, 64), (1, 80)):
             options, _ = build_for(replace(request, seq_len=seq_len, asked=asked), 132)
-            assert options.block_n == 64 and options.features == asked
+            assert options.block_n == keys and options.features == asked
