@@ -218,8 +218,10 @@ def build_for(
     block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
     if asked.block_size is not None:
         keys = asked.block_size[1]
-        # the most keys that divide a block, and as many tiles more in flight as that makes them smaller
+        # the most keys that divide a block
         block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
+    if asked.block_size is not None or options.takes_late:
+        # as many tiles more in flight as that makes them smaller
         options = replace(options, stages=options.stages * options.block_n // block_n)
     if request.page_size is not None:
         block_n = _power_of_two(block_n)
@@ -262,7 +264,8 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     return min(request.seq_len_kv, left + request.seq_len)
 
 
-# Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256.
+# Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256. There
+# a power of two: with a bias, 80 keys took 1.3 times as long as 64.
 _ELEMENTWISE_KEYS, _ELEMENTWISE_DECODING = 64, 128
 # The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
 # here has 64: wider tiles spill, or took as long (docs/performance.md).
@@ -299,7 +302,7 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     """
     build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
     if options.takes_late:
-        return min(options.block_n, _ELEMENTWISE_DECODING)
+        return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     for (*shape, longest), block_n in KEYS_ALONE.get(asked.alone, {}).items():
         if shape == build and (longest is None or keys <= longest):
             return min(options.block_n, block_n)

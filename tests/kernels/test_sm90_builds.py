@@ -244,7 +244,7 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
         (BIAS, {"seq_len": 512, "batch": 1, "heads": 8, "kv_heads": 8, "num_kv_splits": 1}, 128),
         (BIAS, {"head_dim": 96}, 128),
         (BIAS, {"head_dim": 64}, 64),
-        (BIAS, {"seq_len": 1}, 80),  # decoding, as without
+        (BIAS, {"seq_len": 1}, 64),  # decoding: a power of two
         (Features(("bias",), score_mod=ONE), {"seq_len": 1, "head_dim": 64}, 128),
         (SCORES, {}, 128),
         (MASK, {"seq_len_kv": 1024}, 128),
@@ -266,6 +266,13 @@ def test_tiles_are_as_wide_as_what_is_computed_for_every_score_leaves_them(asked
         asked = replace(asked, operands=("block_table",))
     call = {"seq_len": 4096, "heads": 16, "kv_heads": 16, "batch": 4, "asked": asked} | shape
     assert build_for(request(**call), UNITS)[0].block_n == wanted
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_smaller_tiles_of_decoding_are_as_many_more(dims):
+    call = request(head_dim=dims[0], head_dim_v=dims[1], asked=Features(("bias",), score_mod=ONE))
+    options, _ = build_for(call, UNITS)
+    assert 48 << 10 < options.key_bytes * options.stages <= 80 << 10
 
 
 def test_a_section_counts_packed_sets():
