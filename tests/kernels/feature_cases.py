@@ -103,6 +103,16 @@ def document_mask(batch: Any, head: Any, query: Any, key: Any, documents: Any) -
     return documents[query] == documents[key]
 
 
+def by_sequence_and_head(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Half of the keys, others for every sequence and head."""
+    return (key + 64 * batch + 32 * head) % 192 < 96
+
+
+def everything(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """All keys."""
+    return key >= 0
+
+
 def stripes(batch: Any, head: Any, query: Any, key: Any, *aux: Any) -> Any:
     """Every third key, another one for every head, and one's own."""
     return ((key + head) % 3 == 0) | (key == query)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.attention import flex_attention
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels.block_mask import BlockMask, create_block_mask
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from tests.kernels.feature_cases import Inputs, document_mask
+from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 
 
@@ -25,32 +24,16 @@ def sliding(b, h, q, k):
     return (k <= q + 60) & (k > q - 30)
 
 
-def by_sequence_and_head(b, h, q, k):
-    return (k + 64 * b + 32 * h) % 192 < 96
-
-
 def nothing_for_some(b, h, q, k):
     """The second block of queries sees nothing, nor does any query the third block of keys."""
     return ((q < 64) | (q >= 128)) & ((k < 128) | (k >= 192))
 
 
-def everything(b, h, q, k):
-    return k >= 0
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(request, monkeypatch):
+def emulated(request, emulate):
     """An emulated GPU with checks, and the generic kernel."""
     parameters = getattr(request.node, "callspec", None)
-    monkeypatch.setenv("FLY_ARCH", (parameters.params if parameters else {}).get("arch", "gfx950"))
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "generic")
+    emulate((parameters.params if parameters else {}).get("arch", "gfx950"), "generic")
 
 
 def dense(mask: BlockMask, first: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ A finding of the emulator's checks raises. How lists are made, and what is refus
 from __future__ import annotations
 
 import math
-import secrets
 from collections import Counter
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from kernels.features import Features, Mod
 from kernels.flash_attn_gfx950 import BLOCK_M, WAVE_ROWS, WAVES, DualWaveOptions, flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.tile_list import PARTIAL, WHOLE
-from tests.kernels.feature_cases import Inputs, document_mask
+from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 from tests.kernels.test_features_gfx950 import OPERANDS, VECTOR
 from tests.kernels.test_flash_attn_gfx950_isa import total
@@ -38,10 +37,6 @@ def sliding(b, h, q, k, *aux):
     return (k <= q + 60) & (k > q - 70)
 
 
-def by_sequence_and_head(b, h, q, k):
-    return (k + 64 * b + 32 * h) % 192 < 96
-
-
 def nothing_for_some(b, h, q, k):
     """The second block of queries sees nothing, nor does any query the third block of keys."""
     return ((q < 128) | (q >= 256)) & ((k < 256) | (k >= 384)) & (k != 3)
@@ -51,22 +46,10 @@ def nothing(b, h, q, k):
     return k < 0
 
 
-def everything(b, h, q, k):
-    return k >= 0
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+def emulated(emulate):
     """The emulated gfx950 with checks, and no other kernel."""
-    monkeypatch.setenv("FLY_ARCH", "gfx950")
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    emulate("gfx950", "gfx950")
 
 
 # mask, (queries, keys), block, head_dim, heads, options. Lists have odd and even numbers of tiles, partial ones first

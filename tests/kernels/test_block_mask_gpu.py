@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import secrets
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from fly import config
 from kernels.block_mask import BlockMask, create_block_mask
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from tests.kernels.feature_cases import Inputs, document_mask
+from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -43,16 +42,8 @@ def nothing_for_some(b, h, q, k):
     return ((q < 128) | (q >= 256)) & ((k < 130) | (k >= 250)) & (k != 3)
 
 
-def by_sequence_and_head(b, h, q, k):
-    return (k + 64 * b + 32 * h) % 192 < 96
-
-
 def nothing(b, h, q, k):
     return k < 0
-
-
-def everything(b, h, q, k):
-    return k >= 0
 
 
 MASKS = [causal, sliding, checkerboard, prefix, nothing_for_some, by_sequence_and_head, nothing, everything]
@@ -62,12 +53,6 @@ MASKS = [causal, sliding, checkerboard, prefix, nothing_for_some, by_sequence_an
 def sm90(monkeypatch):
     """This kernel, or an error."""
     monkeypatch.setenv(config.KERNEL.name, "sm90")
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 def wrong(inputs, mask_mod, size, is_causal, splits=1, entries=None, aux=(), **options) -> str | None:

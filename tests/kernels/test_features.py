@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import secrets
 from functools import partial
 
 import pytest
@@ -26,12 +25,6 @@ ARCHS = ("gfx942", "gfx950")
 FORMS = {"dense": (False, 1), "packed": (True, 1), "split": (False, 2), "packed-split": (True, 3)}
 
 
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(params=["gfx950"])
 def arch(request):
     """A test that has no other runs on one emulated GPU."""
@@ -39,11 +32,9 @@ def arch(request):
 
 
 @pytest.fixture(autouse=True)
-def emulated(arch, monkeypatch):
+def emulated(arch, emulate):
     """The emulated GPU of a test's `arch`, with checks, and the generic kernel."""
-    monkeypatch.setenv("FLY_ARCH", arch)
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "generic")
+    emulate(arch, "generic")
 
 
 def combinations():

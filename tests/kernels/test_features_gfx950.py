@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import secrets
 
 import pytest
 import torch
@@ -23,18 +22,10 @@ from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, by_head, c
 FORMS = {"dense": (False, 1), "packed": (True, 1), "split": (False, 2), "packed-split": (True, 3)}
 
 
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+def emulated(emulate):
     """The emulated gfx950 with checks, and no other kernel."""
-    monkeypatch.setenv("FLY_ARCH", "gfx950")
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    emulate("gfx950", "gfx950")
 
 
 def combinations():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import secrets
 
 import pytest
 import torch
@@ -40,12 +39,6 @@ CASES = {**FEATURES, **WIDE}
 def sm90(monkeypatch):
     """This kernel, or an error."""
     monkeypatch.setenv(config.KERNEL.name, "sm90")
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 def wrong(feature, causal, splits, inputs) -> str | None:

@@ -5,7 +5,6 @@ python tests/kernels/test_flash_attn_fwd.py --help
 
 from __future__ import annotations
 
-import secrets
 import sys
 from pathlib import Path
 
@@ -55,12 +54,6 @@ def run(request, monkeypatch):
     """A row of `RUNS`, set up; the test is skipped where it cannot run."""
     request.param.start(monkeypatch)
     return request.param
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message, and the script takes it as --seed."""
-    return secrets.randbits(31)
 
 
 def heads_first(t):

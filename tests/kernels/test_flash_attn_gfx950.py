@@ -6,7 +6,6 @@ A finding of the checks raises, so that a test that passes has had none.
 from __future__ import annotations
 
 import math
-import secrets
 
 import numpy as np
 import pytest
@@ -22,18 +21,10 @@ from tests.kernels.reference import check, reference
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+def emulated(emulate):
     """The emulated gfx950 with checks, and no other kernel."""
-    monkeypatch.setenv("FLY_ARCH", "gfx950")
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    emulate("gfx950", "gfx950")
 
 
 def inputs(seed, dtype, queries, keys, heads=2, kv_heads=1, head_dim=64, largest=4.0):

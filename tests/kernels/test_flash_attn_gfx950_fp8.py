@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 import re
-import secrets
 from collections import Counter
 from dataclasses import replace
 
@@ -38,17 +37,9 @@ DIM = 128
 
 
 @pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
-@pytest.fixture
-def emulated(monkeypatch):
+def emulated(emulate):
     """The emulated gfx950 with checks, and no other kernel."""
-    monkeypatch.setenv("FLY_ARCH", "gfx950")
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "gfx950_fp8")
+    emulate("gfx950", "gfx950_fp8")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import secrets
 
 import pytest
 import torch
@@ -26,18 +25,10 @@ QUERIES = [200, 3, 0, 31, 65, 127, 5, 0]
 KEYS = [330, 127, 40, 31, 3, 65, 0, 0]
 
 
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(arch, monkeypatch):
+def emulated(arch, emulate):
     """The emulated GPU of a test's `arch`, with checks, and the generic kernel."""
-    monkeypatch.setenv("FLY_ARCH", arch)
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", "generic")
+    emulate(arch, "generic")
 
 
 def inputs(seed, dtype, queries, keys, heads=2, kv_heads=1, head_dim=64):

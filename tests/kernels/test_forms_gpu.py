@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 import torch
 
@@ -14,12 +12,6 @@ from tests.kernels.reference import check, reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 DEVICE = "cuda"
 LENGTHS = [1024, 8192, 3, 31, 65, 127, 0, 513]
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 def inputs(seed, queries, keys, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 import pytest
@@ -24,12 +23,6 @@ E4M3 = torch.float8_e4m3fn
 KEYS = [700, 0, 2049, 1, 129, 64]
 dims = pytest.mark.parametrize("dim", [64, 128, 256])
 ROWS = [(8, 1), (2, 9), (1, 40)]  # query heads a key head, queries
-
-
-@pytest.fixture
-def generator():
-    """Fresh for every test; its seed is part of every failure's message."""
-    return torch.Generator("cuda").manual_seed(secrets.randbits(31))
 
 
 def random(generator, *shape):

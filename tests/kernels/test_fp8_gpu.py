@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 import pytest
@@ -21,12 +20,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="torch sees no Hopper GPU")]
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(128, 128), (1, 5), (333, 333), (200, 1000), (513, 77), (64, 4096), (2048, 2048)]
-
-
-@pytest.fixture
-def generator():
-    """Fresh for every test; its seed is part of every failure's message."""
-    return torch.Generator("cuda").manual_seed(secrets.randbits(31))
 
 
 def inputs(generator, queries, keys, dim, batch=2, heads=4, kv_heads=2, row=None):

@@ -10,9 +10,9 @@ from benchmarks.shapes import Kind
 from kernels.dispatch import KERNELS
 from kernels.flash_attn_generic import HEAD_DIMS
 from tests.kernels.acceptance import Run, failure
-from tests.kernels.test_flash_attn_fwd import moved, run, seed
+from tests.kernels.test_flash_attn_fwd import moved, run
 
-__all__ = ["run", "seed"]  # fixtures
+__all__ = ["run"]  # a fixture
 ARCHS = ("gfx942", "gfx950")
 on_gpu = pytest.mark.parametrize(
     "run", [pytest.param(Run("generic"), id="generic", marks=pytest.mark.gpu)], indirect=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 
 import pytest
 import torch
@@ -12,12 +11,6 @@ from kernels import attention_launch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import Inputs, compare
 from tests.kernels.reference import check, reference
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 @pytest.fixture(params=["gfx942", "gfx950"])

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import random
 import re
-import secrets
 
 import pytest
 import torch
@@ -71,12 +70,6 @@ CASES = [
     Case(rotary_dim=64, shift=4, interleaved=True, dtype=F16),
     Case(shift=2, dtype=F16),
 ]
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 import torch
 
@@ -21,12 +19,6 @@ DIMS = [(64, 64), (128, 128), (192, 128)]
 def sm90(monkeypatch):
     """The kernel that packs heads, or an error."""
     monkeypatch.setenv(config.KERNEL.name, "sm90")
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 def inputs(seed, queries, keys, group, dims, kv_heads=2, dtype=torch.bfloat16):

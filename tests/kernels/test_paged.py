@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import secrets
 
 import pytest
 import torch
@@ -28,20 +27,12 @@ KEYS = [130, 0, 64, 5]  # a partial page at the end, none, whole pages, a part o
 HEADS, KV_HEADS = 4, 2
 
 
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
-
-
 @pytest.fixture(autouse=True)
-def emulated(request, monkeypatch):
+def emulated(request, emulate):
     """The emulated GPU and the kernel of a test's `arch`, with checks; gfx950 and the generic one if it has none."""
     params = getattr(request.node, "callspec", None)
     arch, _, tuned = (params.params.get("arch", "gfx950") if params else "gfx950").partition(" ")
-    monkeypatch.setenv("FLY_ARCH", arch)
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    monkeypatch.setenv("FLY_KERNEL", arch if tuned else "generic")
+    emulate(arch, arch if tuned else "generic")
 
 
 def queries_of(shape, dtype, seed):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 import torch
 
@@ -16,12 +14,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = "cuda"
 KEYS = [700, 0, 2049, 1, 129, 64]
 kernels = pytest.mark.parametrize("kernel", ["sm90", "generic"])
-
-
-@pytest.fixture
-def seed():
-    """Fresh for every test; part of every failure's message."""
-    return secrets.randbits(31)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,7 @@ from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.reference import check, reference
-from tests.kernels.test_flash_attn_fwd import seed
 
-__all__ = ["seed"]  # fixture
 LENGTHS = ((70, 90), (0, 20), (33, 5))
 
 
