@@ -42,7 +42,7 @@ from kernels.online_softmax import OnlineSoftmax
 from kernels.sm90_builds import Sm90Options, build_for, keys_seen
 from kernels.sm90_combine import Combination
 from kernels.sm90_launch import bind_build, typical_lengths
-from kernels.sm90_producer import Buffers, Producer, clear_rows
+from kernels.sm90_producer import Buffers, Producer, clear_tail
 from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
 from kernels.sm90_turner import Turner
 from kernels.tile_scheduler import part
@@ -129,7 +129,7 @@ def run_block(
     )
     buffers = Buffers.allocate(options)
     raw = [] if buffers.raw is None else [buffers.raw.ring]
-    init_all([buffers.q_ring, buffers.k_ring, buffers.v_ring, buffers.board.ring, *raw])
+    init_all([buffers.q.ring, buffers.k.ring, buffers.v.ring, buffers.board.ring, *raw])
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
@@ -285,9 +285,9 @@ class Consumer:
         barrier_sync(self.index + TURN, 2 * WARPGROUP)
 
     def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
-        q_tile, k_tile = self.buffers.q_tile, self.buffers.k_tile
-        q = self.buffers.q.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
-        k = self.buffers.k.offset(k_at.index * k_tile.bytes)
+        q_tile, k_tile = self.buffers.q.tile, self.buffers.k.tile
+        q = self.buffers.q.memory.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
+        k = self.buffers.k.at(k_at)
         steps = self.options.head_dim // self.score_atom.k
         return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
 
@@ -298,15 +298,12 @@ class Consumer:
 
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
         """Start O += P V of key tile j, or with a list of step j."""
-        tile = self.buffers.v_tile
-        memory = self.buffers.v.offset(state.v_at.index * tile.bytes)
-        self.buffers.v_ring.wait(state.v_at)
+        tile, memory = self.buffers.v.tile, self.buffers.v.at(state.v_at)
+        self.buffers.v.ring.wait(state.v_at)
         if self.schedule.cut_keys:
             j = j if state.tile is None else state.tile
-            rows = work.keys.keys - j * self.options.block_n
-            with fly.when(rows < tile.rows):
-                clear_rows(tile, memory, rows)  # every consumer for itself: they store the same
-                barrier_sync(self.index + CLEARED, WARPGROUP)
+            # every consumer for itself: they store the same
+            clear_tail(tile, memory, work.keys.keys - j * self.options.block_n, CLEARED, self.index)
         values = Operand(memory, tile, along_rows=True)
         steps = self.options.block_n // self.output_atom.k
         return wgmma.issue(self.output_atom, state.weights, values, steps, output)
@@ -390,21 +387,21 @@ class Consumer:
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
-        self.buffers.k_ring.release(k_at)
+        self.buffers.k.ring.release(k_at)
         with fly.when(j == work.first_tile):
-            self.buffers.q_ring.release(q_at)
+            self.buffers.q.ring.release(q_at)
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
         """The first scores of the block's first tile."""
         of_head = self._of_head(work)
-        self.buffers.q_ring.wait(q_at)
-        self.buffers.k_ring.wait(k_at)
+        self.buffers.q.ring.wait(q_at)
+        self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
         bias = self._bias(work, work.last_tile - 1 if listed is None else listed)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
         self._scored(work, work.last_tile - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
-        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k_ring.next(k_at), v_at, listed)
+        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
         """All products but the last of a tile: (output so far, state)."""
@@ -430,7 +427,7 @@ class Consumer:
     ) -> tuple[fly.Value, State]:
         """Key tile j, or with a list step j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
-        buffers.k_ring.wait(state.k_at)
+        buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(work, j if listed is None else listed)
         scores, started = self._products(
@@ -448,7 +445,7 @@ class Consumer:
         )
         output = self._added(started, output, state, softmax)
         output = self._rescaled(output, factor, needed)
-        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
 
     def _products(
@@ -467,7 +464,7 @@ class Consumer:
         """The output with what was started; V's slot is free then. `softmax`: what may be there before the wait."""
         after = softmax.total.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
-        self.buffers.v_ring.release(state.v_at)
+        self.buffers.v.ring.release(state.v_at)
         return output
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
@@ -480,9 +477,9 @@ class Consumer:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
         of_head = self._of_head(following)
-        q_at = buffers.q_ring.next(state.q_at)
-        buffers.q_ring.wait(q_at)
-        buffers.k_ring.wait(state.k_at)
+        q_at = buffers.q.ring.next(state.q_at)
+        buffers.q.ring.wait(q_at)
+        buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(following, following.last_tile - 1 if listed is None else listed)
         scores, started = self._products(
@@ -491,7 +488,7 @@ class Consumer:
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax)
-        k_at, v_at = buffers.k_ring.next(state.k_at), buffers.v_ring.next(state.v_at)
+        k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:

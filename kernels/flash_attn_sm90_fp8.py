@@ -176,8 +176,8 @@ class Fp8Producer(Producer):
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         if self.buffers.raw is not None:
             return super()._load_v(at, work, j, pages)
-        place, buffers = (work.entry, work.head // self.group, 0), self.buffers
-        return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, [place], j * self.schedule.block_n)
+        place = work.entry, work.head // self.group, 0
+        return self._load(self.v, self.buffers.v, at, [place], j * self.schedule.block_n)
 
 
 class Fp8Consumer(Consumer):
@@ -203,13 +203,13 @@ class Fp8Consumer(Consumer):
 
     def _product(self, number: int, state: State) -> fly.Value:
         """Start P V of a key tile for the columns of one piece, from zero."""
-        tile, columns = self.buffers.v_tile, self.options.piece
-        memory = self.buffers.v.offset(state.v_at.index * tile.bytes).offset(number * columns * tile.swizzle)
+        tile, columns = self.buffers.v.tile, self.options.piece
+        memory = self.buffers.v.at(state.v_at).offset(number * columns * tile.swizzle)
         steps = self.options.block_n // self.piece_atom.k
         return wgmma.issue(self.piece_atom, state.weights, Operand(memory, tile), steps)
 
     def _accumulate(self, work: Work, j: Any, output: Output, state: State) -> fly.Value:
-        self.buffers.v_ring.wait(state.v_at)
+        self.buffers.v.ring.wait(state.v_at)
         return self._product(0, state)
 
     def _accumulated(
@@ -261,7 +261,7 @@ class Fp8Consumer(Consumer):
         if self.options.ping_pong:
             self.take_turn()
         output, started = self._summed(accumulate(), output, state, scores)
-        self.buffers.v_ring.release(state.v_at)
+        self.buffers.v.ring.release(state.v_at)
         return wgmma.wait(0, started)[0], output
 
     def _added(self, started: Any, output: Output, state: State, softmax: OnlineSoftmax) -> Output:

@@ -300,9 +300,9 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
 
     Builds for decoding, which memory bounds, keep the number that they all have.
     """
-    build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
+    build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
     for (*shape, longest), block_n in KEYS_ALONE.get(asked.alone, {}).items():
         if shape == build and (longest is None or keys <= longest):
             return min(options.block_n, block_n)

@@ -9,7 +9,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import tma
-from fly.backends.nvvm.intrinsics import WARPGROUP, fence_async_shared
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position, Ring
 from fly.backends.nvvm.wgmma import PanelTile
 from kernels.sm90_builds import Sm90Options
@@ -20,34 +20,33 @@ Pages = tuple[fly.Value, ...]
 
 @dataclass(frozen=True)
 class Slots:
-    """A ring of tiles in shared memory."""
+    """Tiles in shared memory, and the ring over them."""
 
     memory: fly.Pointer
     tile: PanelTile
     ring: Ring
 
     @staticmethod
-    def allocate(name: str, tile: PanelTile, stages: int, consumer_warps: int) -> Slots:
+    def allocate(name: str, tile: PanelTile, stages: int, consumer_warps: int, producer_warps: int = 0) -> Slots:
+        """`consumer_warps`, `producer_warps`: see `Ring.allocate`."""
         memory = fly.alloc_shared(name, tile.bytes * stages, 1024)
-        return Slots(memory, tile, Ring.allocate(name, stages, consumer_warps))
+        return Slots(memory, tile, Ring.allocate(name, stages, consumer_warps, producer_warps))
+
+    def at(self, at: Position) -> fly.Pointer:
+        """The tile of a slot."""
+        return self.memory.offset(at.index * self.tile.bytes)
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory: tiles, the rings over them, and the board that says what the block works on.
+    """Shared memory: tiles of Q, K and V, and the board that says what the block works on.
 
     `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is turned.
     """
 
-    q: fly.Pointer
-    k: fly.Pointer
-    v: fly.Pointer
-    q_tile: PanelTile
-    k_tile: PanelTile
-    v_tile: PanelTile
-    q_ring: Ring
-    k_ring: Ring
-    v_ring: Ring
+    q: Slots
+    k: Slots
+    v: Slots
     board: Board
     numbers: fly.SharedMemory | None
     raw: Slots | None
@@ -61,15 +60,9 @@ class Buffers:
         turning = 0 if raw_tile is None else WARPGROUP // 32
         lists = options.features.block_size is not None
         return Buffers(
-            q=fly.alloc_shared("q", q_tile.bytes * options.q_stages, 1024),
-            k=fly.alloc_shared("k", k_tile.bytes * options.stages, 1024),
-            v=fly.alloc_shared("v", v_tile.bytes * options.v_stages, 1024),
-            q_tile=q_tile,
-            k_tile=k_tile,
-            v_tile=v_tile,
-            q_ring=Ring.allocate("q", options.q_stages, warps),
-            k_ring=Ring.allocate("k", options.stages, warps),
-            v_ring=Ring.allocate("v", options.v_stages, warps, turning),
+            q=Slots.allocate("q", q_tile, options.q_stages, warps),
+            k=Slots.allocate("k", k_tile, options.stages, warps),
+            v=Slots.allocate("v", v_tile, options.v_stages, warps, turning),
             board=Board.allocate(warps + turning, lists),
             numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
             raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, turning),
@@ -125,19 +118,16 @@ class Producer:
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
         place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
-        return self._load(self.q, self.buffers.q_ring, self.buffers.q, self.buffers.q_tile, at, [place])
+        return self._load(self.q, self.buffers.q, at, [place])
 
     def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         j, buffers = self._tile(work, j), self.buffers
         note = None if buffers.numbers is None else partial(buffers.numbers.store, j, at.index)
-        places = self._keys(work, j, pages)
-        return self._load(self.k, buffers.k_ring, buffers.k, buffers.k_tile, at, places, note=note)
+        return self._load(self.k, buffers.k, at, self._keys(work, j, pages), note=note)
 
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
-        places, buffers = self._keys(work, self._tile(work, j), pages), self.buffers
-        if buffers.raw is not None:
-            return self._load(self.v, buffers.raw.ring, buffers.raw.memory, buffers.raw.tile, at, places)
-        return self._load(self.v, buffers.v_ring, buffers.v, buffers.v_tile, at, places)
+        places = self._keys(work, self._tile(work, j), pages)
+        return self._load(self.v, self.buffers.raw or self.buffers.v, at, places)
 
     def _tile(self, work: Work, j: Any) -> Any:
         """Key tile j, or that of step j of a list."""
@@ -159,9 +149,7 @@ class Producer:
     def _load(
         self,
         tensor_map: fly.TensorMap,
-        ring: Ring,
-        memory: fly.Pointer,
-        tile: PanelTile,
+        slots: Slots,
         at: Position,
         places: list[tuple[Any, ...]],
         column: Any = 0,
@@ -169,14 +157,25 @@ class Producer:
     ) -> Position:
         """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
         `column`; `note` stores what consumers are to read beside it."""
-        barrier = ring.acquire(at, tile.bytes, note)
-        slot = memory.offset(at.index * tile.bytes)
+        tile = slots.tile
+        barrier = slots.ring.acquire(at, tile.bytes, note)
+        slot = slots.at(at)
         piece_bytes = tile.panel_bytes // len(places)
         for i, place in enumerate(places):
             for panel in range(tile.panels):
                 corner = (*place, column + panel * tile.panel_columns)
                 tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
-        return ring.next(at)
+        return slots.ring.next(at)
+
+
+def clear_tail(tile: PanelTile, memory: fly.Pointer, rows: fly.Value, barrier: int, index: Any = 0) -> None:
+    """`clear_rows` from `rows` on, if the tile has any there, by a warpgroup that then meets at a named barrier.
+
+    The barrier is number `index` from `barrier` on.
+    """
+    with fly.when(rows < tile.rows):
+        clear_rows(tile, memory, rows)
+        barrier_sync(index + barrier, WARPGROUP)
 
 
 def clear_rows(tile: PanelTile, memory: fly.Pointer, first: fly.Value) -> None:

@@ -15,17 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import fly
-from fly.backends.nvvm.intrinsics import (
-    WARPGROUP,
-    barrier_sync,
-    load_matrices_turned,
-    permute_bytes,
-    store_matrices,
-)
+from fly.backends.nvvm.intrinsics import WARPGROUP, load_matrices_turned, permute_bytes, store_matrices
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import LayoutError
-from kernels.sm90_producer import Buffers, clear_rows
+from kernels.sm90_producer import Buffers, clear_tail
 from kernels.sm90_schedule import Schedule, Work
 
 WARPS = WARPGROUP // 32
@@ -146,17 +140,14 @@ class Turner:
 
     def _turn(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
         """Key tile j."""
-        raw, ring, tile = self.buffers.raw, self.buffers.v_ring, self.buffers.v_tile
-        turn, memory = TileTurn(raw.tile, tile), raw.memory.offset(raw_at.index * raw.tile.bytes)
+        raw, turned = self.buffers.raw, self.buffers.v
+        turn, memory = TileTurn(raw.tile, turned.tile), raw.at(raw_at)
         raw.ring.wait(raw_at)
         if self.schedule.cut_keys:
-            rows = work.keys.keys - j * self.schedule.block_n
-            with fly.when(rows < raw.tile.rows):
-                clear_rows(raw.tile, memory, rows)
-                barrier_sync(self.barrier, WARPGROUP)
+            clear_tail(raw.tile, memory, work.keys.keys - j * self.schedule.block_n, self.barrier)
         words = turn.load(memory)
-        ring.claim(at)
-        turn.store(self.buffers.v.offset(at.index * tile.bytes), words)
-        ring.publish(at)
+        turned.ring.claim(at)
+        turn.store(turned.at(at), words)
+        turned.ring.publish(at)
         raw.ring.release(raw_at)
-        return raw.ring.next(raw_at), ring.next(at)
+        return raw.ring.next(raw_at), turned.ring.next(at)
