@@ -284,8 +284,9 @@ def append_to_cache(
     if plan is None:
         plan = Plan(_prepare(operands, rotary_interleaved, rotate_each_query), extents)
         _remember(key, plan)
-    if plan.launch is not None:
-        plan.launch(*[x.data_ptr() for x in operands if x is not None])
+    launch = plan.launch
+    if launch is not None:
+        launch.launch([x.data_ptr() for x in operands if x is not None], launch.entry.current_stream())
     return q if rotated is None else rotated
 
 

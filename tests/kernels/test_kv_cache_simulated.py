@@ -6,6 +6,7 @@ No code generator takes part, and every access must be aligned as the kernel cla
 from __future__ import annotations
 
 import secrets
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -43,11 +44,11 @@ class Simulated:
             for x, name in zip(operands, names)
         ]
 
-        def launch(*addresses: int) -> None:
-            assert addresses == tuple(x.data_ptr() for x in operands if x is not None)
+        def launch(addresses: list[int], stream: int) -> None:
+            assert addresses == [x.data_ptr() for x in operands if x is not None] and stream == 0
             Machine(program)(flat(*arrays), (*grid, 1))
 
-        return launch
+        return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=int))
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90a"])
