@@ -247,7 +247,7 @@ def _plain_build_for(
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
-        options = decode_options(*dims, causal, pack, kind, paged=request.page_size is not None)
+        options = decode_options(*dims, causal, pack, kind, request.page_size is not None, request.seq_len_kv)
         automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
         splits = request.num_kv_splits or automatic
         return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
@@ -340,6 +340,8 @@ def _power_of_two(keys: int) -> int:
 # Of K and V in a block's slots when memory decides. More and blocks finish unevenly, since some multiprocessors get
 # more of the bandwidth than others; 48 KiB are too few to have all of it. Measured on an H200.
 _IN_FLIGHT = 80 << 10
+# Sequences with no more keys have tiles of so many: what a wider one holds is for nothing.
+_SHORT = 64
 
 
 def decode_options(
@@ -349,6 +351,7 @@ def decode_options(
     pack_gqa: int = 1,
     kind: type[Sm90Options] = Sm90Options,
     paged: bool = False,
+    keys: int | None = None,
 ) -> Sm90Options:
     """The build for launches with at most `DECODE_ROWS` rows a sequence and key head: those that memory bounds.
 
@@ -356,6 +359,7 @@ def decode_options(
     before the last tile is done, and two or a few for keys, together no more than memory's speed takes. For keys in
     pages (`paged`) one more, since a tile's pages must be known before it is on its way. Tiles can take milliseconds,
     so that the wait for the next one's number is nothing next to a block that got one which another has time for.
+    `keys`: the most that a sequence has, if that is known.
     """
     fields = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa, "takes_late": True}
     own = kind.decoding.get(head_dim)
@@ -364,7 +368,8 @@ def decode_options(
     one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
     block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
-    return replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
+    one = replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
+    return replace(one, block_n=min(one.block_n, _SHORT)) if keys is not None and keys <= _SHORT else one
 
 
 # In the time that 64 KiB of K and V take when all multiprocessors load: what they take however few load, what a part

@@ -125,6 +125,16 @@ def test_decode_builds_have_what_memory_takes_in_flight(dims, causal, paged):
     assert (options.causal, options.pack_gqa, options.queries) == (causal, 8, 8)
 
 
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_tiles_of_decoding_are_no_wider_than_short_sequences(dims):
+    usual = decode_options(*dims, False)
+    assert decode_options(*dims, False, keys=65) == usual
+    short = decode_options(*dims, False, keys=64)
+    assert short == replace(usual, block_n=min(64, usual.block_n))
+    call = request(4, 64, 1, 1, head_dim=dims[0], head_dim_v=dims[1])
+    assert build_for(call, UNITS)[0].block_n == short.block_n
+
+
 @pytest.mark.parametrize(
     ("blocks", "key_tiles", "wanted"),
     [
