@@ -1,15 +1,17 @@
 """The builds of the Hopper kernel: its static parameters, and which build serves which shape.
 
 A row of the table `kernels/flash_attn_sm90_tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
-→ the other fields of `Sm90Options`, and `cost`. `longest`: the most keys that it is for, None for any number; `cost`:
-the time of one of its tiles against that of the shape's largest (1). Rows without a note were measured on an H200.
+→ the other fields of `Sm90Options`, `cost` and `whole`. `longest`: the most keys that it is for, None for any number;
+`cost`: the time of one of its tiles against that of the shape's largest (1); `whole`: it is only for calls whose
+features leave its tiles all of their keys. Rows without a note were measured on an H200.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 from fly.backends.nvvm import wgmma
@@ -165,11 +167,12 @@ def key_for(
     slices: int,
     units: int,
     table: Mapping[Key, Mapping[str, Any]] = TILES,
+    packing: Callable[[Key], Packing] = lambda key: NO_PACKING,
 ) -> Key:
-    """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` query rows, on `units` multiprocessors.
+    """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` queries, on `units` multiprocessors.
 
-    Of rows with as many consumers the first that is long enough counts; of those, the one that takes least time: what
-    decides when the launch does not fill the device.
+    Of rows with as many consumers the first that is long enough counts; of those, the one that takes least time, with
+    the `packing` that a row has: what decides when the launch does not fill the device.
 
     Raises:
         LookupError: no row has these head dimensions.
@@ -183,9 +186,12 @@ def key_for(
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
     def time(key: Key) -> float:
-        rounds = -(-seq_len // (64 * key[3])) * slices / units
-        # causal tiles differ in length, and short ones fill the gaps
-        return table[key].get("cost", 1.0) * (max(1.0, rounds) if causal else math.ceil(rounds))
+        packing_, block_m = packing(key), 64 * key[3]
+        rounds = math.ceil(-(-seq_len * packing_.pack // block_m) * slices / packing_.pack / units)
+        if causal and rounds > 1:
+            # tiles differ in length, and short ones fill most of the gaps
+            rounds = -(-seq_len // block_m) * slices / units * packing_.share + 0.5
+        return table[key].get("cost", 1.0) * rounds
 
     return min(rows.values(), key=time)
 
@@ -195,7 +201,7 @@ def options_of(
 ) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
     *shape, consumers, _ = key
-    fields = {name: value for name, value in (tiles or TILES[key]).items() if name != "cost"}
+    fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "whole")}
     return kind(*shape, consumers, **fields)
 
 
@@ -212,20 +218,36 @@ def build_for(
     among many short ones loses nothing by it.
     """
     asked = request.asked
-    if asked.block_size is not None:
-        table = {key: row for key, row in table.items() if key[3] < 3 and asked.block_size[0] % (64 * key[3]) == 0}
+    table = {key: row for key, row in table.items() if _serves(key, row, request, kind)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
-    block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
-    if asked.block_size is not None:
-        keys = asked.block_size[1]
-        # the most keys that divide a block
-        block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
+    block_n = _tile_keys(options, request)
     if asked.block_size is not None or options.takes_late:
         # as many tiles more in flight as that makes them smaller
         options = replace(options, stages=options.stages * options.block_n // block_n)
     if request.page_size is not None:
         block_n = _power_of_two(block_n)
     return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
+
+
+def _serves(key: Key, row: Mapping[str, Any], request: Request, kind: type[Sm90Options]) -> bool:
+    """Whether a row is for a request's features."""
+    if request.asked.block_size is not None:
+        return key[3] < 3 and request.asked.block_size[0] % (64 * key[3]) == 0
+    if not row.get("whole"):
+        return True
+    options = options_of(key, row, kind)
+    return request.page_size is None and _tile_keys(options, request) == options.block_n
+
+
+def _tile_keys(options: Sm90Options, request: Request) -> int:
+    """Keys of a tile of a build, made for a plain call, with the request's features; pages may take fewer."""
+    asked, block_n = request.asked, options.block_n
+    if asked.elementwise:
+        block_n = elementwise_keys(options, asked, request.seq_len_kv)
+    if asked.block_size is None:
+        return block_n
+    # the most that divide a block
+    return max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if asked.block_size[1] % n == 0)
 
 
 def _plain_build_for(
@@ -240,9 +262,12 @@ def _plain_build_for(
     group, keys = request.num_heads // request.num_kv_heads, request.seq_len_kv
     if request.asked.block_size is not None:
         group, keys = 1, 0  # heads may have lists of their own, and lists are short
-    most = key_for(*dims, request.causal, _MANY, keys, 1, 1, table)
-    many = options_of(most, table[most], kind)
-    pack = pack_gqa_for(group, *lengths, request.causal, many.block_m, many.block_n)
+
+    @cache
+    def packing(key: Key) -> Packing:
+        return Packing.of(group, *lengths, request.causal, options_of(key, table[key], kind))
+
+    pack = packing(key_for(*dims, request.causal, _MANY, keys, 1, 1, table)).pack
     slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
@@ -252,8 +277,9 @@ def _plain_build_for(
         splits = request.num_kv_splits or automatic
         return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
     splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    key = key_for(*dims, request.causal, rows, keys, slices * splits, units, table)
-    return replace(options_of(key, table[key], kind), pack_gqa=pack), splits
+    slices = request.batch * request.num_heads * splits
+    key = key_for(*dims, request.causal, request.seq_len, keys, slices, units, table, packing)
+    return replace(options_of(key, table[key], kind), pack_gqa=packing(key).pack), splits
 
 
 def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
@@ -285,7 +311,7 @@ KEYS_ALONE: dict[str, dict[Key, int]] = {
     "function": {
         (64, 64, False, 3, 2048): 64,
         (64, 64, False, 3, None): 80,
-        (96, 96, False, 2, None): 128,
+        (96, 96, False, 3, None): 112,
         (96, 96, True, 2, None): 128,
         (128, 128, False, 2, None): 128,
         (128, 128, True, 2, None): 128,
@@ -319,17 +345,27 @@ def visited(seq_len: int, seq_len_kv: int, causal: bool, queries: int, block_n: 
     return sum(max(1, -(-keys // block_n)) for keys in seen)
 
 
-def pack_gqa_for(group: int, seq_len: int, seq_len_kv: int, causal: bool, block_m: int, block_n: int) -> int:
-    """How many of the `group` query heads of a key head to pack into tiles of `block_m` rows.
+@dataclass(frozen=True)
+class Packing:
+    """`pack` query heads of a key head in a tile, and the `share` of the key tiles that it leaves to visit."""
 
-    The largest power of two that divides the group, or 1 where tiles would then visit more than 31/32 of the key
-    tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
-    """
-    pack = min(group & -group, PACKS[-1])
-    if pack == 1:
-        return 1
-    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
-    return pack if 32 * packed <= 31 * plain * pack else 1
+    pack: int
+    share: float
+
+    @staticmethod
+    def of(group: int, seq_len: int, seq_len_kv: int, causal: bool, options: Sm90Options) -> Packing:
+        """How many of the `group` query heads of a key head to pack into a build's tiles.
+
+        The largest power of two that divides the group, or 1 where tiles would then visit more than 31/32 of the key
+        tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
+        """
+        pack = min(group & -group, PACKS[-1])
+        block_m, block_n = options.block_m, options.block_n
+        plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
+        return Packing(pack, packed / (plain * pack)) if 32 * packed <= 31 * plain * pack else NO_PACKING
+
+
+NO_PACKING = Packing(1, 1.0)
 
 
 def _power_of_two(keys: int) -> int:

@@ -23,7 +23,7 @@ from tests.backends.builds import needs_ptxas, run_ptxas
 
 IDS = [f"{d}x{dv}-{'causal' if causal else 'full'}-{n}x64-{longest or 'any'}" for d, dv, causal, n, longest in TILES]
 every_row = pytest.mark.parametrize("row", TILES, ids=IDS)
-FORM_ROW = next(row for row in TILES if row[:3] == (128, 128, True))  # forms change the walk, not the products
+FORM_ROW = next(row for row in TILES if row[:4] == (128, 128, True, 2))  # forms change the walk, not the products
 
 
 def specs(options: Sm90Options, form: str, dtype: str) -> list:
@@ -81,6 +81,14 @@ def test_every_build_is_accepted_as_it_is_meant(row, tmp_path):
 @pytest.mark.parametrize(("form", "dtype"), [("packed", "bf16"), ("split", "bf16"), ("dense", "f16")])
 def test_other_forms_are_accepted_too(form, dtype, tmp_path):
     accept(compiled(FORM_ROW, form, dtype), options_of(FORM_ROW), tmp_path)
+
+
+@needs_ptxas
+@pytest.mark.parametrize("form", ["packed", "split"])
+@pytest.mark.parametrize("row", [row for row in TILES if row[3] == 3], ids=str)
+def test_three_consumers_take_other_forms_too(row, form, tmp_path):
+    """The producer beside them has 32 registers, and of split causal keys it spills some."""
+    accept(compiled(row, form), options_of(row), tmp_path, 16)
 
 
 @every_row

@@ -20,12 +20,12 @@ from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
     DECODE_ROWS,
     PACKS,
+    Packing,
     Sm90Options,
     build_for,
     decode_options,
     decode_splits,
     options_of,
-    pack_gqa_for,
     section_for,
     visited,
 )
@@ -49,6 +49,9 @@ def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes
     return Request(**dims | lengths | sizes | changes)
 
 
+TWO = Sm90Options(128, 128, False, 2, 128, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("group", "seq_len", "wanted"),
     [
@@ -69,13 +72,13 @@ def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_heads_are_packed_where_that_saves_tiles(group, seq_len, causal, wanted):
-    assert pack_gqa_for(group, seq_len, 16384, causal, 128, 128) == wanted
+    assert Packing.of(group, seq_len, 16384, causal, TWO).pack == wanted
 
 
 @pytest.mark.parametrize(("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 1), (False, 512, 1)])
 def test_heads_are_packed_where_that_saves_keys(causal, seq_len, wanted):
     """512 queries: 1, 2, 3 and 4 tiles of 160 keys for 128 of them; one after the other for 16 of them."""
-    assert pack_gqa_for(8, seq_len, seq_len, causal, 128, 160) == wanted
+    assert Packing.of(8, seq_len, seq_len, causal, replace(TWO, block_n=160)).pack == wanted
 
 
 @given(st.integers(1, 300), st.integers(0, 500), st.booleans(), st.integers(1, 200), st.integers(1, 200))
@@ -91,10 +94,10 @@ def test_visited_tiles(seq_len, seq_len_kv, causal, queries, block_n):
 
 @given(groups, st.integers(1, 3000), st.integers(0, 3000), st.booleans(), st.sampled_from([64, 128, 192]))
 def test_packed_heads_share_a_key_head_and_never_cost_tiles(group, seq_len, seq_len_kv, causal, block_m):
-    pack = pack_gqa_for(group, seq_len, seq_len_kv, causal, block_m, 128)
-    assert pack in PACKS and group % pack == 0
-    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, pack))
-    assert packed <= plain * pack
+    packing = Packing.of(group, seq_len, seq_len_kv, causal, replace(TWO, consumers=block_m // 64))
+    assert packing.pack in PACKS and group % packing.pack == 0
+    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, packing.pack))
+    assert packing.share == packed / (plain * packing.pack) <= 1
 
 
 def test_packs_that_no_tile_holds_are_refused():
@@ -232,13 +235,60 @@ def test_packed_sequences_are_judged_by_their_mean_length():
     """A long one among 63 of one query."""
     mixed = request(seq_len=2048, batch=64, features=("packed",))
     options, _ = build_for(mixed, UNITS, (33, 4096))
-    assert (options.pack_gqa, options.consumers) == (8, 2)
-    assert build_for(mixed, UNITS, (2048, 4096))[0].pack_gqa == 1
+    assert options.pack_gqa == 8
+    assert build_for(mixed, UNITS, (16384, 16384))[0].pack_gqa == 1
 
 
-def test_long_sequences_are_served_as_before():
-    options, splits = build_for(request(seq_len=4096), UNITS)
-    assert options == options_of((128, 128, True, 2, None)) and splits == 1
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "batch", "seq_len", "heads", "consumers"),
+    [
+        (64, True, 1, 512, 16, 1),
+        (64, True, 8, 1024, 16, 2),
+        (64, True, 4, 2048, 16, 2),
+        (64, True, 1, 4096, 16, 2),
+        (64, True, 4, 4096, 16, 3),
+        (64, False, 1, 1024, 16, 2),
+        (64, False, 4, 2048, 16, 3),
+        (64, False, 1, 1536, 16, 3),  # one round
+        (96, True, 8, 2048, 21, 2),
+        (96, True, 4, 4096, 21, 3),
+        (96, False, 16, 1024, 21, 2),
+        (96, False, 4, 4096, 21, 3),
+        (128, True, 8, 2048, 16, 2),
+        (128, True, 1, 4096, 16, 2),
+        (128, True, 4, 4096, 16, 3),
+        (128, True, 2, 8192, 8, 3),
+        (128, False, 16, 1024, 16, 2),
+        (128, False, 8, 2048, 16, 3),
+        (128, False, 1, 4096, 16, 2),
+        (128, False, 2, 8192, 8, 2),
+    ],
+)
+def test_rows_that_were_fastest_are_chosen(head_dim, causal, batch, seq_len, heads, consumers):
+    """Those of a sweep on an H200 whose times differ by more than a percent."""
+    shape = {"seq_len_kv": seq_len, "heads": heads, "kv_heads": heads, "batch": batch, "head_dim": head_dim}
+    options, splits = build_for(request(seq_len, **shape, causal=causal), UNITS)
+    assert (options.consumers, splits) == (consumers, 1)
+    assert options in {options_of(row) for row in TILES if row[:4] == (head_dim, head_dim, causal, consumers)}
+
+
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_tiles_of_three_consumers_are_whole_or_other_rows_serve(head_dim):
+    plain = request(4096, heads=16, kv_heads=16, batch=4, head_dim=head_dim)
+    assert build_for(plain, UNITS)[0].consumers == 3
+    softcap = Features(("softcap",))
+    assert build_for(replace(plain, asked=softcap), UNITS)[0].consumers == 3
+    pages = replace(plain, asked=Features(("block_table",)), page_size=256)
+    for cut in (pages, replace(plain, asked=BIAS), replace(plain, asked=MASK)):
+        assert build_for(cut, UNITS)[0].consumers == 2
+
+
+def test_packing_counts_for_what_it_saves():
+    """8 x 1024 queries of 64 heads on 8: three consumers' tiles fit when heads are packed."""
+    call = request(1024, 1024, batch=8, causal=False)
+    options, _ = build_for(call, UNITS)
+    assert (options.consumers, options.pack_gqa) == (3, 8)
+    assert build_for(replace(call, num_kv_heads=64), UNITS)[0].consumers == 2
 
 
 ONE, OTHER = Mod.of(lambda s, *_: s), Mod.of(lambda b, h, q, k: q == k)
@@ -268,7 +318,9 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
         (Features(("bias",), score_mod=ONE), {}, 64),
         (Features(("softcap", "bias")), {}, 64),
         (Features(("seqused_kv",), mask_mod=OTHER), {}, 64),
-        (Features(("softcap", "alibi_slopes")), {}, 160),
+        (Features(("softcap", "alibi_slopes")), {}, 80),
+        (SCORES, {"head_dim": 96, "causal": False}, 112),
+        (SCORES, {"head_dim": 96}, 128),
     ],
 )
 def test_tiles_are_as_wide_as_what_is_computed_for_every_score_leaves_them(asked, shape, wanted):

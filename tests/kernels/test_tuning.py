@@ -80,10 +80,9 @@ def test_cells_of_the_sm90_kernel():
     cells = tune.cells_by_key(adapter, workloads, H200)
     assert {key: [workload.seq_len for workload in of] for key, of in cells.items()} == {
         (128, 128, True, 2, 2048): [512, 1024, 2048],
-        (128, 128, True, 2, None): [4096, 8192],
+        (128, 128, True, 3, None): [4096, 8192],
         (128, 128, False, 2, 1024): [512, 1024],
-        (128, 128, False, 2, 4096): [2048, 4096],
-        (128, 128, False, 2, None): [8192],
+        (128, 128, False, 3, None): [2048, 4096, 8192],
     }
     few = Workload(1, 512, 512, 2, 2, 128, "bf16", False)
     assert list(tune.cells_by_key(adapter, [few], H200)) == [(128, 128, False, 1, None)]
@@ -344,10 +343,10 @@ def test_a_run(pretended_gpu, monkeypatch, capsys, tmp_path):
 
 def test_a_run_of_the_sm90_kernel(pretended_gpu, monkeypatch, capsys):
     monkeypatch.setattr(tune, "run_trial", smaller_is_faster)
-    assert tune.main(["sm90", "--head_dim", "128", "--seq_len", "2048", "--no-causal"]) == 0
+    assert tune.main(["sm90", "--head_dim", "128", "--seq_len", "1024", "--no-causal"]) == 0
     printed = capsys.readouterr().out
-    assert "(128, 128, False, 2, 4096) {'block_n': 48}: ok 1.350 (worst 1.350)" in printed
-    assert "with {'block_n': 48, 'stages': 2, 'q_stages': 2, 'lazy_rescale': False}" in printed
+    assert "(128, 128, False, 2, 1024) {'block_n': 48}: ok 1.250 (worst 1.250)" in printed
+    assert "with {'block_n': 48, 'stages': 2, 'q_stages': 2, 'lazy_rescale': False, 'cost': 0.73}" in printed
     assert "'block_n': 192" not in printed  # two stages of 96 KiB and 64 KiB of queries
 
 
