@@ -1,9 +1,9 @@
 """The builds of the Hopper kernel: its static parameters, and which build serves which shape.
 
 A row of the table `kernels/flash_attn_sm90_tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
-→ the other fields of `Sm90Options`, `cost` and `whole`. `longest`: the most keys that it is for, None for any number;
-`cost`: the time of one of its tiles against that of the shape's largest (1); `whole`: it is only for calls whose
-features leave its tiles all of their keys. Rows without a note were measured on an H200.
+→ the other fields of `Sm90Options`, `cost` and `without`. `longest`: the most keys that it is for, None: any number;
+`cost`: the time of one of its tiles against that of the shape's largest (1); `without`: features of calls that other
+rows serve better. Rows without a note were measured on an H200.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def options_of(
 ) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
     *shape, consumers, _ = key
-    fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "whole")}
+    fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "without")}
     return kind(*shape, consumers, **fields)
 
 
@@ -218,9 +218,13 @@ def build_for(
     among many short ones loses nothing by it.
     """
     asked = request.asked
-    table = {key: row for key, row in table.items() if _serves(key, row, request, kind)}
+    table = {key: row for key, row in table.items() if _serves(key, row, request)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
-    block_n = _tile_keys(options, request)
+    block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
+    if asked.block_size is not None:
+        keys = asked.block_size[1]
+        # the most keys that divide a block
+        block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
     if asked.block_size is not None or options.takes_late:
         # as many tiles more in flight as that makes them smaller
         options = replace(options, stages=options.stages * options.block_n // block_n)
@@ -229,25 +233,11 @@ def build_for(
     return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
 
 
-def _serves(key: Key, row: Mapping[str, Any], request: Request, kind: type[Sm90Options]) -> bool:
+def _serves(key: Key, row: Mapping[str, Any], request: Request) -> bool:
     """Whether a row is for a request's features."""
     if request.asked.block_size is not None:
         return key[3] < 3 and request.asked.block_size[0] % (64 * key[3]) == 0
-    if not row.get("whole"):
-        return True
-    options = options_of(key, row, kind)
-    return request.page_size is None and _tile_keys(options, request) == options.block_n
-
-
-def _tile_keys(options: Sm90Options, request: Request) -> int:
-    """Keys of a tile of a build, made for a plain call, with the request's features; pages may take fewer."""
-    asked, block_n = request.asked, options.block_n
-    if asked.elementwise:
-        block_n = elementwise_keys(options, asked, request.seq_len_kv)
-    if asked.block_size is None:
-        return block_n
-    # the most that divide a block
-    return max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if asked.block_size[1] % n == 0)
+    return not set(row.get("without", ())).intersection(request.features)
 
 
 def _plain_build_for(
@@ -312,6 +302,7 @@ KEYS_ALONE: dict[str, dict[Key, int]] = {
         (64, 64, False, 3, 2048): 64,
         (64, 64, False, 3, None): 80,
         (96, 96, False, 3, None): 112,
+        (96, 96, False, 2, None): 128,
         (96, 96, True, 2, None): 128,
         (128, 128, False, 2, None): 128,
         (128, 128, True, 2, None): 128,

@@ -100,6 +100,7 @@ def request(head_dims: tuple[int, int], queries: int, page_size: int, causal: bo
         num_heads=32,
         num_kv_heads=4,
         softmax_scale=1.0,
+        features=("paged", "seqused"),
         asked=FEATURES,
         page_size=page_size,
     )

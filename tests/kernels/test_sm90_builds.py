@@ -14,7 +14,7 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
-from kernels.dispatch import Request, Tensors
+from kernels.dispatch import FEATURES, Request, Tensors
 from kernels.features import Features, Mod
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (
@@ -272,15 +272,28 @@ def test_rows_that_were_fastest_are_chosen(head_dim, causal, batch, seq_len, hea
     assert options in {options_of(row) for row in TILES if row[:4] == (head_dim, head_dim, causal, consumers)}
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
-def test_tiles_of_three_consumers_are_whole_or_other_rows_serve(head_dim):
-    plain = request(4096, heads=16, kv_heads=16, batch=4, head_dim=head_dim)
-    assert build_for(plain, UNITS)[0].consumers == 3
-    softcap = Features(("softcap",))
-    assert build_for(replace(plain, asked=softcap), UNITS)[0].consumers == 3
-    pages = replace(plain, asked=Features(("block_table",)), page_size=256)
-    for cut in (pages, replace(plain, asked=BIAS), replace(plain, asked=MASK)):
-        assert build_for(cut, UNITS)[0].consumers == 2
+def test_rows_are_without_features_that_there_are():
+    assert {name for row in TILES.values() for name in row.get("without", ())} <= set(FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "features", "consumers"),
+    [
+        (128, True, (), 3),
+        (128, True, ("window", "sink", "seqused"), 3),
+        (128, True, ("softcap",), 2),
+        (128, True, ("sink", "alibi"), 2),
+        (128, True, ("packed",), 2),
+        (128, False, ("paged",), 2),
+        (96, True, ("score_mod",), 2),
+        (96, False, ("score_mod", "softcap", "packed"), 3),
+        (96, False, ("bias",), 2),
+        (64, True, ("paged", "bias"), 3),
+    ],
+)
+def test_features_take_rows_that_serve_them_well(head_dim, causal, features, consumers):
+    call = request(4096, heads=16, kv_heads=16, batch=4, head_dim=head_dim, causal=causal, features=features)
+    assert build_for(call, UNITS)[0].consumers == consumers
 
 
 def test_packing_counts_for_what_it_saves():
@@ -318,7 +331,7 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
         (Features(("bias",), score_mod=ONE), {}, 64),
         (Features(("softcap", "bias")), {}, 64),
         (Features(("seqused_kv",), mask_mod=OTHER), {}, 64),
-        (Features(("softcap", "alibi_slopes")), {}, 80),
+        (Features(("softcap", "alibi_slopes")), {}, 160),
         (SCORES, {"head_dim": 96, "causal": False}, 112),
         (SCORES, {"head_dim": 96}, 128),
     ],
@@ -326,8 +339,9 @@ BIAS, SCORES, MASK = Features(("bias",)), Features(score_mod=ONE), Features(mask
 def test_tiles_are_as_wide_as_what_is_computed_for_every_score_leaves_them(asked, shape, wanted):
     if "page_size" in shape:
         asked = replace(asked, operands=("block_table",))
-    call = {"seq_len": 4096, "heads": 16, "kv_heads": 16, "batch": 4, "asked": asked} | shape
-    assert build_for(request(**call), UNITS)[0].block_n == wanted
+    features = [*asked.operands, asked.score_mod and "score_mod", asked.mask_mod and "mask_mod"]
+    call = {"seq_len": 4096, "heads": 16, "kv_heads": 16, "batch": 4, "features": (*features,)} | shape
+    assert build_for(request(**call, asked=asked), UNITS)[0].block_n == wanted
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
