@@ -255,6 +255,7 @@ def test_packed_sequences_are_judged_by_their_mean_length():
         (96, False, 16, 1024, 21, 2),
         (96, False, 4, 4096, 21, 3),
         (128, True, 8, 2048, 16, 2),
+        (128, True, 1, 1152, 16, 2),  # a little more than a round
         (128, True, 1, 4096, 16, 2),
         (128, True, 4, 4096, 16, 3),
         (128, True, 2, 8192, 8, 3),
