@@ -158,6 +158,11 @@ class Sm90Options:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
+def _is_for(key: Key, build: tuple[Any, ...], keys: int) -> bool:
+    """Whether a row's key begins like this and is for so many keys."""
+    return key[: len(build)] == build and (key[-1] is None or keys <= key[-1])
+
+
 def key_for(
     head_dim: int,
     head_dim_v: int,
@@ -179,9 +184,8 @@ def key_for(
     """
     rows: dict[int, Key] = {}
     for key in table:
-        *shape, consumers, longest = key
-        if shape == [head_dim, head_dim_v, causal] and (longest is None or seq_len_kv <= longest):
-            rows.setdefault(consumers, key)
+        if _is_for(key, (head_dim, head_dim_v, causal), seq_len_kv):
+            rows.setdefault(key[3], key)
     if not rows:
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
@@ -258,17 +262,17 @@ def _plain_build_for(
         return Packing.of(group, *lengths, request.causal, options_of(key, table[key], kind))
 
     pack = packing(key_for(*dims, request.causal, _MANY, keys, 1, 1, table)).pack
-    slices, rows = request.batch * request.num_heads // pack, request.seq_len * pack
+    heads, rows = request.batch * request.num_heads, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind, request.page_size is not None, request.seq_len_kv)
-        automatic = decode_splits(slices, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
+        automatic = decode_splits(heads // pack, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
         splits = request.num_kv_splits or automatic
-        return replace(options, combines=splits > 1 and slices <= MAX_ARRIVALS), splits
-    splits = request.num_kv_splits or automatic_splits(-(-rows // 128) * slices, -(-request.seq_len_kv // 128), units)
-    slices = request.batch * request.num_heads * splits
-    key = key_for(*dims, request.causal, request.seq_len, keys, slices, units, table, packing)
+        return replace(options, combines=splits > 1 and heads // pack <= MAX_ARRIVALS), splits
+    blocks = -(-rows // 128) * (heads // pack)
+    splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
+    key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)
     return replace(options_of(key, table[key], kind), pack_gqa=packing(key).pack), splits
 
 
@@ -319,11 +323,9 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
-    build = [options.head_dim, options.head_dim_v, options.causal, options.consumers]
-    for (*shape, longest), block_n in KEYS_ALONE.get(asked.alone, {}).items():
-        if shape == build and (longest is None or keys <= longest):
-            return min(options.block_n, block_n)
-    return min(options.block_n, _ELEMENTWISE_KEYS)
+    build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
+    alone = (block_n for key, block_n in KEYS_ALONE.get(asked.alone, {}).items() if _is_for(key, build, keys))
+    return min(options.block_n, next(alone, _ELEMENTWISE_KEYS))
 
 
 _MANY = 1 << 20  # query rows that fill any device
@@ -351,6 +353,8 @@ class Packing:
         tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
         """
         pack = min(group & -group, PACKS[-1])
+        if pack == 1:
+            return NO_PACKING
         block_m, block_n = options.block_m, options.block_n
         plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
         return Packing(pack, packed / (plain * pack)) if 32 * packed <= 31 * plain * pack else NO_PACKING

@@ -235,8 +235,8 @@ def test_packed_sequences_are_judged_by_their_mean_length():
     """A long one among 63 of one query."""
     mixed = request(seq_len=2048, batch=64, features=("packed",))
     options, _ = build_for(mixed, UNITS, (33, 4096))
-    assert options.pack_gqa == 8
-    assert build_for(mixed, UNITS, (16384, 16384))[0].pack_gqa == 1
+    assert (options.pack_gqa, options.consumers) == (8, 2)
+    assert build_for(mixed, UNITS, (2048, 4096))[0].pack_gqa == 1
 
 
 @pytest.mark.parametrize(
