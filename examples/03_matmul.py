@@ -16,6 +16,7 @@ each wave keeps its own part of the tile of c in registers, in f32:
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import _device
@@ -55,9 +56,8 @@ class Side:
         return [value for row in range(0, rows, self.step) for value in self.loader.load(tile, row, k)]
 
 
-@fly.kernel
-def matmul(a: fly.Tensor, b: fly.Tensor, c: fly.Tensor, *, tiling: Tiling):
-    """c = a bᵀ. Grid: (tiles along N, tiles along M). Wave w has rows w // wave_columns, columns w % wave_columns."""
+def product(a: fly.Tensor, b: fly.Tensor, tiling: Tiling) -> fly.Fragment:
+    """The wave's part of a bᵀ; wave w has rows w // wave_columns, columns w % wave_columns of the block's tile."""
     # of the atom's two orientations, the one in which a lane's registers run along the rows of c
     link = fly.chain(fly.target().mma(a.dtype.name))
     layout = link.layout
@@ -78,19 +78,35 @@ def matmul(a: fly.Tensor, b: fly.Tensor, c: fly.Tensor, *, tiling: Tiling):
         for k in range(0, tiling.k, link.atom.k):  # Python's range: unrolled
             total = multiply(link, left.load(a_tile, rows, k), right.load(b_tile, columns, k), total)
         loop.next(total, flight)
-    total, _ = loop.results
-
-    part = c.rows(columns).beside(fly.block_id.x * wave_columns + wave_column)
-    window = part.window(first_row + wave_row * rows, rows)
-    columns_left = c.shape[1] - (first_column + wave_column * columns)
-    for row, column, values in total.map(lambda tile, r, c: tile.to(part.dtype)).runs():
-        with fly.when((row < window.rows_left) & (column < columns_left)):
-            window.store(values, row, column)
+    return loop.results[0]
 
 
 def multiply(link: fly.Chain, a: list[fly.Value], b: list[fly.Value], total: fly.Fragment) -> fly.Fragment:
     """total + a bᵀ for operands of one depth: every row tile of a with every row tile of b."""
     return total.map(lambda tile, r, c: link.mma(a[r], b[c], tile))
+
+
+def store(total: fly.Fragment, c: fly.Tensor, tiling: Tiling, finish: Callable | None = None) -> None:
+    """Write the wave's part of c; `finish` makes what is stored of (f32 values, their first column)."""
+    wave_columns = fly.block_dim()[0] // fly.wave_size() // tiling.wave_rows
+    rows, columns = tiling.m // tiling.wave_rows, tiling.n // wave_columns
+    wave_row, wave_column = fly.wave_id() // wave_columns, fly.wave_id() % wave_columns
+    part = c.rows(columns).beside(fly.block_id.x * wave_columns + wave_column)
+    window = part.window(fly.block_id.y * tiling.m + wave_row * rows, rows)
+    first_column = fly.block_id.x * tiling.n + wave_column * columns
+    columns_left = c.shape[1] - first_column
+    if finish is None:
+        total = total.map(lambda tile, r, c: tile.to(part.dtype))
+    for row, column, values in total.runs():  # contiguous columns that the lane holds
+        with fly.when((row < window.rows_left) & (column < columns_left)):
+            values = values if finish is None else finish(values, first_column + column)
+            window.store(values.to(c.dtype), row, column)
+
+
+@fly.kernel
+def matmul(a: fly.Tensor, b: fly.Tensor, c: fly.Tensor, *, tiling: Tiling):
+    """c = a bᵀ. Grid: (tiles along N, tiles along M)."""
+    store(product(a, b, tiling), c, tiling)
 
 
 def matmul_nt(a: torch.Tensor, b: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:

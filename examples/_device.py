@@ -21,11 +21,13 @@ ARCHS = ("gfx942", "gfx950", "sm_80", "sm_90a")
 
 def has_emulator() -> bool:
     """Whether CPU tensors can be computed with."""
-    return find_spec("fly.runtime.emulated") is not None
+    return find_spec("tinygrad") is not None
 
 
 def place() -> str | None:
-    """The torch device to run on: "cuda", "cpu" (emulated), or None where there is neither."""
+    """The torch device to run on: "cuda", "cpu" (emulated), or None where there is neither; or what --device says."""
+    if "--device" in sys.argv:
+        return sys.argv[sys.argv.index("--device") + 1]
     if torch.cuda.is_available():
         return "cuda"
     return "cpu" if has_emulator() else None

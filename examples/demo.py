@@ -21,8 +21,8 @@ from fly.backends.nvvm.codegen import resources as ptxas_report
 from fly.backends.target import Target, target
 from fly.errors import CompileError
 from fly.runtime.inspect import loops
-from kernels.flash_attn_generic import GenericOptions, flash_attn_generic, options_for
-from kernels.flash_attn_interface import flydsl_flash_attn_func
+from fly_attention.flash_attn_generic import GenericOptions, flash_attn_generic, options_for
+from fly_attention.flash_attn_interface import flydsl_flash_attn_func
 
 HEAD_DIMS = (64, 128)
 EMULATED = ("gfx950", "gfx942")

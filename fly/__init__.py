@@ -16,7 +16,9 @@ _EXPORTS: dict[str, str] = {
         "fly.layout": "Layout Swizzle ComposedLayout",
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
-        "fly.ir.math": "exp2 exp log2 tanh rcp sqrt fma maximum minimum absolute ceil_div reduce_max reduce_sum",
+        "fly.ir.math": "exp2 exp log2 tanh rcp sqrt rsqrt fma maximum minimum absolute floor ceil trunc round"
+        " ceil_div reduce_max reduce_sum",
+        "fly.ir.elementary": "log sin cos erf pow",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",
@@ -34,6 +36,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane target",
+        "fly.lang.debug": "print check",
         "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",
         "fly.runtime.exported": "load",
@@ -50,7 +53,10 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'fly' has no attribute {name!r}")
-    module = importlib.import_module(_EXPORTS[name])
+    from fly.errors import needs_packages
+
+    with needs_packages(f"fly.{name}"):
+        module = importlib.import_module(_EXPORTS[name])
     if _EXPORTS[name] == "fly.lang.kernel":
         module.launch = _launch
     value = getattr(module, name)

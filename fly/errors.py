@@ -9,11 +9,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 _COMPILER_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # `with fly.when(...)` enters the compiler through the standard library
 _NOT_THE_AUTHOR = (_COMPILER_DIR, contextlib.__file__, "<")
+
+# module -> (the distribution that has it, the extra of fly-attention that installs it; none: always installed)
+_PACKAGES = {
+    "mlir": ("xtc-mlir-python-bindings", None),
+    "llvmlite": ("llvmlite", None),
+    "numpy": ("numpy", None),
+    "torch": ("torch", "torch"),
+    "cuda": ("cuda-bindings", "cuda"),
+    "ziglang": ("ziglang", "amd"),
+    "tinygrad": ("tinygrad", "emulator"),
+    "tqdm": ("tqdm", "emulator"),
+    "matplotlib": ("matplotlib", "bench"),
+}
 
 
 def author_frame() -> FrameType | None:
@@ -73,6 +87,10 @@ class PipelineError(AuthorError, ValueError):
     """A table of pipeline stages that does not fit together."""
 
 
+class MessageError(AuthorError, ValueError):
+    """A text of `fly.print` or `fly.check` that does not fit its values."""
+
+
 class KernelDefinitionError(AuthorError, TypeError):
     """A function that cannot be a kernel: its signature or annotations."""
 
@@ -101,6 +119,10 @@ class LaunchError(FlyError, ValueError):
     """A launch whose grid, block or shared memory the device cannot take."""
 
 
+class CheckError(FlyError, AssertionError):
+    """A `fly.check` of a kernel failed; names its line, the block, the thread, the message and its values."""
+
+
 class ArgumentError(FlyError, ValueError):
     """A kernel or library argument with a bad value; names the argument, the value and what is accepted."""
 
@@ -115,6 +137,31 @@ class UnsupportedError(FlyError, NotImplementedError):
 
 class DeviceError(FlyError, RuntimeError):
     """A device or its driver is missing or reported a failure."""
+
+
+class MissingPackageError(DeviceError, ImportError):
+    """A package that is installed on request is missing; the message names the `pip install` that brings it."""
+
+    def __init__(self, purpose: str, module: str, otherwise: str = ""):
+        package, extra = _PACKAGES[module]
+        wanted = f"'fly-attention[{extra}]'" if extra else "fly-attention"
+        super().__init__(f"{purpose} needs the package {package}: pip install {wanted}{otherwise}")
+
+
+@contextlib.contextmanager
+def needs_packages(purpose: str) -> Iterator[None]:
+    """Whatever of `_PACKAGES` the block fails to import is reported by name.
+
+    Raises:
+        MissingPackageError: the block imports a package that is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _PACKAGES:
+            raise
+        raise MissingPackageError(purpose, module) from error
 
 
 class ArtefactError(FlyError, ValueError):

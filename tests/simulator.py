@@ -489,6 +489,11 @@ def _narrow_pairs(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
     return np.clip(value, -largest, largest).astype(kind).view(np.int8)
 
 
+def _widen_pairs(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
+    kind = {"f8e4m3": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2}[node.attributes["from"]]
+    return value.view(kind).astype(np.float32)
+
+
 def _bitcast(b: _Block, node: Node, value: np.ndarray) -> np.ndarray:
     return _shaped(np.ascontiguousarray(value).view(node.types[0].dtype), node.types[0])
 
@@ -535,6 +540,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.wait": _wait,
     "fly.narrow": _cast,
     "fly.narrow_pairs": _narrow_pairs,
+    "fly.widen_pairs": _widen_pairs,
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
     "llvm.ptrtoint": _cast,
@@ -563,8 +569,9 @@ _RULES: dict[str, Callable[..., Any]] = {
     "math.exp2": _same(np.exp2),
     "math.tanh": _same(np.tanh),
     "math.log2": _same(np.log2),
-    "math.sqrt": _same(np.sqrt),
-    "math.absf": _same(np.abs),
+    "math.rsqrt": _same(lambda x: 1 / np.sqrt(x)),
+    **{f"math.{name}": _same(f) for name, f in (("sqrt", np.sqrt), ("absf", np.abs), ("floor", np.floor))},
+    **{f"math.{name}": _same(f) for name, f in (("ceil", np.ceil), ("trunc", np.trunc), ("roundeven", np.rint))},
     **{f"arith.{name}": _same(f) for name, f in (("addi", np.add), ("subi", np.subtract), ("muli", np.multiply))},
     **{f"arith.{name}": _same(f) for name, f in (("addf", np.add), ("subf", np.subtract), ("mulf", np.multiply))},
     **{f"arith.{name}": _same(f) for name, f in (("andi", np.bitwise_and), ("ori", np.bitwise_or))},

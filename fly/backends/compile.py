@@ -15,6 +15,7 @@ from fly.ir.context import LOCK, context
 from fly.lang.signature import Field
 from fly.passes import pipeline
 from fly.passes.walk import integer, kernel_function
+from fly.passes.written import written_arguments
 
 Observer = Callable[[str, str], None]
 
@@ -55,6 +56,7 @@ def compile_module(
                 ir.ArrayAttr(function.attributes["fly.options"]) if "fly.options" in function.attributes else ()
             )
         )
+        written = tuple(fields[i].name for i in written_arguments(module) if fields[i].kind == "ptr")
         shared: dict[str, int] = {}
 
         def watch(stage: str, m: ir.Module) -> None:
@@ -94,6 +96,7 @@ def compile_module(
         block=block,
         dynamic_shared=dynamic,
         resources=resources,
+        written=written,
         metadata={f"seconds: {stage}": f"{value:.4f}" for stage, value in seconds.items()},
     )
 

@@ -18,7 +18,8 @@ class Target:
     `matrix_loads` the shared-memory loads in order of
     preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
     that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
-    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats. `mma_atoms` and `matrix_loads` are for 16-bit
+    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats; `float8_to_f32`: it has instructions for the
+    way back. `mma_atoms` and `matrix_loads` are for 16-bit
     operands, `byte_atoms` and `byte_loads` for 8-bit ones.
     """
 
@@ -36,6 +37,7 @@ class Target:
     xcds: int = 1
     hopper: bool = False
     float8: bool = False
+    float8_to_f32: bool = False
     byte_atoms: tuple[MmaAtom, ...] = field(default=(), repr=False)
     byte_loads: tuple[MatrixLoad, ...] = field(default=(), repr=False)
 
@@ -84,6 +86,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
             async_copy_bytes=(4, 8, 16),
             hopper=hopper,
             float8=float8,
+            float8_to_f32=float8,
         )
 
     targets = (
@@ -97,6 +100,7 @@ def _registry() -> dict[str, Callable[[], Target]]:
             (4, 16),
             byte_atoms=rocdl.GFX950_BYTE_MMA,
             byte_loads=rocdl.GFX950_BYTE_LOADS,
+            float8_to_f32=True,
         ),
         # compute units of the largest part; shared memory per block from the CUDA programming guide
         nvidia("sm_80", 163, 108),

@@ -17,7 +17,7 @@ from fly.errors import CarryError, ControlFlowError, DTypeError, author_frame, a
 from fly.ir import pytree
 from fly.ir.context import caller_location, current, emit
 from fly.ir.dtypes import i1
-from fly.ir.value import Value, as_value, unify
+from fly.ir.value import Number, Value, as_value, unify
 
 _NOTHING = object()
 
@@ -239,10 +239,19 @@ def when(condition: Any) -> Iterator[None]:
         emit("scf.yield", [], [])
 
 
+def _literal_result(block: ir.Block, number: Number, partner: Value) -> Value:
+    """The number that a branch of fly.cond gave, as what the other branch gives."""
+    block.operations[len(block.operations) - 1].operation.erase()
+    with ir.InsertionPoint(block):
+        literal, _ = unify(number, partner)
+        emit("scf.yield", [literal.ir], [])
+    return literal
+
+
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """The result of `then()` where `condition` (i1) holds, else of `otherwise()`; only one runs.
 
-    Both return trees of traced values with the same structure and types.
+    Both return trees of traced values with the same structure and types; a number becomes what its partner is.
 
     Raises:
         CarryError: the two results differ in structure or type.
@@ -256,6 +265,8 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
         block = holder.regions[0].blocks.append()
         with _region(block, f"the {name} branch of fly.cond", at):
             result = branch()
+            if results and isinstance(results[0], Number) and isinstance(result, Value):
+                results[0] = _literal_result(blocks[0][1], results[0], result)
             if results:
                 result = pytree.match(results[0], result, "the else branch's result", at=at)
             results.append(result)

@@ -22,6 +22,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.commit` | closes a group of copies (made by `insert-waits`) |
 | `fly.narrow` | f32 to a 16-bit float, ties in any direction |
 | `fly.narrow_pairs` | f32 to an 8-bit float, called `to`; an even number of them |
+| `fly.widen_pairs` | an 8-bit float, called `from`, to f32; an even number of them |
 | `fly.rcp` | fast approximate reciprocal, f32 |
 | `fly.sched` | scheduling hint: a barrier to the scheduler, or a wave priority |
 """
@@ -155,6 +156,14 @@ irdl.dialect @fly {
     irdl.results(result: %to)
     %kind = irdl.base "#builtin.string"
     irdl.attributes { "to" = %kind }
+  }
+  irdl.operation @widen_pairs {
+    %from = irdl.base "!builtin.vector"
+    %to = irdl.base "!builtin.vector"
+    irdl.operands(value: %from)
+    irdl.results(result: %to)
+    %kind = irdl.base "#builtin.string"
+    irdl.attributes { "from" = %kind }
   }
   irdl.operation @rcp {
     %any = irdl.any

@@ -4,59 +4,154 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current, emit
-from fly.ir.dtypes import f32, i1
-from fly.ir.value import Value, as_value, binary, concat, select, unify
+from fly.ir.dtypes import bf16, f32, f64, i1
+from fly.ir.value import Number, Value, as_value, binary, concat, constant, select, unify
 
 
-def _unary(name: str, function: str, value: Any, f32_only: bool = False) -> Value:
-    value = as_value(value, function)
-    if not value.dtype.is_float or (f32_only and value.dtype is not f32):
-        raise DTypeError(f"{function} takes {'f32' if f32_only else 'floats'}, not {value!r}")
+def as_float(value: Any, function: str) -> Value:
+    """A traced float; a Python number becomes an f32.
+
+    Raises:
+        DTypeError: an integer value, or an 8-bit float, which has no arithmetic.
+    """
+    if isinstance(value, Number):
+        return constant(value, f32)
+    value = as_value(value, f"the argument of {function}")
+    if not value.dtype.is_float:
+        raise DTypeError(f"{function} takes floats, not {value!r}; convert with .to(fly.f32)")
+    return value
+
+
+def as_f32(value: Any, function: str) -> Value:
+    """A float of at most 32 bits as an f32, which is exact.
+
+    Raises:
+        DTypeError: any other type.
+    """
+    value = as_float(value, function)
+    if value.dtype is f64:
+        raise DTypeError(f"{function} takes f16, bf16 and f32, not {value!r}; convert with .to(fly.f32)")
+    return value.to(f32)
+
+
+def _unary(name: str, value: Value) -> Value:
     return Value(emit(name, [value.ir], [value.type]).results[0], value.dtype, value.length)
 
 
+def through_f32(function: Callable[[Value], Value]) -> Callable[[Any], Value]:
+    """A function of f32 for 16-bit floats too: widened, computed, and rounded once more."""
+
+    @functools.wraps(function)
+    def apply(x: Any) -> Value:
+        x = as_float(x, function.__name__)
+        return function(as_f32(x, function.__name__)).to(x.dtype)
+
+    return apply
+
+
 def exp2(x: Any) -> Value:
-    """2**x, f32: the hardware's approximate instruction; results below 2**-126 may flush to zero."""
-    return _unary("math.exp2", "exp2", x, f32_only=True)
+    """2**x of any float.
+
+    f32: the hardware's instruction, to 2 ulp; results below 2**-126 may be zero. 16-bit floats go through it. f64: in
+    software, to 1 ulp, denormal results to an ulp of those.
+    """
+    x = as_float(x, "exp2")
+    if x.dtype is f64:
+        from fly.ir.elementary import exp2_of_f64
+
+        return exp2_of_f64(x)
+    return _unary("math.exp2", x.to(f32)).to(x.dtype)
 
 
-def log2(x: Any) -> Value:
-    """Base-2 logarithm, f32: the hardware's approximate instruction; log2(0) is -inf."""
-    return _unary("math.log2", "log2", x, f32_only=True)
+@through_f32
+def log2(x: Value) -> Value:
+    """Base-2 logarithm of a float of at most 32 bits: the hardware's approximate instruction; log2(0) is -inf.
+
+    To 2**-22 absolutely where x is from 0.5 to 2, to 2 ulp elsewhere; denormal numbers may count as zero.
+    """
+    return _unary("math.log2", x)
 
 
-def rcp(x: Any) -> Value:
-    """1/x, f32, to about 1 ulp: the hardware's approximate instruction."""
-    return _unary("fly.rcp", "rcp", x, f32_only=True)
+@through_f32
+def rcp(x: Value) -> Value:
+    """1/x of a float of at most 32 bits, to about 1 ulp: the hardware's approximate instruction."""
+    return _unary("fly.rcp", x)
 
 
 def sqrt(x: Any) -> Value:
-    """Square root of a float."""
-    return _unary("math.sqrt", "sqrt", x)
+    """Square root of a float, correctly rounded in f32 and f64."""
+    return _unary("math.sqrt", as_float(x, "sqrt"))
+
+
+def rsqrt(x: Any) -> Value:
+    """1 / sqrt(x) of a float, to 2 ulp: the hardware's instruction (f64: a root and a division); 1 / sqrt(0) is inf.
+
+    Denormal numbers are not zero: on AMD they are scaled first.
+    """
+    x = as_float(x, "rsqrt")
+    if x.dtype is f64:
+        return 1.0 / sqrt(x)
+    wide = x.to(f32)
+    if current().target.backend == "nvvm":
+        return _unary("math.rsqrt", wide).to(x.dtype)
+    denormal = wide < 2.0**-126
+    root = _unary("math.rsqrt", select(denormal, wide * 2.0**24, wide))
+    return select(denormal, root * 2.0**12, root).to(x.dtype)
 
 
 def exp(x: Any) -> Value:
-    """e**x, f32, through `exp2`."""
-    return exp2(x * math.log2(math.e))
+    """e**x of a float of at most 32 bits, through `exp2`: to 2 + abs(x) ulp, as the exponent is rounded first."""
+    return exp2(as_f32(x, "exp") * math.log2(math.e)).to(as_float(x, "exp").dtype)
 
 
-def tanh(x: Any) -> Value:
-    """Hyperbolic tangent, f32, the fast way of the target.
+@through_f32
+def tanh(x: Value) -> Value:
+    """Hyperbolic tangent of a float of at most 32 bits, the fast way of the target.
 
     NVIDIA: the hardware's instruction, to 2**-11 of the result (PTX ISA, `tanh.approx.f32`). Others:
     1 - 2 / (exp(2 x) + 1), to about 2**-22 absolutely, exact at both ends.
     """
     if current().target.backend == "nvvm":
-        return _unary("math.tanh", "tanh", x, f32_only=True)
+        return _unary("math.tanh", x)
     return 1.0 - 2.0 * rcp(exp2(x * (2 * math.log2(math.e))) + 1.0)
+
+
+def _to_integer(name: str, function: str, x: Any) -> Value:
+    x = as_float(x, function)
+    if x.dtype is bf16:  # whose integers are exact in both
+        return _unary(name, x.to(f32)).to(bf16)
+    return _unary(name, x)
+
+
+def floor(x: Any) -> Value:
+    """The largest integer not above a float, as a float; `.to(fly.i32)` makes an integer of it."""
+    return _to_integer("math.floor", "floor", x)
+
+
+def ceil(x: Any) -> Value:
+    """The smallest integer not below a float, as a float."""
+    return _to_integer("math.ceil", "ceil", x)
+
+
+def trunc(x: Any) -> Value:
+    """A float without its fraction."""
+    return _to_integer("math.trunc", "trunc", x)
+
+
+def round(x: Any) -> Value:
+    """The nearest integer of a float, as a float; of two, the even one, as in Python."""
+    return _to_integer("math.roundeven", "round", x)
 
 
 def fma(a: Any, b: Any, c: Any) -> Value:
     """a * b + c of floats with one rounding."""
+    if isinstance(a, Number) and isinstance(b, Number):
+        a = unify(a, c)[0] if isinstance(c, Value) else constant(a, f32)
     a, b = unify(a, b)
     a, c = unify(a, c)
     b, c = unify(b, c)
@@ -66,7 +161,7 @@ def fma(a: Any, b: Any, c: Any) -> Value:
 
 
 def _extremum(floats: str, integers: str, a: Any, b: Any) -> Value:
-    if isinstance(a, int | float) and isinstance(b, int | float):
+    if isinstance(a, Number) and isinstance(b, Number):
         a = as_value(a)
     a, b = unify(a, b)
     if a.dtype is i1:
@@ -87,7 +182,7 @@ def minimum(a: Any, b: Any) -> Value:
 def absolute(x: Any) -> Value:
     """|x|."""
     x = as_value(x)
-    return _unary("math.absf", "absolute", x) if x.dtype.is_float else select(x < 0, -x, x)
+    return _unary("math.absf", x) if x.dtype.is_float else select(x < 0, -x, x)
 
 
 def ceil_div(a: Any, b: int) -> Any:

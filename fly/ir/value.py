@@ -8,13 +8,14 @@ floats, never is: use `x.to(fly.bf16)`.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 from mlir import ir
 
 from fly.errors import DTypeError, ShapeError, StaticValueError
-from fly.ir.context import context, current, emit
+from fly.ir.context import context, emit
 from fly.ir.dtypes import DType, dtype, f32, i1, i32
 
 Number = int | float | bool
@@ -36,7 +37,8 @@ class Traced:
     def __bool__(self) -> bool:
         raise self._static(
             "Python needs the truth value (if, while, and, or, not)",
-            "use fly.when(c), fly.cond(c, f, g) or fly.select(c, a, b), and & | ~ between conditions",
+            "use fly.when(c), fly.cond(c, f, g) or fly.select(c, a, b), & | ~ between conditions, "
+            "fly.maximum for max, fly.minimum for min",
         )
 
     def __index__(self) -> int:
@@ -46,7 +48,7 @@ class Traced:
         raise self._static("int()", "use .to(fly.i32), or a static parameter")
 
     def __float__(self) -> float:
-        raise self._static("float()", "use .to(fly.f32)")
+        raise self._static("float()", "use .to(fly.f32), and fly.exp where Python has math.exp")
 
 
 class Value(Traced):
@@ -84,14 +86,16 @@ class Value(Traced):
 
         Floats narrow with round-to-nearest-even; `rounding="nearest_any"` leaves the direction of exact ties to
         the target, which is cheaper where there is no instruction for the conversion (gfx942 and bf16).
-        Float to integer truncates towards zero; anything but 0 is true as an i1. To an 8-bit float go vectors of an
-        even length, where the target has an instruction for it (sm_89 and later); what is too large becomes the
-        largest.
+        Float to integer truncates towards zero; anything but 0 is true as an i1. 8-bit floats become other floats on
+        every target, exactly. To an 8-bit float go vectors of an even length, where the target has an instruction for
+        it (sm_89 and later); what is too large becomes the largest.
 
         Raises:
             DTypeError: there is no such conversion.
         """
-        return _cast(self, dtype(target), rounding)
+        from fly.ir.casts import cast
+
+        return cast(self, dtype(target), rounding)
 
     def bitcast(self, target: DType) -> Value:
         """Reinterpret the bits as elements of `target`; the total size must be the same.
@@ -129,6 +133,9 @@ class Value(Traced):
         position = ir.DenseI64ArrayAttr.get([index % self.length], context())
         op = emit("vector.extract", [self.ir], [self.dtype.mlir], {"static_position": position})
         return Value(op.results[0], self.dtype)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise DTypeError(f"elements of {self!r} are not assigned; make another with fly.from_elements or fly.select")
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
@@ -175,6 +182,22 @@ class Value(Traced):
         if self.dtype.is_float:
             return Value(emit("arith.negf", [self.ir], [self.type]).results[0], self.dtype, self.length)
         return 0 - self
+
+    def __pow__(self, other: Any) -> Value:
+        return _power(self, other)
+
+    def __rpow__(self, other: Any) -> Value:
+        return _power(other, self)
+
+    def __abs__(self) -> Value:
+        from fly.ir.math import absolute
+
+        return absolute(self)
+
+    def __round__(self) -> Value:
+        from fly.ir.math import round as to_integer
+
+        return to_integer(self)
 
     def __and__(self, other: Any) -> Value:
         return _bitwise("arith.andi", self, other)
@@ -304,8 +327,8 @@ def shuffle(a: Value, b: Value, indices: Sequence[int]) -> Value:
     return Value(op.results[0], a.dtype, len(indices))
 
 
-def from_elements(elements: Sequence[Value]) -> Value:
-    """A vector of scalars of one dtype.
+def from_elements(elements: Sequence[Value | Number]) -> Value:
+    """A vector of scalars of one dtype; numbers take the dtype of the first traced one.
 
     Raises:
         DTypeError: an element is no traced scalar, or the dtypes differ.
@@ -313,7 +336,9 @@ def from_elements(elements: Sequence[Value]) -> Value:
     """
     if not elements:
         raise ShapeError("a vector needs at least one element")
-    first = elements[0]
+    first = next((element for element in elements if isinstance(element, Value)), elements[0])
+    if isinstance(first, Value):
+        elements = [constant(e, _literal_type(e, first.dtype)) if isinstance(e, Number) else e for e in elements]
     for element in elements:
         if not isinstance(element, Value):
             raise DTypeError(f"vector element {element!r} is no traced value; make one with fly.f32(...)")
@@ -355,6 +380,18 @@ def _literal_type(number: Number, partner: DType) -> DType:
     raise DTypeError(f"{number!r} is not an integer and its partner is {partner}; convert with .to(fly.f32)")
 
 
+def _foreign(value: Any) -> bool:
+    """Whether it is a number that is not one of Python's own, such as numpy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, Number)
+
+
+def _plain(value: Any) -> Any:
+    """A foreign number as Python's; anything else as it is."""
+    if not _foreign(value):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def unify(a: Any, b: Any) -> tuple[Value, Value]:
     """Bring two operands to one dtype and length: literals adapt, narrow types widen, scalars broadcast.
 
@@ -374,9 +411,12 @@ def unify(a: Any, b: Any) -> tuple[Value, Value]:
         b = constant(b, _literal_type(b, a.dtype), a.length)
     elif isinstance(b, Value) and isinstance(a, Number):
         a = constant(a, _literal_type(a, b.dtype), b.length)
+    elif _foreign(a) or _foreign(b):
+        return unify(_plain(a), _plain(b))
     else:
         bad = a if not isinstance(a, Value | Number) else b
-        raise DTypeError(f"{bad!r} is no traced value or number")
+        loads = "; load from it first: x.load(i)" if hasattr(bad, "load") else ""
+        raise DTypeError(f"{bad!r} is no traced value or number{loads}")
     if a.length != b.length:
         if a.length is None:
             a = broadcast(a, b.length)
@@ -423,6 +463,12 @@ def _divide(a: Any, b: Any) -> Value:
     if not a.dtype.is_float:
         raise DTypeError(f"/ takes floats, not {a!r}; use // for integers")
     return binary("arith.divf", a, b)
+
+
+def _power(a: Any, b: Any) -> Value:
+    from fly.ir.elementary import power
+
+    return power(a, b)
 
 
 def _require_ints(a: Value, operator: str) -> None:
@@ -524,50 +570,3 @@ def select(condition: Any, a: Any, b: Any) -> Value:
         raise ShapeError(f"condition {condition!r} and values {a!r} have different lengths")
     op = emit("arith.select", [condition.ir, a.ir, b.ir], [a.type])
     return Value(op.results[0], a.dtype, a.length)
-
-
-def _to_float8(value: Value, target: DType) -> Value:
-    """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
-    arch = current().target
-    if not arch.float8:
-        raise DTypeError(f"no conversion to {target} on {arch.arch}: a storage type there; sm_89 and sm_90a convert")
-    if value.length is None or value.length % 2:
-        raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
-    attributes = {"to": ir.StringAttr.get(target.name, context())}
-    op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
-    return Value(op.results[0], target, value.length)
-
-
-def _cast(value: Value, target: DType, rounding: str) -> Value:
-    source = value.dtype
-    if rounding not in ("nearest", "nearest_any"):
-        raise DTypeError(f"unknown rounding {rounding!r}; expected 'nearest' or 'nearest_any'")
-    if source is target:
-        return value
-    if target.kind == "float8" and source.is_float:
-        return _to_float8(value.to(f32), target)
-    if source.kind == "float8" or target.kind == "float8":
-        raise DTypeError(f"no conversion from {source} to {target} yet: 8-bit floats are storage types")
-    result = target.mlir if value.length is None else target.vector(value.length)
-
-    if target is i1:
-        return compare("ne", value, 0)
-
-    def done(name: str, operand: Value = value) -> Value:
-        return Value(emit(name, [operand.ir], [result]).results[0], target, value.length)
-
-    if source.is_int and target.is_int:
-        if source.bits > target.bits:
-            return done("arith.trunci")
-        return done("arith.extui" if source is i1 else "arith.extsi")
-    if source.is_int:
-        return done("arith.uitofp" if source is i1 else "arith.sitofp")
-    if target.is_int:
-        return done("arith.fptosi")
-    if source.bits < target.bits:
-        return done("arith.extf")
-    if source.bits == target.bits:
-        return value.to(f32).to(target, rounding)
-    if rounding == "nearest_any" and source is f32 and value.length is not None:
-        return done("fly.narrow")
-    return done("arith.truncf")

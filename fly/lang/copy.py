@@ -15,8 +15,8 @@ from fly.errors import ShapeError
 from fly.ir import memory
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.dtypes import i32
-from fly.ir.memory import i64_attribute
+from fly.ir.dtypes import DType, i32
+from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, select, shuffle
 from fly.lang.ids import linear_thread, wave_id
 from fly.lang.lanes import linear_layout
@@ -46,7 +46,8 @@ class _Copy:
     Columns that the source lacks arrive as zeros. A thread takes `unit` adjacent rows of the source in each pass;
     `rows` counts such units.
 
-    Of pages, a tile is cut into runs of rows that one page has. A wave's rows of one pass lie in one run.
+    Of pages, a tile is cut into runs of rows that one page has. A wave's rows of one pass lie in one run. Of pages
+    whose rows are scattered, every thread looks up the rows that it takes.
     """
 
     def __init__(self, source: Source, rows: int, columns: int, vector: int, unit: int = 1):
@@ -69,6 +70,7 @@ class _Copy:
         thread = linear_thread()
         self.row = thread // lanes_per_row
         self.column = (thread % lanes_per_row) * vector
+        self._unit_rows = unit
         self._tile_rows = rows * unit
         self._plan_runs(lanes_per_row, unit)
 
@@ -80,7 +82,7 @@ class _Copy:
         passes = range(self.passes)
         self._unit, self._first_units = self.row, [p * self.rows_per_pass for p in passes]
         self._run_rows, self._runs, self._run_of_pass = self._tile_rows, [0], [0] * self.passes
-        if not isinstance(self.source, PagedRows) or self._tile_rows <= self.source.page_size:
+        if not isinstance(self.source, PagedRows) or self.scattered or self._tile_rows <= self.source.page_size:
             return
         self._run_rows = self.source.page_size
         units = self._run_rows // unit
@@ -99,6 +101,16 @@ class _Copy:
         self._runs = [run * self._run_rows + first * unit for first in self._first_units]
         self._run_of_pass, self._first_units = list(passes), [0] * self.passes
 
+    @property
+    def scattered(self) -> bool:
+        """Whether every row of the source is found alone."""
+        return isinstance(self.source, PagedRows) and self.source.scattered
+
+    def _own_rows(self) -> list[Value]:
+        """The rows of a tile that this thread takes, pass after pass; where rows are scattered."""
+        first = [(self._unit + units) * self._unit_rows for units in self._first_units]
+        return [row + r for row in first for r in range(self._unit_rows)]
+
     def locate(self, tile: Any) -> Located:
         """What has to be known of tile number `tile` before it can start: of pages, which ones, else nothing.
 
@@ -106,6 +118,8 @@ class _Copy:
         """
         if not isinstance(self.source, PagedRows):
             return ()
+        if self.scattered:
+            return tuple(self.source.page_of(tile * self._tile_rows + row) for row in self._own_rows())
         return tuple(self.source.page(tile * self._tile_rows + run) for run in self._runs)
 
     def _windows(self, tile: Any, located: Located | None) -> list[Window]:
@@ -115,6 +129,23 @@ class _Copy:
         pages = self.locate(tile) if located is None else located
         first = tile * self._tile_rows
         return [self.source.window(page, first + run, self._run_rows) for page, run in zip(pages, self._runs)]
+
+    def _found(self, tile: Any, located: Located | None) -> list[tuple[Pointer, Value]]:
+        """Of each of the thread's rows, which are scattered: its address, and whether it exists."""
+        pages = self.locate(tile) if located is None else located
+        rows = (tile * self._tile_rows + row for row in self._own_rows())
+        return [self.source.row(row, page) for row, page in zip(rows, pages, strict=True)]
+
+    def _load_found(self, found: tuple[Pointer, Value], group: int) -> Value:
+        """As `_load`, of a scattered row."""
+        row, exists = found
+        column = self.column + group
+        if group + self.group > self.source.columns:
+            inside = column < self.source.columns
+            column, exists = select(inside, column, 0), exists & inside
+        dtype, count, align = self._words()
+        value = memory.load(row.offset(column * self.source.dtype.bytes), dtype, count, align=align)
+        return select(exists, value, 0.0 if dtype.is_float else 0)
 
     def _reach(self, values: list[Value], group: int, nowhere: int) -> list[Value]:
         """Where the pieces of a group of columns are: `nowhere` in lanes whose columns the source lacks."""
@@ -129,13 +160,16 @@ class _Copy:
         Loops carry what is in flight. LLVM carries words, and conversions of many narrow vectors at the head of a
         loop keep it from rotating the loop.
         """
-        dtype, count = self.source.dtype, self.vector
-        align = min(self.source.alignment, count * dtype.bytes)
-        if count > 1:
-            dtype, count = i32, count * dtype.bytes // i32.bytes
+        dtype, count, align = self._words()
         return memory.load_bounded(
             window.base, offset + step if step else offset, window.bound, dtype, count, align=align
         )
+
+    def _words(self) -> tuple[DType, int, int]:
+        """(dtype, how many, alignment in bytes) of what a vector is loaded as."""
+        dtype, count = self.source.dtype, self.vector
+        align = min(self.source.alignment, count * dtype.bytes)
+        return (i32, count * dtype.bytes // i32.bytes, align) if count > 1 else (dtype, count, align)
 
 
 class RowCopy(_Copy):
@@ -190,7 +224,12 @@ class RowCopy(_Copy):
 
         `located`: what `locate` said of the tile, if it was asked.
         """
-        return self._issue(self._windows(tile, located), destination)
+        if not self.scattered:
+            return self._issue(self._windows(tile, located), destination)
+        found = self._found(tile, located)
+        if self.asynchronous:
+            return self._issue_found(found, destination)
+        return tuple(self._load_found(row, group) for group in self.groups for row in found)
 
     def issue_window(self, window: Window, destination: SharedTile) -> Any:
         """Start a window of the source as high as a tile, which may begin at any row; not of pages."""
@@ -217,13 +256,20 @@ class RowCopy(_Copy):
                 source = lanes[run].offset(step * (first // self.rows_per_pass) if first else 0)
                 source = source.offset(group * self.source.dtype.bytes)
                 inside = row < windows[run].rows_left - first
-                op = emit(
-                    "fly.copy_async",
-                    [target.ir, source.ir, inside.ir],
-                    [token_type()],
-                    {"bytes": i64_attribute(bytes_)},
-                )
-                tokens.append(Token(op.results[0]))
+                tokens.append(_copy_async(target, source, inside, bytes_))
+        return join(tokens)
+
+    def _issue_found(self, found: list[tuple[Pointer, Value]], destination: SharedTile) -> Token:
+        bytes_ = self.source.dtype.bytes
+        tokens, places = [], iter(self._places)
+        for group in self.groups:
+            whole = group + self.group <= self.source.columns
+            for row, exists in found:
+                base, add = next(places)
+                inside = exists if whole else exists & (self.column < self.source.columns - group)
+                source = row.offset((self.column + group) * bytes_)
+                target = destination.pointer.offset(base).offset(add)
+                tokens.append(_copy_async(target, source, inside, self.vector * bytes_))
         return join(tokens)
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
@@ -235,6 +281,12 @@ class RowCopy(_Copy):
         for value, (base, add) in zip(in_flight, self._places, strict=True):
             value = value.bitcast(self.source.dtype)
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
+
+
+def _copy_async(target: Pointer, source: Pointer, inside: Value, bytes_: int) -> Token:
+    """Of `bytes_`, zeros where it is not `inside`."""
+    attributes = {"bytes": i64_attribute(bytes_)}
+    return Token(emit("fly.copy_async", [target.ir, source.ir, inside.ir], [token_type()], attributes).results[0])
 
 
 class TransposedCopy(_Copy):
@@ -279,6 +331,12 @@ class TransposedCopy(_Copy):
     def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any:
         """Start loading tile number `tile` into registers; `located`: see `RowCopy.issue`."""
         del destination  # the data waits in registers
+        if self.scattered:
+            found = self._found(tile, located)
+            pieces = [found[i : i + self.PIECE] for i in range(0, len(found), self.PIECE)]
+            return tuple(
+                tuple(self._load_found(row, group) for row in piece) for group in self.groups for piece in pieces
+            )
         windows, runs = self._windows(tile, located), itertools.cycle(self._run_of_pass)
         return tuple(
             tuple(self._load(windows[run], offset, step) for offset in offsets)

@@ -225,11 +225,14 @@ class Fragment:
         factors = [self.spread(rows, r) for r in range(len(self.tiles))]
         return self.map(lambda tile, r, c: tile * factors[r])
 
-    def fma_rows(self, scale: Value, rows: RowVector) -> Fragment:
-        """element * scale + its row's value."""
+    def fma_rows(self, scale: Value | RowVector, rows: RowVector) -> Fragment:
+        """element * scale + its row's value; the scale is one number, or each row's own."""
         addends = [self.spread(rows, r) for r in range(len(self.tiles))]
-        wide = broadcast(scale, self.layout.values)
-        return self.map(lambda tile, r, c: fma(tile, wide, addends[r]))
+        if isinstance(scale, RowVector):
+            scales = [self.spread(scale, r) for r in range(len(self.tiles))]
+        else:
+            scales = [broadcast(scale, self.layout.values)] * len(self.tiles)
+        return self.map(lambda tile, r, c: fma(tile, scales[r], addends[r]))
 
     def row_max(self) -> RowVector:
         """Each row's maximum over the columns that the lane itself holds."""

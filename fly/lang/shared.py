@@ -10,7 +10,7 @@ from fly.errors import LayoutError, ShapeError
 from fly.ir import memory
 from fly.ir.dtypes import DType, dtype, i32
 from fly.ir.memory import Pointer
-from fly.ir.value import Value
+from fly.ir.value import Number, Value, constant
 from fly.layout import Layout
 
 # What layouts are made free of conflicts for: 32 banks of 4 bytes.
@@ -34,12 +34,20 @@ class SharedMemory:
             raise ShapeError(f"index {index} is out of range for a shared buffer of {self.count} elements")
         return self.pointer.offset(index * self.dtype.bytes)
 
+    def __getitem__(self, index: Any) -> Value:
+        raise ShapeError(f"a shared buffer is not indexed; write s.load({index!r}) for s[{index!r}]")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise ShapeError(f"elements of a shared buffer are not assigned; write s.store(value, {index!r})")
+
     def load(self, index: Any, length: int | None = None, *, align: int | None = None) -> Value:
         """Load one element, or `length` of them from `index` on."""
         return memory.load(self.at(index), self.dtype, length, align=align)
 
-    def store(self, value: Value, index: Any, *, align: int | None = None) -> None:
-        """Store a scalar or vector of the buffer's dtype at `index`."""
+    def store(self, value: Any, index: Any, *, align: int | None = None) -> None:
+        """Store a number, or a scalar or vector of the buffer's dtype, at `index`."""
+        if isinstance(value, Number):
+            value = constant(value, self.dtype)
         if not isinstance(value, Value) or value.dtype is not self.dtype:
             raise ShapeError(f"cannot store {value!r} into a shared buffer of {self.dtype}; convert with .to(...)")
         memory.store(value, self.at(index), align=align)

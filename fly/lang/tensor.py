@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fly.errors import DTypeError, ShapeError
+from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir import memory
 from fly.ir.control import cond, when
 from fly.ir.dtypes import DType, i32, i64
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer
-from fly.ir.value import Value, constant, from_elements, select
+from fly.ir.value import Number, Value, constant, from_elements, select
 from fly.layout import Layout
 
 
@@ -102,17 +103,42 @@ class Tensor:
             self._require_unit_stride()
         return memory.load(self.at(*coordinates), self.dtype, length, align=align)
 
-    def store(self, value: Value, *coordinates: Any) -> None:
-        """Store a scalar, or a vector along the last dimension (last stride 1); the dtype must be the tensor's."""
+    def store(self, value: Any, *coordinates: Any) -> None:
+        """Store a number, or a scalar or vector (last stride 1) of the tensor's dtype, from a coordinate on."""
+        if isinstance(value, Number):
+            value = constant(value, self.dtype)
         if not isinstance(value, Value) or value.dtype is not self.dtype:
             raise DTypeError(f"cannot store {value!r} into {self!r}; convert with .to(fly.{self.dtype})")
         if value.length is not None:
             self._require_unit_stride()
         memory.store(value, self.at(*coordinates), align=self.dtype.bytes)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        index = ", ".join(map(repr, key if isinstance(key, tuple) else (key,)))
+        raise DTypeError(
+            f"elements of {self!r} are not assigned; write x.store(value, {index}) for x[{index}] = value"
+        )
+
+    def __len__(self) -> int:
+        raise StaticValueError(f"len() of {self!r}, whose sizes are only known at run time; use x.shape[0]")
+
+    def __bool__(self) -> bool:
+        """True: an optional argument is a tensor or None."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        raise StaticValueError(
+            f"{self!r} is not iterated over at compile time; use `for i in fly.range(x.shape[0])` and x.load(i)"
+        )
+
     def _require_unit_stride(self) -> None:
+        if self.rank == 0:
+            raise ShapeError(f"{self!r} is one element, which has no neighbours; load it without a length")
         if not isinstance(self.stride[-1], int) or self.stride[-1] != 1:
-            raise ShapeError(f"{self!r} has a run-time last stride; vectors need a unit one")
+            raise ShapeError(
+                f"{self!r} has a run-time last stride, and vectors need elements next to each other: pass "
+                "x.contiguous() (to fly.compile, a TensorSpec with unit_stride=True), or load single elements"
+            )
 
     def tile(self, size: int, index: Any) -> Tile:
         """Elements [index * size, (index + 1) * size) of a vector; what lies beyond the end reads as zero."""
@@ -135,6 +161,23 @@ class Tensor:
     def panel(self, first: Any, columns: int) -> Panel:
         """The rows of a matrix from row `first` on, in tiles of `columns` (static) columns: what a product walks."""
         return Panel(self.rows(columns), first, self.shape[1])
+
+
+def _refused(operator: str) -> Callable[..., Any]:
+    def refuse(tensor: Tensor, *_: Any) -> Any:
+        raise DTypeError(
+            f"{operator} of {tensor!r}, which is memory; load values first: x.load(i), or a tile's share"
+        )
+
+    return refuse
+
+
+# what a newcomer would write for loading; `==` stays Python's
+for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Tensor, f"__{_operator}__", _refused(_operator))
+    setattr(Tensor, f"__r{_operator}__", _refused(_operator))
+for _operator in ("neg", "abs", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(Tensor, f"__{_operator}__", _refused(_operator))
 
 
 @dataclass(frozen=True)
@@ -194,8 +237,10 @@ class Share:
             lambda: from_elements([one(e) for e in range(self.length)]),
         )
 
-    def store(self, value: Value) -> None:
-        """Store a vector of the tile's dtype; elements past the end of the tensor are dropped."""
+    def store(self, value: Any) -> None:
+        """Store a vector of the tile's dtype, or a number everywhere; elements past the tensor's end are dropped."""
+        if isinstance(value, Number):
+            value = constant(value, self.tile.dtype, self.length)
         if not isinstance(value, Value) or value.dtype is not self.tile.dtype or value.length != self.length:
             raise ShapeError(f"cannot store {value!r} into a share of {self.length} x {self.tile.dtype}")
         whole = self.first + self.length <= self.tile.remaining
@@ -287,7 +332,7 @@ class Panel:
         """Tile number `index`, `rows` rows high; zeros past the last row and past the last whole tile."""
         window = self.view.beside(index).window(self.first, rows)
         exists = wide(index) * self.columns + self.columns <= wide(self.width)
-        return replace(window, bound=select(exists, window.bound, 0))
+        return replace(window, bound=select(exists, window.bound, 0), rows_left=select(exists, window.rows_left, 0))
 
 
 @dataclass(frozen=True)

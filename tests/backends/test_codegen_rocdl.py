@@ -189,7 +189,9 @@ def no_lld(monkeypatch, tmp_path):
 
 
 def test_no_linker_at_all_says_what_to_install(no_lld):
-    with pytest.raises(DeviceError, match=r"no ld\.lld found: install the ziglang package, or set FLY_LLD"):
+    with pytest.raises(
+        DeviceError, match=r"no ld\.lld found.* ziglang: pip install 'fly-attention\[amd\]', or set FLY_LLD"
+    ):
         find_lld("")
 
 

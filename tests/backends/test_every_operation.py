@@ -13,16 +13,22 @@ from tests.backends.builds import build, needs_ptxas, run_ptxas
 
 def floats(x, y):
     yield from (x + y, x - y, x * y, x / y, -x, fly.fma(x, y, x), fly.maximum(x, y), fly.minimum(x, y))
-    yield from (fly.sqrt(x), fly.absolute(x), fly.select(x < y, x, y), fly.select(x != y, x, y))
+    yield from (fly.sqrt(x), fly.absolute(x), fly.select(x < y, x, y), fly.select(x != y, x, y), x**3, fly.rsqrt(y))
+    yield from (fly.exp2(x), fly.floor(x), fly.ceil(x), fly.trunc(x), fly.round(x))
 
 
 def approximations(x, y):
-    yield from (fly.exp2(x), fly.log2(x), fly.rcp(y))
+    yield from (fly.log2(x), fly.rcp(y), fly.exp(x), fly.tanh(x))
+
+
+def elementary(x, y):
+    yield from (fly.sin(x), fly.cos(x), fly.log(x), fly.erf(x), fly.pow(x, y), x**-1.5, 2.0**y)
 
 
 def integers(x, y):
     yield from (x + y, x - y, x * y, -x, ~x, x & y, x | y, x ^ y, x << 2, x >> 2, x // y, x % y, x // 8, x % 8)
     yield from (fly.maximum(x, y), fly.minimum(x, y), fly.absolute(x), fly.select(fly.compare("ult", x, y), x, y))
+    yield x**5
 
 
 def exchanges(x, _):
@@ -31,8 +37,10 @@ def exchanges(x, _):
 
 GROUPS = {
     "f32": ("f32", (floats, approximations)),
-    "f16": ("f16", (floats,)),
-    "bf16": ("bf16", (floats,)),
+    "f16": ("f16", (floats, approximations)),
+    "bf16": ("bf16", (floats, approximations)),
+    "elementary": ("f32", (elementary,)),
+    "elementary of bf16": ("bf16", (elementary,)),
     "f64": ("f64", (floats,)),
     "i32": ("i32", (integers,)),
     "i64": ("i64", (integers,)),

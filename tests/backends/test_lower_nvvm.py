@@ -178,6 +178,7 @@ def test_approximate_functions_go_element_by_element():
         %r = "fly.rcp"(%x) : (f32) -> f32
         %l = math.log2 %x : f32
         %e = math.exp2 %v : vector<2xf32>
+        %q = math.rsqrt %x : f32
         """,
         """
         CHECK: "llvm.nvvm.rcp.approx.ftz.f"
@@ -185,6 +186,7 @@ def test_approximate_functions_go_element_by_element():
         CHECK: "llvm.nvvm.ex2.approx.ftz.f"
         CHECK: "llvm.nvvm.ex2.approx.ftz.f"
         CHECK-NOT: ex2
+        CHECK: "llvm.nvvm.rsqrt.approx.f"
         """,
     )
 
@@ -196,3 +198,17 @@ def test_scheduling_hints_vanish():
 def test_what_has_no_rule_is_an_error():
     with pytest.raises(CompileError, match=r"lower-to-nvvm: no rule for fly\.join"):
         lowered("%t = join", "sm_80")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "e4m3x2"), ("f8e5m2", "e5m2x2")])
+def test_bytes_widen_in_pairs_through_f16(dtype, name):
+    check(
+        f'%v = llvm.mlir.poison : vector<4xi8>\n%w = "fly.widen_pairs"(%v) {{from = "{dtype}"}} : (vector<4xi8>) -> '
+        "vector<4xf32>",
+        f"""
+        CHECK: llvm.bitcast %{{{{.*}}}} : vector<4xi8> to vector<2xi16>
+        CHECK: "llvm.nvvm.{name}.to.f16x2.rn"(%{{{{.*}}}}) : (i16) -> vector<2xf16>
+        CHECK: "llvm.nvvm.{name}.to.f16x2.rn"(%{{{{.*}}}}) : (i16) -> vector<2xf16>
+        CHECK: llvm.fpext %{{{{.*}}}} : vector<4xf16> to vector<4xf32>
+        """,
+    )

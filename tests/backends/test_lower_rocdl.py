@@ -334,6 +334,7 @@ def test_approximate_functions_go_element_by_element():
         %r = "fly.rcp"(%x) : (f32) -> f32
         %l = math.log2 %x : f32
         %e = math.exp2 %v : vector<2xf32>
+        %q = math.rsqrt %x : f32
         """,
         """
         CHECK: "llvm.amdgcn.rcp.f32"(%{{.*}}) : (f32) -> f32
@@ -341,6 +342,7 @@ def test_approximate_functions_go_element_by_element():
         CHECK: "llvm.amdgcn.exp2.f32"(%{{.*}}) : (f32) -> f32
         CHECK: "llvm.amdgcn.exp2.f32"(%{{.*}}) : (f32) -> f32
         CHECK-NOT: exp2
+        CHECK: "llvm.amdgcn.rsq.f32"(%{{.*}}) : (f32) -> f32
         """,
     )
 
@@ -363,3 +365,18 @@ def test_scheduling_hints():
 def test_what_has_no_rule_is_an_error():
     with pytest.raises(CompileError, match=r"lower-to-rocdl: no rule for fly\.copy_async"):
         lowered("%t = copy", "gfx950")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "fp8"), ("f8e5m2", "bf8")])
+def test_bytes_widen_in_halves_of_a_register(dtype, name):
+    check(
+        f'%v = llvm.mlir.poison : vector<4xi8>\n%w = "fly.widen_pairs"(%v) {{from = "{dtype}"}} : (vector<4xi8>) -> '
+        "vector<4xf32>",
+        f"""
+        CHECK: %[[WORD:.*]] = llvm.bitcast %{{{{.*}}}} : vector<4xi8> to i32
+        CHECK: %[[LOW:.*]] = llvm.mlir.constant(false)
+        CHECK: "llvm.amdgcn.cvt.pk.f32.{name}"(%[[WORD]], %[[LOW]]) : (i32, i1) -> vector<2xf32>
+        CHECK: %[[HIGH:.*]] = llvm.mlir.constant(true)
+        CHECK: "llvm.amdgcn.cvt.pk.f32.{name}"(%[[WORD]], %[[HIGH]]) : (i32, i1) -> vector<2xf32>
+        """,
+    )

@@ -21,6 +21,7 @@ from fly.errors import (
     DTypeError,
     KernelDefinitionError,
     LayoutError,
+    MessageError,
     ShapeError,
     StaticValueError,
     TraceError,
@@ -45,7 +46,8 @@ def mistake(error: type[AuthorError], message: str) -> Callable[[Callable], Call
 RUN_TIME = r" of <{}>, which is only known at run time; "
 TRUTH = (
     r"Python needs the truth value \(if, while, and, or, not\)" + RUN_TIME.format("i1") + r"use fly\.when\(c\), "
-    r"fly\.cond\(c, f, g\) or fly\.select\(c, a, b\), and & \| ~ between conditions"
+    r"fly\.cond\(c, f, g\) or fly\.select\(c, a, b\), & \| ~ between conditions, fly\.maximum for max, "
+    r"fly\.minimum for min"
 )
 
 
@@ -89,7 +91,10 @@ def python_int(x: fly.Tensor, n: fly.i32, f: fly.f32):
     int(f)  # <-
 
 
-@mistake(StaticValueError, r"float\(\)" + RUN_TIME.format("f32") + r"use \.to\(fly\.f32\)")
+@mistake(
+    StaticValueError,
+    r"float\(\)" + RUN_TIME.format("f32") + r"use \.to\(fly\.f32\), and fly\.exp where Python has math\.exp",
+)
 def python_math(x: fly.Tensor, n: fly.i32, f: fly.f32):
     math.exp(f)  # <-
 
@@ -160,9 +165,41 @@ def comparison_with_a_bit_pattern(x: fly.Tensor, n: fly.i32, f: fly.f32):
     fly.select(n < 3_000_000_000, f, 0.0)  # <-
 
 
-@mistake(DTypeError, r"exp2 takes f32, not <i32>")
+@mistake(DTypeError, r"exp2 takes floats, not <i32>; convert with \.to\(fly\.f32\)")
 def function_of_an_integer(x: fly.Tensor, n: fly.i32, f: fly.f32):
     fly.exp2(n)  # <-
+
+
+@mistake(DTypeError, r"sin takes f16, bf16 and f32, not <f64>; convert with \.to\(fly\.f32\)")
+def sine_of_f64(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.sin(f.to(fly.f64))  # <-
+
+
+@mistake(DTypeError, r"erf takes floats, not <f8e4m3>; convert with \.to\(fly\.f32\)")
+def function_of_a_byte(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.erf(fly.i8(3).bitcast(fly.f8e4m3))  # <-
+
+
+@mistake(DTypeError, r"the argument of log is 'x'; expected a traced value or a number")
+def function_of_a_string(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.log("x")  # <-
+
+
+@mistake(
+    DTypeError,
+    r"<i32> \*\* -1: an integer's exponent is a static integer from 0 on; convert with \.to\(fly\.f32\)",
+)
+def negative_power_of_an_integer(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    n**-1  # <-
+
+
+@mistake(
+    DTypeError,
+    r"2 \*\* <i32>: an integer's exponent is a static integer from 0 on; convert with \.to\(fly\.f32\), or "
+    r"shift 1 for powers of two",
+)
+def power_with_a_traced_exponent(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    2**n  # <-
 
 
 @mistake(DTypeError, r"unknown dtype 'float'; expected one of i1, i8, i16, i32, i64, f16, bf16, f32, .*")
@@ -397,6 +434,41 @@ def next_with_too_many(x: fly.Tensor, n: fly.i32, f: fly.f32):
 @mistake(CarryError, r"the else branch's result was <f32> and becomes <i32>; a carried value keeps its type: .*")
 def branches_differ(x: fly.Tensor, n: fly.i32, f: fly.f32):
     fly.cond(n > 0, lambda: f, lambda: n)  # <-
+
+
+# printing and checking
+
+
+@mistake(
+    DTypeError, r"fly\.print shows traced values and Python's, not <tensor of rank 1, f32>; load an element of it"
+)
+def print_of_a_tensor(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.print("x is {}", x)  # <-
+
+
+@mistake(
+    DTypeError, r"when of fly\.print is True; expected a scalar run-time i1 \(a static condition is a Python if\)"
+)
+def print_under_a_static_condition(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.print(n, when=True)  # <-
+
+
+@mistake(
+    DTypeError,
+    r"fly\.check needs a run-time i1 condition, not <i32>; a static condition is a Python assert",
+)
+def check_of_a_number(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.check(n, "n is 0")  # <-
+
+
+@mistake(MessageError, r"the text '\{\} \{\}' of fly\.check does not fit its values: IndexError: .*")
+def check_with_too_few_values(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.check(n > 0, "{} {}", n)  # <-
+
+
+@mistake(ShapeError, r"fly\.print has 261 words to log; expected at most 256")
+def print_of_too_much(x: fly.Tensor, n: fly.i32, f: fly.f32):
+    fly.print(fly.broadcast(f, 256))  # <-
 
 
 # loops of unknown length

@@ -313,3 +313,15 @@ def test_static_jumps_within_a_when_body_are_fine():
             assert helper() == 3
 
     trace(kernel, "i32")
+
+
+@fly.kernel
+def literal_first(x: fly.Tensor, y: fly.Tensor):
+    i = fly.thread_id.x
+    y.store(fly.cond(i > 3, lambda: 1, lambda: x.load(i)), i)
+
+
+def test_a_literal_may_come_from_either_branch():
+    x, y = np.full(64, 0.5, np.float32), np.zeros(64, np.float32)
+    literal_first[1, 64](x, y)
+    np.testing.assert_array_equal(y, np.where(np.arange(64) > 3, 1, 0.5))

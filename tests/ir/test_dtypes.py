@@ -51,12 +51,16 @@ def test_storage_types_have_no_arithmetic(name):
             lambda: bits + bits,
             lambda: bits < bits,
             lambda: -bits,
-            lambda: bits.to(fly.f32),
             lambda: fly.f32(1.0).to(dtype(name)),
             lambda: dtype(name)(1.0),
         ):
             with pytest.raises(DTypeError, match="storage type"):
                 use()
+        with pytest.raises(DTypeError, match=f"no conversion from {name} to i32: 8-bit floats convert to floats"):
+            bits.to(fly.i32)
+        with pytest.raises(DTypeError, match=f"no conversion from i32 to {name}: only floats narrow to 8-bit ones"):
+            fly.i32(1).to(dtype(name))
+        assert bits.to(fly.bf16).dtype is fly.bf16
         assert bits.bitcast(fly.i8).dtype is fly.i8
 
     trace(body)

@@ -8,6 +8,7 @@ import pytest
 import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
+from fly.ir import memory
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -44,11 +45,40 @@ def test_windows_are_the_rows(arch, count, height):
     assert (result[count:] == 0).all()
 
 
+@pytest.mark.parametrize("arch", ["gfx950", "sm_80"])
+@pytest.mark.parametrize(("page_size", "first"), [(16, 5), (1, None), (7, None), (24, 30)])
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_scattered_rows_are_found_one_by_one(arch, page_size, first, count):
+    """Addresses are rows of pages for every lane, past the end and with a table's entry of no page too."""
+
+    def kernel(pages: fly.Tensor, table: fly.Tensor, result: fly.Tensor, exists: fly.Tensor, count: fly.i32):
+        source = fly.PagedRows(pages, table, count, page_size, COLUMNS, None if first is None else fly.i32(first))
+        assert source.scattered
+        lane = fly.lane_id()
+        row, there = source.row(lane, source.page_of(lane))
+        with fly.when(lane < 16):
+            result.store(memory.load(row, fly.f32, COLUMNS), lane, 0)
+            exists.store(there.to(fly.i32), lane)
+
+    program = Program(
+        trace(kernel, matrix("f32", 3), matrix("i32"), matrix("f32", 2), matrix("i32"), "i32", arch=arch),
+        target(arch),
+    )
+    pages = np.random.default_rng(count).standard_normal((6, page_size, COLUMNS)).astype(np.float32)
+    table = np.array([3, 0, 5, 2, 1, 0, 4, 2, 99], np.int32)
+    result, exists = np.full((16, COLUMNS), np.nan, np.float32), np.full(16, -1, np.int32)
+    Machine(program)(flat(pages, table, result, exists, count), (1, 1, 1))
+    every = pages[np.minimum(table, 5)].reshape(-1, COLUMNS)[first or 0 :]
+    np.testing.assert_array_equal(result[:count], every[:count])
+    assert exists.tolist() == [int(row < count) for row in range(16)]
+    assert np.isfinite(result).all()
+
+
 @pytest.mark.parametrize(
     ("page_size", "ranks", "message"),
     [
-        (24, (3, 1), "page_size is 24; expected a power of two"),
-        (0, (3, 1), "page_size is 0; expected a power of two"),
+        (-1, (3, 1), "page_size is -1; expected 1 or more"),
+        (0, (3, 1), "page_size is 0; expected 1 or more"),
         (16, (2, 1), "pages need a tensor of rank 3 and a table of rank 1"),
         (16, (3, 2), "pages need a tensor of rank 3 and a table of rank 1"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
-from fly.errors import DTypeError, ShapeError
+from fly.errors import DTypeError, ShapeError, StaticValueError
 from tests.filecheck import filecheck
 from tests.host import HostFunction
 from tests.simulator import Machine, Program, flat
@@ -128,10 +128,43 @@ MISTAKES = [
     (lambda x, m, i: x.at(i.to(fly.f32)), DTypeError, r"tensor coordinate <f32> is no scalar integer"),
     (lambda x, m, i: m[i], ShapeError, r"takes 2 indices, not 1"),
     (lambda x, m, i: m[0, 1:3], ShapeError, r"only the full slice ':' is supported on tensors"),
-    (lambda x, m, i: x.store(1.0, 0), DTypeError, r"cannot store 1.0 into <tensor of rank 1, f32>; convert with"),
+    (lambda x, m, i: x.store("1", 0), DTypeError, r"cannot store '1' into <tensor of rank 1, f32>; convert with"),
     (lambda x, m, i: x.store(i, 0), DTypeError, r"cannot store <i32> into .*; convert with \.to\(fly\.f32\)"),
-    (lambda x, m, i: m.load(0, 0, length=4), ShapeError, r"run-time last stride; vectors need a unit one"),
+    (
+        lambda x, m, i: m.load(0, 0, length=4),
+        ShapeError,
+        r"<tensor of rank 2, f32> has a run-time last stride, and vectors need elements next to each other: pass "
+        r"x\.contiguous\(\) \(to fly\.compile, a TensorSpec with unit_stride=True\), or load single elements$",
+    ),
     (lambda x, m, i: m.rows(8), ShapeError, r"run-time last stride"),
+    (lambda x, m, i: x[0].load(length=2), ShapeError, r"is one element, which has no neighbours"),
+    (lambda x, m, i: x.__setitem__(i, 1), DTypeError, r"write x\.store\(value, <i32>\) for x\[<i32>\] = value$"),
+    (lambda x, m, i: m.__setitem__((0, 1), 1), DTypeError, r"write x\.store\(value, 0, 1\) for x\[0, 1\] = value$"),
+    (lambda x, m, i: len(x), StaticValueError, r"len\(\) of <tensor of rank 1, f32>, .* use x\.shape\[0\]$"),
+    (lambda x, m, i: list(x), StaticValueError, r"not iterated over at compile time; use `for i in fly\.range\("),
+    (
+        lambda x, m, i: x + 1,
+        DTypeError,
+        r"add of <tensor of rank 1, f32>, which is memory; load values first: x\.load",
+    ),
+    (lambda x, m, i: 2.0 * x[i], DTypeError, r"mul of <tensor of rank 0, f32>, which is memory"),
+    (lambda x, m, i: x[i] > 0, DTypeError, r"gt of <tensor of rank 0, f32>, which is memory"),
+    (
+        lambda x, m, i: fly.f32(1) + x[i],
+        DTypeError,
+        r"is no traced value or number; load from it first: x\.load\(i\)$",
+    ),
+    (lambda x, m, i: fly.SharedMemory("s", "f32", 4)[i], ShapeError, r"write s\.load\(<i32>\) for s\[<i32>\]$"),
+    (
+        lambda x, m, i: fly.SharedMemory("t", "f32", 4).__setitem__(0, 1.0),
+        ShapeError,
+        r"elements of a shared buffer are not assigned; write s\.store\(value, 0\)$",
+    ),
+    (
+        lambda x, m, i: x.load(0, length=2).__setitem__(0, 1.0),
+        DTypeError,
+        r"elements of <2 x f32> are not assigned; make another with fly\.from_elements or fly\.select$",
+    ),
     (lambda x, m, i: m.tile(8, 0), ShapeError, r"tile\(\) takes a vector, not <tensor of rank 2, f32>"),
     (lambda x, m, i: x.tile(0, i), ShapeError, r"tile size 0 is no static positive integer"),
     (lambda x, m, i: x.tile(i, 0), ShapeError, r"tile size <i32> is no static positive integer"),
@@ -152,9 +185,9 @@ MISTAKES = [
         r"layout \(4,4\):\(3,1\) does not cover a tile of 16 elements",
     ),
     (
-        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 4), (4, 1)), i).store(2.0),
+        lambda x, m, i: x.tile(16, 0).share(fly.Layout((4, 4), (4, 1)), i).store(i),
         ShapeError,
-        r"cannot store 2.0 into a share of 4 x f32",
+        r"cannot store <i32> into a share of 4 x f32",
     ),
 ]
 
@@ -194,3 +227,31 @@ def test_a_section_of_a_number():
 
     with pytest.raises(ShapeError, match="rank 0, f32> has no dimension to take a section of"):
         trace(kernel, matrix("f32", 0, unit_stride=False))
+
+
+@fly.kernel
+def literals(floats: fly.Tensor, ints: fly.Tensor, part: fly.Tensor):
+    floats.store(3, 0)
+    floats.store(0.5, 1)
+    floats.store(fly.from_elements([1, floats.load(0), -2.5]), 2)
+    ints.store(7, 0)
+    part.tile(256, 0).share(fly.Layout((64, 4), (4, 1)), fly.thread_id.x).store(2)
+
+
+def test_literals_take_the_type_of_where_they_go():
+    floats, ints, part = np.zeros(5, np.float32), np.zeros(1, np.int64), np.zeros(10, np.float16)
+    literals[1, 64](floats, ints, part)
+    assert floats.tolist() == [3, 0.5, 1, 3, -2.5] and ints.tolist() == [7] and (part == 2).all()
+
+
+@fly.kernel
+def foreign(x: fly.Tensor, y: fly.Tensor):
+    value = x.load(fly.thread_id.x)
+    y.store(round(abs(value * np.float32(2.0)) + np.int64(1)), fly.thread_id.x)
+
+
+def test_numpy_numbers_and_python_functions_of_numbers():
+    x = np.linspace(-20, 20, 64, dtype=np.float32)
+    y = np.zeros_like(x)
+    foreign[1, 64](x, y)
+    np.testing.assert_array_equal(y, np.rint(np.abs(x * np.float32(2)) + np.float32(1)))

@@ -196,6 +196,20 @@ def test_carried_token_is_as_new_as_on_any_iteration():
     filecheck(waits(body), "CHECK: scf.for\nCHECK: newer = 0\nCHECK: scf.yield\nCHECK: newer = 0")
 
 
+def test_a_loop_that_may_not_run_hands_on_a_newer_token_than_any_of_its_own():
+    """In the loop one copy follows what is yielded; after zero iterations the last copy is waited for."""
+    body = """
+    %a = copy
+    %r = scf.for %j = %c0 to %n step %c1 iter_args(%p = %a) -> (!fly.token) {
+      %x = copy
+      %y = copy
+      scf.yield %x : !fly.token
+    }
+    wait %r
+    """
+    filecheck(waits(body), 'CHECK: scf.yield\nCHECK: }\nCHECK: "fly.wait_count"() {newer = 0 : i64}')
+
+
 def test_swapped_tokens_take_the_newer_age():
     """Through nested loops that exchange what they carry."""
     body = """

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.errors import SharedMemoryError
-from fly.passes.plan_shared import Buffer, PlanSharedMemory, place
+from fly.passes.plan_shared import Buffer, PlanSharedMemory, _overlapping, place
 from tests.filecheck import filecheck
 from tests.passes.modules import apply, parse
 
@@ -175,6 +175,13 @@ CARRIED = {
         }
         barrier
         touch %b""",
+    "copy in a loop that carries the place": """
+        %q = scf.for %j = %c0 to %n step %c1 iter_args(%p = %a) -> (!llvm.ptr<3>) {
+          %t = copy %p
+          scf.yield %a : !llvm.ptr<3>
+        }
+        barrier
+        touch %b""",
     "direct copy that nobody waits for": """
         %t = "fly.copy_direct"(%a, %src, %i, %i) {bytes = 4, shift = 0}
           : (!llvm.ptr<3>, !llvm.ptr<1>, i32, i32) -> !fly.token
@@ -188,6 +195,12 @@ CARRIED = {
 def test_what_is_derived_keeps_a_buffer_alive(case):
     a, b = offsets(f"%a = alloc a 64 16\n%b = alloc b 64 16\ntouch %a\n{CARRIED[case]}")
     assert a != b
+
+
+def test_a_buffer_within_another_does_not_end_their_group():
+    """The third shares bytes with the first alone, the fourth with none."""
+    buffers = [Buffer(name, size, 16, 0, 1) for name, size in (("a", 256), ("b", 16), ("c", 64), ("d", 16))]
+    assert _overlapping(buffers, [0, 32, 128, 256]) == [[0, 1, 2], [3]]
 
 
 def test_copies_that_are_waited_for_end_with_the_wait():

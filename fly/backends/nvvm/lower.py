@@ -166,6 +166,15 @@ def _narrow_pairs(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(b.vector(pairs, ir.VectorType.get([len(pairs)], i16)), op.results[0].type)
 
 
+def _widen_pairs(op: ir.Operation, b: Builder) -> ir.Value:
+    i16, half = ir.IntegerType.get_signless(16), ir.F16Type.get()
+    result = ir.VectorType(op.results[0].type)
+    name, two = f"llvm.nvvm.{_PAIRS[string(op, 'from')]}.to.f16x2.rn", ir.VectorType.get([2], half)
+    pairs = [b.intrinsic(name, [pair], two) for pair in b.registers(op.operands[0], str(i16))]
+    halves = [element for pair in pairs for element in b.elements(pair)]
+    return b.value("llvm.fpext", [b.vector(halves, ir.VectorType.get([len(halves)], half))], result)
+
+
 def _sched(op: ir.Operation, b: Builder) -> None:
     """NVIDIA's assembler schedules by itself: there is nothing to say to it."""
 
@@ -191,10 +200,12 @@ _RULES = {
     "fly.wait_count": _wait_count,
     "fly.narrow": _narrow,
     "fly.narrow_pairs": _narrow_pairs,
+    "fly.widen_pairs": _widen_pairs,
     "fly.sched": _sched,
     "fly.rcp": per_element("llvm.nvvm.rcp.approx.ftz.f"),
     "math.exp2": per_element("llvm.nvvm.ex2.approx.ftz.f"),
     "math.log2": per_element("llvm.nvvm.lg2.approx.ftz.f"),
+    "math.rsqrt": per_element("llvm.nvvm.rsqrt.approx.f"),
     "math.tanh": each_element(_tanh),
 }
 

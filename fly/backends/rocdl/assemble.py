@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -9,16 +10,17 @@ import tempfile
 from pathlib import Path
 
 from fly.backends.rocdl.codegen import link
-from fly.errors import CompileError
+from fly.errors import CompileError, MissingPackageError
 
 _TARGET = re.compile(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)')
 
 
-def kernel_source(body: str, lds: int = 0, registers: int = 64, axes: int = 1) -> str:
+def kernel_source(body: str, lds: int = 0, registers: int = 64, axes: int = 1, scratch: int = 0) -> str:
     """Assembly of a kernel `k`: kernel arguments' address in s[0:1], workgroup from s2 on, work-item in v0.
 
     Args:
         body: its instructions. lds: bytes. registers: vector registers a lane. axes: of the grid, for the workgroup.
+        scratch: bytes a lane.
     """
     places = "\n".join(f"  .amdhsa_system_sgpr_workgroup_id_{axis} {int(i < axes)}" for i, axis in enumerate("xyz"))
     return f"""
@@ -34,6 +36,7 @@ k:
 .p2align 6
 .amdhsa_kernel k
   .amdhsa_group_segment_fixed_size {lds}
+  .amdhsa_private_segment_fixed_size {scratch}
   .amdhsa_kernarg_size 64
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
 {places}
@@ -53,11 +56,14 @@ def assemble(text: str, arch: str | None = None) -> bytes:
 
     Raises:
         CompileError: no architecture, or the assembler or linker rejected the text.
+        MissingPackageError: ziglang is not installed.
     """
     named = _TARGET.search(text)
     arch = arch or (named and named[1])
     if arch is None:
         raise CompileError("the assembly has no .amdgcn_target directive: name the architecture")
+    if not importlib.util.find_spec("ziglang"):
+        raise MissingPackageError("assembling for AMD GPUs", "ziglang")
     with tempfile.TemporaryDirectory(prefix="fly-assemble-") as directory:
         source, target = Path(directory, "kernel.s"), Path(directory, "kernel.o")
         source.write_text(text)

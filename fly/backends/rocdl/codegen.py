@@ -16,7 +16,7 @@ from fly import config
 from fly.backends.artefact import Resources
 from fly.backends.llvm import Emitted, Machine, emit
 from fly.backends.target import Target
-from fly.errors import CompileError, DeviceError
+from fly.errors import CompileError, DeviceError, MissingPackageError
 
 TRIPLE = "amdgcn-amd-amdhsa"
 # of one SIMD, whatever they use
@@ -54,14 +54,16 @@ def _find_lld(forced: str) -> tuple[str, ...]:
             return (found,)
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "ld.lld")
-    raise DeviceError("no ld.lld found: install the ziglang package, or set FLY_LLD to the path of one")
+    raise MissingPackageError(
+        "no ld.lld found: linking for AMD GPUs", "ziglang", ", or set FLY_LLD to the path of an ld.lld"
+    )
 
 
 def link(object_code: bytes) -> bytes:
     """Link one relocatable object to a loadable code object.
 
     Raises:
-        DeviceError: no LLD is installed.
+        MissingPackageError: no LLD is installed. DeviceError: FLY_LLD is no program.
         CompileError: the linker failed.
     """
     command = _find_lld(config.LLD.get())

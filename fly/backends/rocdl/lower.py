@@ -264,6 +264,25 @@ def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(b.vector(packed, ir.VectorType.get([len(packed)], i32)), result)
 
 
+_BYTE_FLOATS = {"f8e4m3": "fp8", "f8e5m2": "bf8"}
+
+
+def _widen_pairs(op: ir.Operation, b: Builder) -> ir.Value:
+    """gfx950's instructions, which read half a register; gfx942's know the bytes as other numbers (FNUZ)."""
+    i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+    result = ir.VectorType(op.results[0].type)
+    name, two = (
+        f"llvm.amdgcn.cvt.pk.f32.{_BYTE_FLOATS[string(op, 'from')]}",
+        ir.VectorType.get([2], result.element_type),
+    )
+    if result.shape[0] % 4 == 0:
+        halves = [(word, half) for word in b.registers(op.operands[0], str(i32)) for half in (0, 1)]
+    else:
+        halves = [(b.value("llvm.zext", [pair], i32), 0) for pair in b.registers(op.operands[0], str(i16))]
+    pairs = [b.intrinsic(name, [word, b.constant(half, 1)], two) for word, half in halves]
+    return b.vector([element for pair in pairs for element in b.elements(pair)], result)
+
+
 def _sched(op: ir.Operation, b: Builder) -> None:
     if string(op, "kind") == "barrier":
         b.intrinsic("llvm.amdgcn.sched.barrier", [b.constant(integer(op, "value"))], None)
@@ -287,7 +306,9 @@ _RULES = {
     "fly.store_bounded": _store_bounded,
     "fly.narrow": _narrow,
     "fly.sched": _sched,
+    "fly.widen_pairs": _widen_pairs,
     "fly.rcp": per_element("llvm.amdgcn.rcp.f32"),
+    "math.rsqrt": per_element("llvm.amdgcn.rsq.f32"),
     "math.exp2": per_element("llvm.amdgcn.exp2.f32"),
     "math.log2": per_element("llvm.amdgcn.log.f32"),
 }

@@ -1,0 +1,82 @@
+"""Conversions between element types: what `Value.to` does."""
+
+from __future__ import annotations
+
+import math
+
+from mlir import ir
+
+from fly.errors import DTypeError
+from fly.ir.context import context, current, emit
+from fly.ir.dtypes import DType, f8e5m2, f16, f32, i1, i8, i16
+from fly.ir.value import Value, compare, select
+
+
+def _to_float8(value: Value, target: DType) -> Value:
+    """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
+    arch = current().target
+    if not arch.float8:
+        raise DTypeError(f"no conversion to {target} on {arch.arch}: a storage type there; sm_89 and sm_90a convert")
+    if value.length is None or value.length % 2:
+        raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
+    attributes = {"to": ir.StringAttr.get(target.name, context())}
+    op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
+    return Value(op.results[0], target, value.length)
+
+
+def _from_float8(value: Value) -> Value:
+    """As f32, which is exact: by instructions for pairs where the target has them, else through f16's bits."""
+    if current().target.float8_to_f32 and value.length is not None and value.length % 2 == 0:
+        attributes = {"from": ir.StringAttr.get(value.dtype.name, context())}
+        op = emit("fly.widen_pairs", [value.ir], [f32.vector(value.length)], attributes)
+        return Value(op.results[0], f32, value.length)
+    bits = Value(value.ir, i8, value.length).to(i16)
+    if value.dtype is f8e5m2:  # the upper half of an f16
+        return (bits << 8).bitcast(f16).to(f32)
+    size = bits & 0x7F  # one exponent bit less than f16, whose bias is larger by 8
+    number = ((size << 7) | (bits & 0x80) << 8).bitcast(f16).to(f32) * 256.0
+    return select(size == 0x7F, math.nan, number)  # there is no infinity
+
+
+def cast(value: Value, target: DType, rounding: str) -> Value:
+    """See `Value.to`."""
+    source = value.dtype
+    if rounding not in ("nearest", "nearest_any"):
+        raise DTypeError(f"unknown rounding {rounding!r}; expected 'nearest' or 'nearest_any'")
+    if source is target:
+        return value
+    if target.kind == "float8" and source.is_float:
+        return _to_float8(value.to(f32), target)
+    if source.kind == "float8":
+        if not target.is_float:
+            raise DTypeError(
+                f"no conversion from {source} to {target}: 8-bit floats convert to floats; first .to(fly.f32)"
+            )
+        return _from_float8(value).to(target, rounding)
+    if target.kind == "float8":
+        raise DTypeError(
+            f"no conversion from {source} to {target}: only floats narrow to 8-bit ones; first .to(fly.f32)"
+        )
+    result = target.mlir if value.length is None else target.vector(value.length)
+
+    if target is i1:
+        return compare("ne", value, 0)
+
+    def done(name: str, operand: Value = value) -> Value:
+        return Value(emit(name, [operand.ir], [result]).results[0], target, value.length)
+
+    if source.is_int and target.is_int:
+        if source.bits > target.bits:
+            return done("arith.trunci")
+        return done("arith.extui" if source is i1 else "arith.extsi")
+    if source.is_int:
+        return done("arith.uitofp" if source is i1 else "arith.sitofp")
+    if target.is_int:
+        return done("arith.fptosi")
+    if source.bits < target.bits:
+        return done("arith.extf")
+    if source.bits == target.bits:
+        return value.to(f32).to(target, rounding)
+    if rounding == "nearest_any" and source is f32 and value.length is not None:
+        return done("fly.narrow")
+    return done("arith.truncf")
