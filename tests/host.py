@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 from mlir import ir
@@ -18,7 +17,9 @@ from mlir.passmanager import PassManager
 
 import fly
 from fly.backends.lowering import to_llvm
+from fly.emulator.host import compiled
 from fly.ir.context import LOCK, context
+from tests.host_level import host_level
 from tests.tracing import matrix, trace
 
 NUMPY = {
@@ -34,13 +35,6 @@ NUMPY = {
 }
 
 
-def _target_machine() -> llvm.TargetMachine:
-    """A fresh one: the engine that it is given to owns it."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(opt=2, jit=True)
-
-
 def llvm_ir(module: ir.Module) -> str:
     """Lower a module without `fly` operations to LLVM IR text."""
     from mlir.dialects import llvm as dialect
@@ -54,10 +48,7 @@ class HostFunction:
     """A compiled kernel all of whose arguments are vectors with unit stride: call it with numpy arrays."""
 
     def __init__(self, module: ir.Module, name: str):
-        parsed = llvm.parse_assembly(llvm_ir(module))
-        parsed.verify()
-        self._engine = llvm.create_mcjit_compiler(parsed, _target_machine())
-        self._engine.finalize_object()
+        self._engine = compiled(llvm_ir(module), host_level(), opt=2)
         self.address = self._engine.get_function_address(name)
 
     def __call__(self, *arrays: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from fly.emulator.decode import M0, SGPR_BIT, VCC, Instruction, wait_counts
 from fly.emulator.footprint import footprint, scalar_bits
 from fly.emulator.lds_checks import LdsShadow
 from fly.emulator.report import Report, describe, place
+from fly.emulator.spill_checks import SpillShadow, single_bits
 from fly.emulator.state import Group
 from fly.errors import EmulatorError, EmulatorReportError
 
@@ -94,7 +95,7 @@ class Checker:
         self.reports: list[Report] = []
         self._seen: set[tuple[str, int]] = set()
         self._undefined: dict[int, tuple[Instruction, int]] = {}  # register -> what computed it, from which registers
-        self.shadow = LdsShadow(self)
+        self.shadow, self.spills = LdsShadow(self), SpillShadow(self)
         self._accesses: list[Access] = []
 
     # ---- findings ----
@@ -127,6 +128,7 @@ class Checker:
     def start(self, workgroups: int) -> None:
         """A new batch of workgroups."""
         self.shadow.start(workgroups)
+        self.spills.start()
 
     def control(self, g: Group, inst: Instruction | None) -> None:
         """A branch; VCC must be defined and not the target of an outstanding load."""
@@ -175,9 +177,11 @@ class Checker:
                 g.ticks += ticks
 
             return nop
-        queue = _queue(inst)
+        queue, scratch_load = _queue(inst), inst.name.startswith(("scratch_load", "flat_load"))
         touched = footprint(inst, self.machine)
         reads, writes, computes = touched.reads, touched.writes, _computes(inst)
+        needs = reads & ~touched.spills
+        parts = touched.parts or ((reads, writes),)
         # results of one queue return in order, so a newer load may name the register of an older one
         both = reads if queue else reads | writes
         before = hazards.before(inst, self, touched)
@@ -187,7 +191,7 @@ class Checker:
 
         def checked(g: Group) -> None:
             g.ticks += 1
-            fresh = reads & ~g.written
+            fresh = needs & ~g.written
             if fresh and not computes:
                 self._defined(g, inst, fresh)
                 fresh = 0
@@ -201,9 +205,12 @@ class Checker:
                 g.previous, g.last = g.last, (g.ticks, writes, trans)
             run(g)
             if fresh:
-                self._compute(g, inst, fresh, writes)
+                for read, written in parts:
+                    self._compute(g, inst, fresh & read, written)
             else:
                 g.written |= writes
+            if scratch_load:
+                self.spills.reloaded(g, inst)
             if after is not None:
                 after(g)
 
@@ -233,10 +240,12 @@ class Checker:
             g.written |= writes
             return
         defined.spread(g, writes, waves)
-        while writes:
-            low = writes & -writes
-            self._undefined[low.bit_length() - 1] = inst, missing
-            writes ^= low
+        self.made(writes, inst, missing)
+
+    def made(self, writes: int, inst: Instruction, missing: int) -> None:
+        """Remember that an instruction made undefined registers from undefined ones."""
+        for bit in single_bits(writes):
+            self._undefined[bit.bit_length() - 1] = inst, missing
 
     def _defined(self, g: Group, inst: Instruction, bits: int) -> None:
         """Report those of `bits` that some wave has not written."""
@@ -318,7 +327,15 @@ class Checker:
             for access in entry.lds:
                 self.shadow.close(g, access)
 
-    # ---- LDS ----
+    # ---- scratch and LDS ----
+
+    def scratch(self, g: Group, inst: Instruction, index: np.ndarray, size: int, mask: np.ndarray) -> None:
+        """A scratch access, before it happens."""
+        touched = footprint(inst, self.machine)
+        if "_load_" in inst.name:
+            self.spills.load(touched, index, mask)
+        else:
+            self.spills.store(g, touched, index, size, mask)
 
     def lds(
         self,

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fly.errors import EmulatorError
+from fly.errors import EmulatorError, needs_packages
 
 # Operand codes of the SRC encoding space (CDNA3 ISA, section "Scalar ALU operands")
 VCC, M0, EXEC, SCC, LITERAL, VGPR = 106, 124, 126, 253, 255, 256
@@ -114,8 +114,9 @@ def _together(masks: Iterable[int]) -> int:
 @functools.cache
 def _encodings() -> tuple[_Encoding, ...]:
     """In the order in which they are to be tried."""
-    from tinygrad.renderer.amd import _VARIANT_SRC0, _load_formats
-    from tinygrad.renderer.amd.dsl import FixedBitField, SrcField
+    with needs_packages("the emulator"):
+        from tinygrad.renderer.amd import _VARIANT_SRC0, _load_formats
+        from tinygrad.renderer.amd.dsl import FixedBitField, SrcField
 
     found = []
     for table in _load_formats()["cdna"]:

@@ -31,13 +31,13 @@ def undefined(g: Group, bits: int) -> tuple[int, np.ndarray]:
 
 
 def spread(g: Group, writes: int, waves: np.ndarray) -> None:
-    """An instruction has written `writes`; in `waves`, whole classes of the group, the results are undefined."""
-    classes = g.variants or ((g.written, np.ones(g.waves, bool)),)
-    g.variants = tuple(
-        ((mask | g.written) & ~writes if waves[where][0] else mask | g.written | writes, where)
-        for mask, where in classes
-    )
+    """An instruction has written `writes`; in `waves`, bool (W,), the results are undefined."""
+    parts = []
+    for mask, where in g.variants or ((0, np.ones(g.waves, bool)),):
+        parts.append(((mask | g.written) & ~writes, where & waves))
+        parts.append((mask | g.written | writes, where & ~waves))
     g.written &= ~writes
+    g.variants = _classes(parts, g.waves)
     _simplify(g)
 
 
@@ -53,13 +53,23 @@ def join(g: Group, a: Group, b: Group) -> None:
     g.written, g.variants = a.written & b.written, ()
     if a.written == b.written and not a.variants and not b.variants:
         return
-    classes: dict[int, np.ndarray] = {}
+    parts = []
     for part, start in ((a, 0), (b, a.waves)):
         for mask, where in part.variants or ((part.written, np.ones(part.waves, bool)),):
-            waves = classes.setdefault(mask | part.written, np.zeros(g.waves, bool))
-            waves[start : start + part.waves] |= where
-    g.variants = tuple(classes.items())
+            waves = np.zeros(g.waves, bool)
+            waves[start : start + part.waves] = where
+            parts.append((mask | part.written, waves))
+    g.variants = _classes(parts, g.waves)
     _simplify(g)
+
+
+def _classes(parts: list[tuple[int, np.ndarray]], waves: int) -> Variants:
+    """Classes of equal masks together, without those that no wave is in."""
+    classes: dict[int, np.ndarray] = {}
+    for mask, where in parts:
+        if where.any():
+            classes[mask] = classes.get(mask, np.zeros(waves, bool)) | where
+    return tuple(classes.items())
 
 
 def _simplify(g: Group) -> None:

@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Register bits read and written."""
+    """Register bits read and written.
+
+    `parts`: of a move of two words, one of which may hold nothing, the (read, written) bits of each word.
+    `spills`: those read only to be stored to scratch, which also keeps what holds nothing.
+    """
 
     reads: int
     writes: int
+    parts: tuple[tuple[int, int], ...] = ()
+    spills: int = 0
 
 
 def scalar_bits(code: int, count: int) -> int:
@@ -90,7 +96,13 @@ def _scalar(inst: Instruction, machine: Machine) -> Footprint:
             writes |= bits
         if inst.name.startswith(("s_addk", "s_mulk", "s_bitset", "s_cmov")):
             reads |= bits
-    return Footprint(reads, writes)
+    return Footprint(reads, writes, _halves(reads, writes) if inst.name == "s_mov_b64" else ())
+
+
+def _halves(reads: int, writes: int) -> tuple[tuple[int, int], ...]:
+    """A move's `Footprint.parts`; none where it is of a constant."""
+    low_read, low_write = reads & -reads, writes & -writes
+    return ((low_read, low_write), (reads ^ low_read, writes ^ low_write)) if reads else ()
 
 
 def _smem(inst: Instruction) -> Footprint:
@@ -121,29 +133,36 @@ def _matrix(inst: Instruction, machine: Machine) -> Footprint:
     return Footprint(reads, vector_bits(machine, inst.get("vdst"), d, acc_cd))
 
 
-def _packed_pair(inst: Instruction, machine: Machine, i: int) -> int:
-    """Registers of a pair that a packed f32 source really reads."""
+def _packed_pair(inst: Instruction, machine: Machine, i: int) -> tuple[int, int]:
+    """Registers that a packed f32 source reads for the lower and for the upper result."""
     code = inst.get(f"src{i}")
     low = inst.get("opsel") >> i & 1
     high = inst.get("opsel_hi") >> i & 1 if i < 2 else inst.get("opsel_hi2")
-    if inst.name == "v_pk_mov_b32":
-        return _source(machine, code + low if code < 128 or code >= VGPR else code, 1)
     if 128 <= code < VGPR:
-        return 0
-    return _source(machine, code + low, 1) | _source(machine, code + high, 1)
+        return 0, 0
+    if inst.name == "v_pk_mov_b32":
+        # the lower result is of source 0, the upper one of source 1
+        read = _source(machine, code + low, 1)
+        return (read, 0) if i == 0 else (0, read)
+    return _source(machine, code + low, 1), _source(machine, code + high, 1)
+
+
+def _packed(inst: Instruction) -> bool:
+    return inst.form == "VOP3P" and inst.name.startswith("v_pk_") and inst.name.endswith(("_f32", "mov_b32"))
 
 
 def _vector(inst: Instruction, machine: Machine) -> Footprint:
     from fly.emulator.valu import source_codes
 
-    name, form, reads = inst.name, inst.form, 0
+    name, form, reads, halves = inst.name, inst.form, 0, (0, 0)
     acc = name in ("v_accvgpr_mov_b32", "v_accvgpr_read")
     for i, code in enumerate(source_codes(inst)):
         field = f"src{i}" if f"src{i}" in inst.sizes else f"vsrc{i}"
         if field not in inst.sizes and not (name == "v_cndmask_b32" and i == 2):
             continue
-        if form == "VOP3P" and name.startswith("v_pk_") and name.endswith(("_f32", "mov_b32")):
-            reads |= _packed_pair(inst, machine, i)
+        if _packed(inst):
+            lower, upper = _packed_pair(inst, machine, i)
+            reads, halves = reads | lower | upper, (halves[0] | lower, halves[1] | upper)
         elif name == "v_cndmask_b32" and i == 2:
             reads |= scalar_bits(code, 2)
         elif name in ("v_mad_u64_u32", "v_mad_i64_i32") and i == 2:
@@ -165,7 +184,10 @@ def _vector(inst: Instruction, machine: Machine) -> Footprint:
         # a spill writes lane after lane into a register that nobody initialised, also halves of pairs that nobody
         # reads again: one undefined lane would make the other 63 undefined
         reads = 0
-    return Footprint(reads, writes)
+    if _packed(inst):
+        low = writes & -writes
+        return Footprint(reads, writes, ((halves[0], low), (halves[1], writes ^ low)))
+    return Footprint(reads, writes, _halves(reads, writes) if name == "v_mov_b64" else ())
 
 
 def _vector_writes(inst: Instruction, machine: Machine) -> int:
@@ -223,7 +245,8 @@ def _transfer(inst: Instruction, machine: Machine, data: int, target: int) -> tu
 
 
 def _flat(inst: Instruction, machine: Machine) -> Footprint:
-    reads, writes = _transfer(inst, machine, inst.get("data"), inst.get("vdst"))
+    data, writes = _transfer(inst, machine, inst.get("data"), inst.get("vdst"))
+    reads = 0
     scalar_base = inst.get("saddr") != SADDR_OFF
     if inst.form == "SCRATCH":
         if inst.get("sve"):
@@ -235,7 +258,8 @@ def _flat(inst: Instruction, machine: Machine) -> Footprint:
         reads |= scalar_bits(inst.get("saddr"), 1 if inst.form == "SCRATCH" else 2)
     if "_lds_" in inst.name:
         reads |= scalar_bits(M0, 1)
-    return Footprint(reads, writes)
+    spilled = inst.name.startswith("scratch_store_dword") and not data & reads
+    return Footprint(reads | data, writes, spills=data if spilled else 0)
 
 
 def _buffer(inst: Instruction, machine: Machine) -> Footprint:

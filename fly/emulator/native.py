@@ -14,34 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from fly.emulator.host import available, compiled
+
 _LOCK = threading.RLock()
 _KEEP: list[Any] = []  # execution engines own the machine code
 
 
 @functools.cache
-def _target() -> Any:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3)
+def _level() -> str:
+    """512-bit vectors gain these loops nothing."""
+    return "avx2" if "avx2" in available() else "baseline"
 
 
 def _compile(ir: str, symbol: str, argtypes: list[Any]) -> Any:
-    import llvmlite.binding as llvm
-
     with _LOCK:
-        machine = _target()
-        module = llvm.parse_assembly(ir)
-        module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-        builder.getModulePassManager().run(module, builder)
-        # MCJIT takes the target machine over, so each engine needs its own
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        own = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3)
-        engine = llvm.create_mcjit_compiler(module, own)
-        engine.finalize_object()
+        engine = compiled(ir, _level(), opt=3, passes=True)
         _KEEP.append(engine)
         return ctypes.CFUNCTYPE(None, *argtypes)(engine.get_function_address(symbol))
 
@@ -55,7 +42,7 @@ def _fma_ir(t: str, s: str, scalars: tuple[bool, bool, bool]) -> str:
         else:
             inside.append(f"  %p{name} = getelementptr {t}, ptr %{name}, i64 %i\n  %v{name} = load {t}, ptr %p{name}")
     return f"""
-define void @fma(ptr %a, ptr %b, ptr %c, ptr %out, i64 %n) {{
+define void @elementwise(ptr %a, ptr %b, ptr %c, ptr %out, i64 %n) {{
 entry:
 {chr(10).join(before)}
   br label %loop
@@ -79,7 +66,7 @@ declare {t} @llvm.fma.{s}({t}, {t}, {t})
 def _fma(kind: str, scalars: tuple[bool, bool, bool]) -> Any:
     t, s = ("float", "f32") if kind == "f32" else ("double", "f64")
     p, n = ctypes.c_void_p, ctypes.c_int64
-    return _compile(_fma_ir(t, s, scalars), "fma", [p, p, p, p, n])
+    return _compile(_fma_ir(t, s, scalars), "elementwise", [p, p, p, p, n])
 
 
 def fma(a: Any, b: Any, c: Any, kind: str = "f32", out: np.ndarray | None = None) -> np.ndarray:

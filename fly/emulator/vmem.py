@@ -162,14 +162,17 @@ def _scratch_address(inst: Instruction, machine: Machine) -> Callable[[Group], n
 
 
 def _scratch_index(g: Group, inst: Instruction, offset: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
-    """Byte index in the batch's scratch, which is stored lane by lane."""
+    """Byte index in the batch's scratch, which is stored lane by lane, for an access that follows."""
     machine = g.machine
     bad = mask & ((offset < 0) | (offset + size > machine.scratch_bytes))
     if bad.any():
         raise machine.fault(g, inst, "scratch-bounds", bad, f"scratch offset {int(offset[bad][0])} of "
                             f"{machine.scratch_bytes} bytes")  # fmt: skip
     slot = (g.wg * machine.waves_per_group + g.wave)[:, None] * 64 + _LANE
-    return np.where(mask, offset, 0) + slot * machine.scratch_bytes
+    index = np.where(mask, offset, 0) + slot * machine.scratch_bytes
+    if machine.checker is not None:
+        machine.checker.scratch(g, inst, index, size, mask)
+    return index
 
 
 def _scratch_words(g: Group, index: np.ndarray, size: int) -> list[np.ndarray]:

@@ -59,11 +59,17 @@ def integers(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between the machines: pointers to buffers, private memory, and the bfloat16 helpers."""
+    """What differs between the machines: pointers to buffers, private memory, the bfloat16 helpers, and whether
+    minimumnum and maximumnum are functions of comparisons here.
+
+    LLVM 22.1 gives NaN for a NaN and a scalar that it knows to be a number (one converted from an integer), with
+    AVX-512.
+    """
 
     buffer: str
     private: str
     helpers: str
+    compares: bool
 
 
 _NATIVE_BF16 = """
@@ -100,8 +106,29 @@ define internal float @from_bf16(i16 %x) alwaysinline {
   ret float %f
 }
 """
-GPU = Dialect("ptr addrspace(1)", "addrspace(5)", _NATIVE_BF16)
-HOST = Dialect("ptr", "addrspace(0)", _INTEGER_BF16)
+GPU = Dialect("ptr addrspace(1)", "addrspace(5)", _NATIVE_BF16, compares=False)
+HOST = Dialect("ptr", "addrspace(0)", _INTEGER_BF16, compares=True)
+
+
+def _by_comparison(function: str, which: str, kind: str) -> str:
+    """The definition of `@minimumnum` or `@maximumnum` on a type: of equal numbers only zeros differ, in the sign."""
+    raw, bools = integers(kind), f"<{count(kind)} x i1>" if kind[0] == "<" else "i1"
+    relation, merge = ("olt", "or") if which == "minimumnum" else ("ogt", "and")
+    return f"""define internal {kind} {function}({kind} %x, {kind} %y) {{
+  %x.bits = bitcast {kind} %x to {raw}
+  %y.bits = bitcast {kind} %y to {raw}
+  %same = {merge} {raw} %x.bits, %y.bits
+  %zero = bitcast {raw} %same to {kind}
+  %equal = fcmp oeq {kind} %x, %y
+  %less = fcmp {relation} {kind} %x, %y
+  %x.nan = fcmp uno {kind} %x, %x
+  %y.nan = fcmp uno {kind} %y, %y
+  %numbers = select {bools} %less, {kind} %x, {kind} %y
+  %ordered = select {bools} %equal, {kind} %zero, {kind} %numbers
+  %either = select {bools} %y.nan, {kind} %x, {kind} %ordered
+  %result = select {bools} %x.nan, {kind} %y, {kind} %either
+  ret {kind} %result
+}}"""
 
 
 class Builder:
@@ -278,9 +305,7 @@ class Builder:
         elif roll < 0.58 and e != "half":
             self.call(f"llvm.fma.{name}", kind, *((kind, x) for x in (a, self.pick(kind), self.pick(kind))))
         elif roll < 0.7:
-            self.call(
-                f"llvm.{r.choice(['minimumnum', 'maximumnum'])}.{name}", kind, (kind, a), (kind, self.pick(kind))
-            )
+            self.extremum(r.choice(["minimumnum", "maximumnum"]), kind, a, self.pick(kind))
         elif roll < 0.78:
             self.call(f"llvm.{r.choice(['floor', 'ceil', 'trunc', 'rint', 'fabs'])}.{name}", kind, (kind, a))
         elif roll < 0.84:
@@ -296,6 +321,15 @@ class Builder:
             self.call(f"llvm.sqrt.{name}", kind, (kind, a))
         else:
             self.emit(f"fadd {kind} {a}, {self.pick(kind)}", kind)
+
+    def extremum(self, which: str, kind: str, a: str, b: str) -> None:
+        """minimumnum or maximumnum: the other operand of a NaN, -0 below +0."""
+        if not self.dialect.compares:
+            self.call(f"llvm.{which}.{mangled(kind)}", kind, (kind, a), (kind, b))
+            return
+        function = f"@{which}.{mangled(kind)}"
+        self.declarations.add(_by_comparison(function, which, kind))
+        self.emit(f"call {kind} {function}({kind} {a}, {kind} {b})", kind)
 
     def convert(self) -> None:
         """Between widths, and between integers and floats."""

@@ -169,7 +169,7 @@ def test_an_artefact_brings_its_kernel_and_block(tmp_path, capsys):
     ],
 )
 def test_arguments_that_do_not_fit(files, capsys, arguments, complaint):
-    assert emulate(*RUN, *arguments) == 1
+    assert emulate(*RUN, *arguments) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -187,17 +187,17 @@ def test_arguments_that_do_not_fit(files, capsys, arguments, complaint):
 )
 def test_options_that_do_not_fit(files, capsys, options, complaint):
     arguments = ("--args", "a.npy", "b.npy", "b.npy", "i32:3", "f32:1")
-    assert emulate(*options, *arguments) == 1
+    assert emulate(*options, *arguments) == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_a_trace_outside_the_grid(files, capsys):
     arguments = ("a.npy", "b.npy", "b.npy", "i32:3", "f32:1")
-    assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "0:2") == 1
+    assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "0:2") == 2
     assert "'0:2' is outside the grid (3, 1, 1) of blocks (128, 1, 1)" in capsys.readouterr().err
-    assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "1,2,3,4:0") == 1
+    assert emulate(*RUN, *arguments, "--trace", "--trace-wave", "1,2,3,4:0") == 2
     assert "expected X[,Y,Z]:WAVE" in capsys.readouterr().err
-    assert emulate(*RUN, *arguments, "--trace", "--trace-lanes", "0,64") == 1
+    assert emulate(*RUN, *arguments, "--trace", "--trace-lanes", "0,64") == 2
     assert "expected some of 0 to 63" in capsys.readouterr().err
 
 

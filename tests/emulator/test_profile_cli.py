@@ -143,6 +143,12 @@ def test_flash_attention_from_pages(capsys):
         (("k.hsaco", "--cold", "-1"), r"--cold -1; expected 0 or more"),
         (("flash_attn", "--set", "length=1"), r"--set: flash_attn has no setting 'length'; accepted: batch, seq"),
         (("flash_attn", "--set", "dtype=f32"), r"--set dtype='f32'; accepted: bf16, f16"),
+        (("flash_attn", "--set", "seq=abc"), r"--set seq='abc'; accepted: a whole number from 1"),
+        (("flash_attn", "--set", "batch=65536"), r"--set batch=65536; accepted: 1 to 65535"),
+        (
+            ("flash_attn", "--set", "seq=1000000000", "heads=9000"),
+            r"--set: these sizes need about \d+ bytes; this mach",
+        ),
         (("math:cos", "--arch", "sm_90a"), r"--arch 'sm_90a'; the timing model has gfx942, gfx950"),
         (("nowhere:call",), r"KERNEL 'nowhere:call': No module named 'nowhere'"),
         (("math:nothing",), r"KERNEL 'math:nothing': math has no function 'nothing'"),
@@ -154,7 +160,7 @@ def test_flash_attention_from_pages(capsys):
     ],
 )
 def test_mistakes(files, capsys, arguments, message):
-    assert profile(*arguments) == 1
+    assert profile(*arguments) == 2
     assert re.search(f"error: {message}", capsys.readouterr().err)
 
 

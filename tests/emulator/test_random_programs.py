@@ -6,14 +6,15 @@ import ctypes
 import os
 import struct
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
 from fly.backends.rocdl.codegen import link
 from fly.emulator import Program, Region
+from fly.emulator.host import available, compiled
 from tests.emulator import toolchain
 from tests.emulator.random_programs import GPU, HOST, IN_BYTES, OUT_BYTES, programs
+from tests.host_level import host_level
 
 LANES = 64
 CHUNKS, EACH, KERNEL = 20, 105, 7  # programs in all: CHUNKS·EACH; KERNEL of them make one kernel
@@ -42,20 +43,13 @@ def inputs(seed: int) -> np.ndarray:
     return np.ascontiguousarray(pairs).view(np.uint8).reshape(LANES, IN_BYTES)
 
 
-def host_results(seed: int, first: int, number: int, data: np.ndarray) -> np.ndarray:
-    """uint8 (programs, 64, OUT_BYTES) of the host's machine code."""
+def host_results(seed: int, first: int, number: int, data: np.ndarray, level: str) -> np.ndarray:
+    """uint8 (programs, 64, OUT_BYTES) of the host's machine code for an instruction set."""
     head, functions = programs(seed, first, number, HOST, SIZE)
     text = [head, *functions, "attributes #1 = { noinline }"]
     for i in range(first, first + number):
         text.append(f"define void @run{i}(ptr %in, ptr %out) {{ call void @p{i}(ptr %in, ptr %out) ret void }}")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=1)
-    module = llvm.parse_assembly("\n".join(text))
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
+    engine = compiled("\n".join(text), level)
     out = np.zeros((number, LANES, OUT_BYTES), np.uint8)
     for i in range(number):
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
@@ -120,7 +114,7 @@ def test_programs_agree(chunk: int) -> None:
     print(f"seed {SEED}; repeat with FLY_TEST_SEED={SEED}")
     data = inputs(SEED + chunk)
     first = chunk * EACH
-    want = host_results(SEED, first, EACH, data)
+    want = host_results(SEED, first, EACH, data, host_level())
     for arch in ("gfx942", "gfx950"):
         # some with the checks on: they cost time, and must have nothing to say about compiled code
         got = gpu_results(SEED, first, EACH, data, arch, checks=chunk % 5 == 0)
@@ -133,6 +127,19 @@ def test_programs_agree(chunk: int) -> None:
 def test_programs_do_something() -> None:
     """The host's results vary between lanes in nearly every program: equal constants would prove nothing."""
     data = inputs(SEED)
-    results = host_results(SEED, 0, 50, data)
+    results = host_results(SEED, 0, 50, data, host_level())
     varied = (results != results[:, :1]).any((1, 2))
     assert varied.sum() >= 45
+
+
+@pytest.mark.parametrize("level", available())
+def test_instruction_sets_of_the_host_agree(level: str) -> None:
+    """Fresh programs, and two in which LLVM's own minimumnum and maximumnum are wrong with AVX-512."""
+    fresh = int.from_bytes(os.urandom(4), "little")
+    for seed, first, number in ((fresh, 0, EACH), (2026, 1585, 1), (2026, 1847, 1)):
+        data = inputs(seed + first // EACH)
+        want, got = (host_results(seed, first, number, data, each) for each in ("baseline", level))
+        different = np.flatnonzero((want != got).any((1, 2)))
+        assert not different.size, f"baseline and {level} differ: " + explain(
+            seed, first + int(different[0]), want[different[0]], got[different[0]]
+        )
