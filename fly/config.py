@@ -67,6 +67,10 @@ def _boolean(text: str) -> bool:
     return text == "1"
 
 
+def _choice(text: str) -> bool | None:
+    return _boolean(text) if text else None
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -94,6 +98,15 @@ EMULATOR_CHECKS = Variable(
 )
 EMULATOR_TRACE = Variable(
     "FLY_EMULATOR_TRACE", "", str, "a wave, such as 0,1,0:3: what it executes is printed to stderr (workgroup:wave)"
+)
+PRINT_SIZE = Variable(
+    "FLY_PRINT_SIZE_MB", "4", _megabytes, "size of the log that fly.print and fly.check write to, megabytes"
+)
+CHECK_INPUTS = Variable(
+    "FLY_CHECK_INPUTS",
+    "",
+    _choice,
+    "1 checks lengths, offsets, pages and entries on a GPU and waits for it, 0 does not in the emulator either",
 )
 CACHE = Variable("FLY_CACHE", "1", _boolean, "0 turns the disk cache off")
 CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of the disk cache")

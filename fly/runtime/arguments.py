@@ -17,7 +17,9 @@ from typing import Any
 
 from fly.errors import ArgumentError, ArgumentTypeError
 from fly.lang.signature import MAX_ALIGNMENT, Parameter, ScalarSpec, Signature, Spec, TensorMapSpec, TensorSpec
+from fly.runtime.array_interface import ACCEPTED, check_interface
 from fly.runtime.device import CPU, Allocation, DeviceKey
+from fly.runtime.shown import shown
 
 _MAX_SIZE = 2**31
 _MAX_LAYOUTS = 4096  # strides remembered, of all kernels together
@@ -38,7 +40,7 @@ _DTYPES = {
 }
 _ACCEPTED_DTYPES = ", ".join(_DTYPES)
 _ACCEPTED = {
-    "tensor": "a torch tensor, numpy array or object with __cuda_array_interface__",
+    "tensor": ACCEPTED,
     "map": "what fly.tensor_map gives",
     "scalar": "a number that fits {}",
     "operand": "a tensor, an int that fits i32 or a float that fits f32",
@@ -50,7 +52,8 @@ _DTYPE_HINTS = {"bool": "; pass .view(int8)", "uint8": "; pass .view(int8)"}
 class Argument:
     """One checked argument: its spec, flat values in the spec's field order, device and memory.
 
-    `device` is None for scalars, absent arguments, and empty arrays whose device cannot be known.
+    `device` is None for scalars, absent arguments, and empty arrays whose device cannot be known. `readonly`: an
+    array that says of itself that it must not be written; torch's tensors say nothing of the kind.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Argument:
     values: tuple[int | float | bytes, ...] = ()
     device: DeviceKey | None = None
     allocation: Allocation | None = None
+    readonly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class _View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: DeviceKey | None
+    readonly: bool = False
 
     def spec(self) -> TensorSpec:
         strides, unit = self.strides, self.strides[-1:] == (1,)
@@ -148,7 +153,11 @@ def _numpy_view(name: str, value: Any) -> _View:
     spelled = _dtype(name, dtype.name)
     address = value.__array_interface__["data"][0] if value.size else 0
     strides = _elements(name, value.strides, dtype.itemsize)
-    return _View(spelled, dtype.itemsize, address, value.shape, strides, CPU)
+    return _View(spelled, dtype.itemsize, address, value.shape, strides, CPU, not value.flags.writeable)
+
+
+def _masked_view(name: str, value: Any) -> _View:
+    raise _wrong_type(name, "a masked array", "arrays without a mask, such as its .filled()")
 
 
 def _elements(name: str, strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -182,8 +191,8 @@ def _interface_view(name: str, value: Any) -> _View:
         return _View(spelled, itemsize, 0, shape, tuple(strides), None)
     from fly.runtime.cuda import ordinal_of
 
-    address = interface["data"][0]
-    return _View(spelled, itemsize, address, shape, tuple(strides), ("cuda", ordinal_of(address)))
+    address, readonly = interface["data"]
+    return _View(spelled, itemsize, address, shape, tuple(strides), ("cuda", ordinal_of(address)), bool(readonly))
 
 
 _ViewOf = Callable[[str, Any], _View]
@@ -195,7 +204,8 @@ def _view_of_class(cls: type) -> _ViewOf | None:
     if "torch" in modules and issubclass(cls, sys.modules["torch"].Tensor):
         return _torch_view
     if "numpy" in modules and issubclass(cls, sys.modules["numpy"].ndarray):
-        return _numpy_view
+        masked = sys.modules.get("numpy.ma")
+        return _masked_view if masked is not None and issubclass(cls, masked.MaskedArray) else _numpy_view
     return None
 
 
@@ -224,24 +234,24 @@ def describe(parameter: Parameter, value: Any) -> Argument:
     if parameter.kind == "operand" and isinstance(value, int | float):
         return _describe_scalar(name, "f32" if isinstance(value, float) else "i32", value, accepted)
     if (parameter.kind == "map") != isinstance(value, EncodedMap):
-        raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
+        raise _wrong_type(name, f"{shown(value)} of type {type(value).__qualname__}", accepted)
     if parameter.kind == "map":
         return Argument(name, value.spec, (value.data,), value.device, value.allocation(name))
     view_of = _view_of_class(type(value)) or _interface_view
-    if view_of is _interface_view and not hasattr(value, "__cuda_array_interface__"):
-        raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
+    if view_of is _interface_view:
+        check_interface(name, value, accepted)
     view = view_of(name, value)
     for axis, size in enumerate(view.shape):
         if size >= _MAX_SIZE:
             raise ArgumentError(f"argument {name!r} has size {size} in dimension {axis}; accepted: below 2^31")
-    return Argument(name, view.spec(), view.values(), view.device, view.allocation(name))
+    return Argument(name, view.spec(), view.values(), view.device, view.allocation(name), view.readonly)
 
 
 def _describe_scalar(name: str, dtype: str | None, value: Any, accepted: str) -> Argument:
     number = _number(value)
     integral = dtype in _INT_RANGES
     if number is None or isinstance(number, bool) or (integral and isinstance(number, float)):
-        raise _wrong_type(name, f"{value!r} of type {type(value).__qualname__}", accepted)
+        raise _wrong_type(name, f"{shown(value)} of type {type(value).__qualname__}", accepted)
     if integral:
         low, high = _INT_RANGES[dtype]
         fits = low <= number <= high
@@ -252,7 +262,7 @@ def _describe_scalar(name: str, dtype: str | None, value: Any, accepted: str) ->
         except (OverflowError, struct.error):
             fits = False
     if not fits:
-        raise ArgumentError(f"argument {name!r} is {value!r}; accepted: {accepted}")
+        raise ArgumentError(f"argument {name!r} is {shown(value)}; accepted: {accepted}")
     return Argument(name, ScalarSpec(dtype), (number,))
 
 
@@ -312,7 +322,7 @@ def _collect_view(view_of: _ViewOf) -> _Collect:
     def collect_view(value: Any, values: list) -> object:
         view = view_of("", value)
         values += view.values()
-        return view.spec(), view.device
+        return view.spec(), view.device, view.readonly
 
     return collect_view
 

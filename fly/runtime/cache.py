@@ -1,8 +1,9 @@
 """The disk cache of compiled kernels: safe under many processes, verified on read, bounded in size.
 
-An entry is one artefact file, `<directory>/<first two digits of the key>/<key>.fly`. Entries are written
-beside their place and renamed into it, so a reader sees a whole entry or none; the artefact's checksum finds
-any other damage. Only the building of an entry takes a lock.
+An entry is `<directory>/<first two digits of the key>/<key>.fly`: its key in hex, then an artefact file. Entries are
+written beside their place and renamed into it, so a reader sees a whole entry or none. The key finds an entry that
+was copied over another; the artefact's checksum, and a check of every value that it holds, find any other damage.
+Whatever is in doubt is built again. Only the building of an entry takes a lock.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fly import config
-from fly.backends.artefact import Artefact
+from fly.backends.artefact import MAX_BYTES, Artefact
+from fly.backends.records import read_regular
 from fly.errors import ArgumentError, ArtefactError
 
+_KEY_BYTES = 64
 _STALE_SECONDS = 3600  # a temporary file this old was left by a process that died
 
 _warned: set[Path] = set()
@@ -54,19 +57,21 @@ class DiskCache:
         return cls(config.CACHE_DIR.get(), config.CACHE_SIZE.get()) if config.CACHE.get() else None
 
     def get(self, key: str) -> Artefact | None:
-        """The artefact stored under `key`, or None; a damaged entry is removed and counts as none.
+        """The artefact stored under `key`, or None; anything but an intact entry of that key is removed.
 
         Raises:
             ArgumentError: the key is not a SHA-256 in lower-case hex.
         """
         path = self._path(key)
         try:
-            artefact = Artefact.from_bytes(path.read_bytes(), str(path))
+            data = read_regular(path, MAX_BYTES + _KEY_BYTES, follow=False)
+            if data[:_KEY_BYTES] != key.encode():
+                raise ArtefactError(f"{path}: an entry of another key")
+            artefact = Artefact.from_bytes(data[_KEY_BYTES:], str(path))
         except OSError:
             return None
-        except ArtefactError:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        except (ArgumentError, ArtefactError):
+            _remove(path)
             return None
         with contextlib.suppress(OSError):  # evicted meanwhile, or a read-only cache
             os.utime(path)
@@ -84,7 +89,7 @@ class DiskCache:
             handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(artefact.to_bytes())
+                    file.write(key.encode() + artefact.to_bytes())
                 os.replace(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -95,19 +100,21 @@ class DiskCache:
             return
         self._evict()
 
-    def get_or_build(self, key: str, build: Callable[[], Artefact]) -> Artefact:
-        """The artefact under `key`; where there is none, one process builds it while the others wait for it.
+    def get_or_build(
+        self, key: str, build: Callable[[], Artefact], fits: Callable[[Artefact], bool] = lambda _: True
+    ) -> Artefact:
+        """The artefact under `key`; where there is none that `fits`, one process builds it while the others wait.
 
         Raises:
             ArgumentError: the key is not a SHA-256 in lower-case hex.
             Exception: whatever `build` raises; the next caller then builds.
         """
         artefact = self.get(key)
-        if artefact is not None:
+        if artefact is not None and fits(artefact):
             return artefact
         with self._building(key):
             artefact = self.get(key)
-            if artefact is None:
+            if artefact is None or not fits(artefact):
                 artefact = build()
                 self.put(key, artefact)
             return artefact
@@ -139,7 +146,7 @@ class DiskCache:
         entries = []
         for path in self.directory.glob("??/*"):
             try:
-                status = path.stat()
+                status = path.lstat()
             except OSError:
                 continue  # another process evicted it
             if path.suffix == ".fly":
@@ -167,10 +174,19 @@ class DiskCache:
         )
 
 
+def _remove(path: Path) -> None:
+    """What is in an entry's place, if it can be removed: a file, a link, a pipe, or an empty directory."""
+    with contextlib.suppress(OSError):
+        try:
+            path.unlink()
+        except IsADirectoryError:
+            path.rmdir()
+
+
 def _lock(path: Path) -> int:
     """Open and lock `path`; its previous holder may have removed it while we waited, then try again."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -183,7 +199,9 @@ def _lock(path: Path) -> int:
         os.close(handle)
 
 
-def get_or_build(key: str, build: Callable[[], Artefact]) -> Artefact:
+def get_or_build(
+    key: str, build: Callable[[], Artefact], fits: Callable[[Artefact], bool] = lambda _: True
+) -> Artefact:
     """`DiskCache.get_or_build` on the cache that the environment describes; just `build()` when it is off."""
     cache = DiskCache.from_environment()
-    return build() if cache is None else cache.get_or_build(key, build)
+    return build() if cache is None else cache.get_or_build(key, build, fits)

@@ -5,25 +5,46 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fly import config
-from fly.errors import ArgumentError, FlyError
+from fly.errors import (
+    ArgumentError,
+    AuthorError,
+    CompileError,
+    DeviceError,
+    EmulatorError,
+    FlyError,
+    SharedMemoryError,
+    needs_packages,
+)
 from fly.runtime import emulate_cli, profile_cli
-from fly.runtime.object_files import literal
+from fly.runtime.object_files import author_code, imported, literal, numbers
+
+# errors of a kernel or a machine; all others are mistakes in what was asked for
+_FAILED = (AuthorError, CompileError, DeviceError, EmulatorError, SharedMemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (1 after an error of fly's, 2 for bad usage)."""
-    options = _parser().parse_args(argv)
+    """Run a command; returns the exit status: 2 for bad usage, 1 after what else failed or was found."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names of files and variables need not be text
+            stream.reconfigure(errors="backslashreplace")
     try:
-        options.run(options)
+        with needs_packages("this command"):
+            parser = _parser()
+            for argument in sys.argv[1:] if argv is None else argv:
+                if argument.startswith("--") and argument.endswith("=--"):  # argparse would make an empty list of it
+                    parser.error(f"argument {argument.removesuffix('=--')}: '--' is no value")
+            options = parser.parse_args(argv)
+            options.run(options)
     except FlyError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, _FAILED) else 2
     return 0
 
 
@@ -37,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show any stage of a kernel's compilation")
     inspect.add_argument(
         "kernel",
-        help="module:kernel, such as kernels.flash_attn_generic:flash_attn_generic, or 'flash_attn' for the generic "
-        "flash-attention kernel",
+        help="module:kernel, such as fly_attention.flash_attn_generic:flash_attn_generic, or 'flash_attn' for the "
+        "generic flash-attention kernel",
     )
     inspect.add_argument("--arch", default="gfx950", help="target architecture (default: gfx950)")
     inspect.add_argument(
@@ -60,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _library() -> Any:
     """What the kernels that come with fly add to the command line."""
-    return importlib.import_module("kernels.commands")
+    return importlib.import_module("fly_attention.commands")
 
 
 def _env(_: argparse.Namespace) -> None:
@@ -84,21 +105,16 @@ def parse_spec(text: str) -> Any:
     name, bracket, rank = text.partition("[")
     if not bracket:
         return ScalarSpec(name)
-    if not rank.endswith("]") or not rank[:-1].isdigit():
-        raise ArgumentError(f"argument description {text!r}; expected dtype[rank], dtype, or none")
-    return TensorSpec(name, int(rank[:-1]), 16, True)
+    if not re.fullmatch(r"[0-9]{1,2}\]", rank):
+        raise ArgumentError(f"argument description {text!r}; expected dtype[rank], rank below 100, dtype, or none")
+    return TensorSpec(name, int(rank[:-1]), 16, int(rank[:-1]) > 0)
 
 
 def _kernel(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not attribute:
         raise ArgumentError(f"kernel {name!r}; expected module:kernel or flash_attn")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"kernel {name!r}: {error}") from None
-    found = getattr(module, attribute, None)
+    found = getattr(imported(f"kernel {name!r}", module_name), attribute, None)
     if not hasattr(found, "trace"):
         raise ArgumentError(f"kernel {name!r}: {module_name} has no kernel {attribute!r}")
     return found
@@ -109,7 +125,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from fly.backends.target import target
     from fly.runtime.compile import compile_kernel
     from fly.runtime.inspect import resources_report
-    from fly.runtime.packing import dim3
+    from fly.runtime.packing import check_block, dim3
 
     stages = [
         "trace",
@@ -130,16 +146,20 @@ def _inspect(options: argparse.Namespace) -> None:
     else:
         kernel = _kernel(options.kernel)
         specs = [parse_spec(text) for text in options.args.split()]
-        block = tuple(int(n) for n in options.block.split(",") if n.strip().isdigit())
+        block = numbers("--block", options.block)
+    block = dim3(block, "--block")
+    check_block(block)
     shown: dict[str, str] = {}
-    artefact = compile_kernel(
-        kernel,
-        tuple(specs),
-        kernel.bind_statics(statics),
-        options.arch,
-        dim3(block, "block"),
-        observe=lambda stage, text: shown.__setitem__(stage, text) if stage == options.stage else None,
-    )
+    statics = kernel.bind_statics(statics)
+    with author_code(f"kernel {options.kernel!r} with these settings"):
+        artefact = compile_kernel(
+            kernel,
+            tuple(specs),
+            statics,
+            options.arch,
+            block,
+            observe=lambda stage, text: shown.__setitem__(stage, text) if stage == options.stage else None,
+        )
     if options.stage == "resources":
         print(resources_report(_with_report(artefact)))
     else:

@@ -16,6 +16,7 @@ from fly import config
 from fly.backends.artefact import Artefact
 from fly.backends.target import target as find_target
 from fly.errors import ArgumentError
+from fly.lang.messages import LOG_FIELD, METADATA_KEY
 from fly.lang.signature import ScalarSpec, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import describe_all
 from fly.runtime.cache import cache_key, get_or_build
@@ -64,18 +65,30 @@ def compile_kernel(
         AuthorError: a mistake in the kernel.
         CompileError, SharedMemoryError: see `fly.backends.compile.compile_module`.
     """
+    from fly.lang.debug import messages_of
+
     description = find_target(target)
     module = kernel.trace(specs, statics, description, block)
     fields = kernel.signature.flatten(specs)
+    extra = export_metadata(kernel.signature, specs)
+    messages = messages_of(module)
+    if messages is not None:
+        fields, extra = (*fields, LOG_FIELD), {**extra, METADATA_KEY: messages}
 
     def build() -> Artefact:
         from fly.backends.compile import compile_module
 
         artefact = compile_module(module, kernel.name, description, fields, block, observe=observe)
-        return replace(artefact, metadata={**artefact.metadata, **export_metadata(kernel.signature, specs)})
+        return replace(artefact, metadata={**artefact.metadata, **extra})
 
     if observe is not None or config.DUMP.get() or config.DUMP_IR.get():
         return build()
+
+    def fits(artefact: Artefact) -> bool:
+        """Whether an entry says of itself that it is what is asked for."""
+        said = (artefact.kernel, artefact.target, artefact.fields, artefact.block)
+        return said == (kernel.name, target, fields, block) and extra.items() <= artefact.metadata.items()
+
     traced = io.BytesIO()
     module.operation.write_bytecode(traced)
     key = cache_key(
@@ -84,10 +97,10 @@ def compile_kernel(
             "target": target,
             "toolchain": _toolchain(),
             "linker": config.LLD.get(),
-            "arguments": export_metadata(kernel.signature, specs)["arguments"],
+            "arguments": extra["arguments"],
         }
     )
-    return get_or_build(key, build)
+    return get_or_build(key, build, fits)
 
 
 def compile(

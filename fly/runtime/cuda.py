@@ -11,7 +11,7 @@ from typing import Any
 
 from fly.backends.artefact import Artefact, Resources
 from fly.backends.target import arch_for_capability
-from fly.errors import CompileError, DeviceError
+from fly.errors import CompileError, DeviceError, MissingPackageError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
 from fly.runtime.packing import ArgumentSlot
@@ -19,6 +19,7 @@ from fly.runtime.packing import ArgumentSlot
 _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
 _REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_*
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
@@ -27,9 +28,7 @@ def _driver() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise DeviceError(
-            "the CUDA driver needs the package cuda-bindings: pip install 'fly-attention[cuda]'"
-        ) from error
+        raise MissingPackageError("the CUDA driver", "cuda") from error
 
 
 def call(driver: Any, function: str, *arguments: Any) -> Any:
@@ -141,6 +140,16 @@ class CudaDevice:
             function = self._call("cuModuleGetFunction", module, artefact.kernel.encode())
             return CudaKernel(self, artefact, function)
 
+    def is_capturing(self, stream: int) -> bool:
+        """See `fly.runtime.device.Device`."""
+        with self.current():
+            return int(self._call("cuStreamIsCapturing", stream)) != 0
+
+    def log_memory(self, nbytes: int) -> CudaLog:
+        """See `fly.runtime.device.Device`: the host's memory, pinned, which outlives a kernel's fault."""
+        with self.current():
+            return CudaLog(self, nbytes, self._call("cuMemHostAlloc", nbytes, _MAPPED | _PORTABLE))
+
     def _load_module(self, artefact: Artefact) -> Any:
         option = self.driver.CUjit_option
         log = bytes(_JIT_LOG_BYTES)  # the bindings take the buffer as bytes, and the driver writes into it
@@ -156,6 +165,18 @@ class CudaDevice:
         text = log.partition(b"\0")[0].decode(errors="replace").strip()
         rejected = text or any(word in failure for word in _REJECTIONS)
         raise (CompileError if rejected else DeviceError)("\n".join(filter(None, (failure, text))))
+
+
+class CudaLog:
+    """Pinned host memory, which has one address on both sides and is never freed; see `fly.runtime.log.LogMemory`."""
+
+    def __init__(self, device: CudaDevice, nbytes: int, address: Any):
+        self._device, self.nbytes, self.address = device, nbytes, int(address)
+
+    def finish(self, stream: int) -> None:
+        """See `LogMemory`."""
+        with self._device.current():
+            call(self._device.driver, "cuStreamSynchronize", stream)
 
 
 class CudaKernel:

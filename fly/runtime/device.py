@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from fly import config
 from fly.backends.artefact import Artefact
-from fly.errors import DeviceError
+from fly.errors import DeviceError, MissingPackageError
 
 if TYPE_CHECKING:
-    from fly.runtime.packing import ArgumentSlot  # which needs this module
+    from fly.runtime.log import LogMemory  # these need this module
+    from fly.runtime.packing import ArgumentSlot
 
 DeviceKey = tuple[str, int]
 """("cuda", ordinal) for a GPU of either vendor, as torch names them; ("cpu", 0) for host memory."""
 
 CPU: DeviceKey = ("cpu", 0)
 Dim3 = tuple[int, int, int]
+_EMULATOR = ("tinygrad", "tqdm")  # what it imports that is not always installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,22 @@ class Device(Protocol):
         """
         ...
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether launches on this stream are recorded into a graph instead of run.
+
+        Raises:
+            DeviceError: the driver reported a failure.
+        """
+        ...
+
+    def log_memory(self, nbytes: int) -> LogMemory:
+        """Memory that kernels write and the host reads, aligned to 8 bytes.
+
+        Raises:
+            DeviceError: there is none.
+        """
+        ...
+
 
 _devices: dict[tuple[object, ...], Device] = {}
 _lock = threading.Lock()
@@ -96,8 +114,9 @@ def device_for(key: DeviceKey) -> Device:
 
 def _open(kind: str, ordinal: int) -> Device:
     if kind == "cpu":
-        if importlib.util.find_spec("fly.runtime.emulated") is None:
-            raise DeviceError("CPU tensors need fly's emulator, which is not installed; pass tensors on a GPU")
+        for module in _EMULATOR:
+            if importlib.util.find_spec(module) is None:
+                raise MissingPackageError("emulating a GPU for CPU tensors", module, "; or pass tensors on a GPU")
         return importlib.import_module("fly.runtime.emulated").EmulatedDevice(config.ARCH.get())
     if kind != "cuda":
         raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ arguments, one for each of the kernel's, in its order:
                                - in place of FILE.npy prints it; zeros:FILE.npy:f32[64,128] starts with zeros
   random:f32[64,128]           a pointer to a new array of random numbers: -1 to 1, or 0 to 99 for integers
 types of new arrays: those above, bf16 and f8 (both kept as the bits, u2 and u1 in the .npy file)"""
+_SIZE = re.compile(r"[0-9]{1,19}")
+_MAX_BYTES, _MAX_RANK = 2**40, 64
 _FILL = 0xA5  # of memory that nothing has written: a wild address, and visible in a result
 
 
@@ -88,7 +92,7 @@ def _scalar(text: str, kind: str, value: str) -> bytes:
 def _load(text: str, path: str) -> np.ndarray:
     try:
         array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise ArgumentError(f"argument {text!r}: {error}") from None
     if not isinstance(array, np.ndarray):
         raise ArgumentError(f"argument {text!r}: {path} holds several arrays; expected one, in a .npy file")
@@ -98,13 +102,24 @@ def _load(text: str, path: str) -> np.ndarray:
 def _new(text: str, description: str, fill: int) -> np.ndarray:
     name, bracket, sizes = description.partition("[")
     parts = sizes.removesuffix("]").split(",")
-    if name not in DTYPES or not bracket or not sizes.endswith("]") or not all(p.strip().isdigit() for p in parts):
+    if (
+        name not in DTYPES
+        or not bracket
+        or not sizes.endswith("]")
+        or not all(_SIZE.fullmatch(p.strip()) for p in parts)
+    ):
         raise ArgumentError(
             f"argument {text!r}: array {description!r}; expected TYPE[SIZES], TYPE one of {' '.join(DTYPES)}"
         )
     shape = tuple(int(p) for p in parts)
     dtype = np.dtype(DTYPES[name])
-    raw = np.full(int(np.prod(shape)) * dtype.itemsize, fill, np.uint8)
+    size = math.prod(shape) * dtype.itemsize
+    if size > _MAX_BYTES or len(shape) > _MAX_RANK:
+        raise ArgumentError(f"argument {text!r}: {size} bytes in {len(shape)} dimensions; accepted: 2^40 in 64")
+    try:
+        raw = np.full(size, fill, np.uint8)
+    except MemoryError:
+        raise ArgumentError(f"argument {text!r}: no memory for {size} bytes") from None
     return raw.view(dtype).reshape(shape)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fly.errors import ArgumentError
 from fly.runtime.emulate_arguments import HELP, Argument, describe, save
-from fly.runtime.object_files import add_launch_options, file_launch, numbers, read_object
+from fly.runtime.object_files import add_launch_options, file_launch, numbers, program_of, read_object
 
 if TYPE_CHECKING:
     from fly.emulator import Program, RunResult
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Run a kernel of a linked AMDGPU code object (or of an artefact that fly.compile saved) instruction by instruction, on
 the CPU. The checks find out-of-bounds accesses, missing waits, LDS races, reads of what nothing has written,
-diverging barriers and matrix hazards; findings go to stderr and the exit status is 1."""
+diverging barriers and matrix hazards; findings go to stderr and the exit status is 1; it is
+2 where options do not fit."""
 _EXAMPLE = """\
 example:
   python -m fly emulate add.hsaco --list
@@ -59,11 +60,12 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: options or arguments that do not fit the kernel.
         EmulatorError: a fault; EmulatorReportError: findings of the checks.
     """
-    from fly.emulator import Program
     from fly.runtime.emulated import Progress
 
+    if options.budget is not None and not 1 <= options.budget < 2**63:
+        raise ArgumentError(f"--budget {options.budget}; expected 1 or more")
     if options.list:
-        program = Program(read_object(options.file, options.arch)[0], options.arch)
+        program = program_of(options.file, read_object(options.file, options.arch)[0], options.arch)
         print("\n\n".join(_listing(program, name) for name in program.kernels))
         return
     launch, arguments = file_launch(options.file, options)

@@ -15,6 +15,8 @@ from fly.emulator.timing import Launch
 from fly.emulator.trace import Place, Tracer
 from fly.errors import ConfigError, DeviceError
 from fly.runtime.device import Allocation, Dim3
+from fly.runtime.limits import CheckedSizes, amd_limits
+from fly.runtime.log import HostMemory
 from fly.runtime.packing import ArgumentSlot
 
 EMULATED = ("gfx942", "gfx950")
@@ -37,6 +39,7 @@ class EmulatedDevice:
         if arch not in EMULATED:
             raise DeviceError(f"FLY_ARCH={arch!r} is not emulated; CPU tensors run on one of {', '.join(EMULATED)}")
         self.target = arch
+        self.limits = amd_limits("the emulated GPU", arch)
         self.compute_units = target(arch).compute_units
         self.last: RunResult | None = None
         self.lds_observer: LdsObserver | None = None  # of every launch
@@ -50,6 +53,14 @@ class EmulatedDevice:
         """
         return EmulatedKernel(self, artefact)
 
+    def is_capturing(self, stream: int) -> bool:
+        """See `fly.runtime.device.Device`: there are no graphs."""
+        return False
+
+    def log_memory(self, nbytes: int) -> HostMemory:
+        """See `fly.runtime.device.Device`."""
+        return HostMemory(nbytes)
+
 
 class EmulatedKernel:
     """A decoded kernel; see `fly.runtime.device.LoadedKernel`."""
@@ -57,6 +68,7 @@ class EmulatedKernel:
     def __init__(self, device: EmulatedDevice, artefact: Artefact):
         self.device, self.artefact = device, artefact
         self.program = Program(artefact.binary, device.target)
+        self._checked = CheckedSizes(device.limits)
 
     def launch(
         self,
@@ -69,10 +81,13 @@ class EmulatedKernel:
         """Run the kernel; `stream` has no meaning here.
 
         Raises:
+            LaunchError: a grid or block that AMD GPUs do not take.
             EmulatorError: a fault, such as an access outside `allocations`, or an instruction without semantics.
             EmulatorReportError: the checks (`FLY_EMULATOR_CHECKS`) found something.
             ConfigError: `FLY_EMULATOR_TRACE` names no wave.
         """
+        if (grid, block) not in self._checked:
+            self._checked.check(self.artefact.kernel, grid, block)
         packed = bytes(arguments.view)
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
         if self.device.intercept is not None:

@@ -8,13 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fly.backends import records
 from fly.backends.artefact import Artefact
-from fly.errors import ArgumentTypeError, ArtefactError, FlyError, LaunchError
-from fly.lang.signature import Parameter, ScalarSpec, Signature, Spec, TensorMapSpec, TensorSpec
+from fly.errors import ArgumentError, ArgumentTypeError, ArtefactError, FlyError, LaunchError
+from fly.lang.signature import (
+    MAX_ALIGNMENT,
+    MAX_BOX,
+    SWIZZLES,
+    Parameter,
+    ScalarSpec,
+    Signature,
+    Spec,
+    TensorMapSpec,
+    TensorSpec,
+)
 from fly.runtime.device import Dim3
 from fly.runtime.launch import launch
+from fly.runtime.log import has_messages
 
 _KEY = "arguments"
+_MAX_RANK = 64  # torch's and numpy's
+_MAX_ABSENT = 4096  # arguments that are None and so have no field
 
 
 def export_metadata(signature: Signature, specs: Sequence[Spec]) -> dict[str, str]:
@@ -40,17 +54,58 @@ def _settled(parameter: Parameter, spec: Spec) -> Parameter:
 def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:
     if _KEY not in artefact.metadata:
         raise ArtefactError(f"{artefact.kernel}: the artefact does not describe its arguments: not an exported one")
-    spec_of = {"tensor": TensorSpec, "scalar": ScalarSpec, "map": TensorMapSpec}
     try:
-        rows = [(Parameter(**p), s) for p, s in json.loads(artefact.metadata[_KEY])]
-        specs = tuple(None if s is None else spec_of[p.kind](**s) for p, s in rows)
-        signature = Signature(tuple(p for p, _ in rows))
+        rows = records.array(
+            "arguments", records.parse(artefact.metadata[_KEY]), 0, len(artefact.fields) + _MAX_ABSENT
+        )
+        read = [_read_argument(row) for row in rows]
+        specs = tuple(spec for _, spec in read)
+        signature = Signature(tuple(parameter for parameter, _ in read))
         fields = signature.flatten(specs)
-    except (KeyError, TypeError, ValueError, FlyError) as error:
+    except (ValueError, FlyError) as error:
         raise ArtefactError(f"{artefact.kernel}: malformed argument description: {error}") from error
-    if fields != artefact.fields:
+    if fields != (artefact.fields[:-1] if has_messages(artefact) else artefact.fields):
         raise ArtefactError(f"{artefact.kernel}: the argument description does not match the flat arguments")
     return signature, specs
+
+
+def _read_argument(row: Any) -> tuple[Parameter, Spec]:
+    """A row of `export_metadata`, every type and range of it checked; raises what is a ValueError or a FlyError."""
+    given, spec = records.array("argument", row, 2, 2)
+    given = records.record("parameter", given, ("name", "kind", "optional", "dtype"))
+    name, kind = records.text("parameter name", given["name"]), records.text("parameter kind", given["kind"])
+    dtype = None if given["dtype"] is None else records.text("parameter dtype", given["dtype"])
+    parameter = Parameter(name, kind, records.truth("optional", given["optional"]), dtype)
+    if spec is None:
+        return parameter, None
+    if kind not in _READ_SPEC:
+        raise ArgumentError(f"parameter {name!r}: kind is {kind!r}; accepted: {', '.join(_READ_SPEC)}")
+    return parameter, _READ_SPEC[kind](spec)
+
+
+def _read_tensor(value: Any) -> TensorSpec:
+    value = records.record("tensor", value, ("dtype", "rank", "alignment", "unit_stride"))
+    return TensorSpec(
+        records.text("dtype", value["dtype"]),
+        records.whole("rank", value["rank"], 0, _MAX_RANK),
+        records.whole("alignment", value["alignment"], 1, MAX_ALIGNMENT),
+        records.truth("unit_stride", value["unit_stride"]),
+    )
+
+
+def _read_scalar(value: Any) -> ScalarSpec:
+    return ScalarSpec(records.text("dtype", records.record("scalar", value, ("dtype",))["dtype"]))
+
+
+def _read_map(value: Any) -> TensorMapSpec:
+    value = records.record("map", value, ("dtype", "box", "swizzle"))
+    box = tuple(records.whole("box", extent, 1, MAX_BOX) for extent in records.array("box", value["box"], 1, 5))
+    return TensorMapSpec(
+        records.text("dtype", value["dtype"]), box, records.whole("swizzle", value["swizzle"], 0, max(SWIZZLES))
+    )
+
+
+_READ_SPEC: dict[str, Callable[[Any], Spec]] = {"tensor": _read_tensor, "scalar": _read_scalar, "map": _read_map}
 
 
 class Launchable:

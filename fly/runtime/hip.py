@@ -14,21 +14,20 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
 from fly.backends.artefact import Artefact, Resources
 from fly.backends.target import targets
 from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
-from fly.runtime.limits import CheckedSizes, Limits
+from fly.runtime.limits import CheckedSizes, amd_limits
 from fly.runtime.packing import ArgumentSlot
 
 _TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 # invalid source, invalid image, no binary for this GPU, invalid kernel file, shared object init failed
 _REJECTIONS = (200, 209, 218, 300, 303)
-_LDS_BYTES = {"gfx950": 160 * 1024}
-_DEFAULT_LDS_BYTES = 64 * 1024
+_MAPPED, _COHERENT = 0x2, 0x40000000  # hipHostMallocMapped, hipHostMallocCoherent
 
 _SIGNATURES = {
     "hipInit": [c_uint],
@@ -39,6 +38,9 @@ _SIGNATURES = {
     "hipDeviceGetPCIBusId": [c_char_p, c_int, c_int],
     "hipModuleLoadData": [POINTER(c_void_p), c_char_p],
     "hipModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
+    "hipHostMalloc": [POINTER(c_void_p), c_size_t, c_uint],
+    "hipStreamIsCapturing": [c_void_p, POINTER(c_int)],
+    "hipStreamSynchronize": [c_void_p],
     "hipModuleLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
 }
 
@@ -120,14 +122,7 @@ class HipDevice:
         if not 0 <= ordinal < count.value:
             raise DeviceError(f"cuda:{ordinal}: there are {count.value} HIP devices")
         self.target, self.compute_units = self._properties(topology)
-        self.limits = Limits(
-            device=f"cuda:{ordinal} ({self.target})",
-            grid=(2**31 - 1, 65536, 65536),
-            block=(1024, 1024, 1024),
-            block_threads=1024,
-            shared_bytes=_LDS_BYTES.get(self.target, _DEFAULT_LDS_BYTES),
-            axis_threads=2**32,
-        )
+        self.limits = amd_limits(f"cuda:{ordinal}", self.target)
 
     def _properties(self, topology: Path) -> tuple[str, int]:
         """(architecture, compute units); without torch, the units of a whole chip of that architecture."""
@@ -185,6 +180,32 @@ class HipDevice:
                 raise kind(f"{artefact.kernel} ({artefact.target}): hipModuleLoadData: {self.text(status)}")
             self.call("hipModuleGetFunction", function, module, artefact.kernel.encode())
         return HipKernel(self, artefact, function)
+
+    def is_capturing(self, stream: int) -> bool:
+        """See `fly.runtime.device.Device`."""
+        status = c_int()
+        with self.current():
+            self.call("hipStreamIsCapturing", stream, status)
+        return status.value != 0
+
+    def log_memory(self, nbytes: int) -> HipLog:
+        """See `fly.runtime.device.Device`."""
+        return HipLog(self, nbytes)
+
+
+class HipLog:
+    """Pinned, coherent host memory with one address on both sides, never freed; see `fly.runtime.log.LogMemory`."""
+
+    def __init__(self, device: HipDevice, nbytes: int):
+        pointer = c_void_p()
+        with device.current():
+            device.call("hipHostMalloc", pointer, nbytes, _MAPPED | _COHERENT)
+        self._device, self.nbytes, self.address = device, nbytes, pointer.value
+
+    def finish(self, stream: int) -> None:
+        """See `LogMemory`."""
+        with self._device.current():
+            self._device.call("hipStreamSynchronize", stream)
 
 
 class HipKernel:

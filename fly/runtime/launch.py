@@ -16,10 +16,13 @@ from typing import Any, Protocol
 
 from fly.backends.artefact import Artefact, Field
 from fly.errors import ArgumentError, ArgumentTypeError, ArtefactError, LaunchError
+from fly.lang.messages import LOG_FIELD
 from fly.lang.signature import REQUIRED, Signature, Spec, TensorSpec
 from fly.runtime.arguments import Argument, collect, describe_all
 from fly.runtime.device import CPU, Allocation, DeviceKey, Dim3, LoadedKernel, device_for
+from fly.runtime.log import has_messages, load
 from fly.runtime.packing import ArgumentSlot, check_block, dim3, offsets, packer
+from fly.runtime.shown import shown
 
 
 class KernelLike(Protocol):
@@ -39,19 +42,20 @@ class Entry:
 
     kernel: LoadedKernel
     fields: tuple[Field, ...]
+    written: tuple[str, ...] | None
     layout: struct.Struct
     arguments: ArgumentSlot
-    ones: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...]
     device: DeviceKey
     current_stream: Callable[[], int]
     needs_allocations: bool
 
     def pack(self, values: Sequence[int | float]) -> bytes:
         """The argument buffer for flat values in field order."""
-        if self.ones:
+        if self.fixed:
             values = list(values)
-            for position in self.ones:
-                values.insert(position, 1)
+            for position, value in self.fixed:
+                values.insert(position, value)
         return self.layout.pack(*values)
 
 
@@ -121,18 +125,20 @@ class Launcher:
                     artefact = compile(self._kernel, specs, statics, device.target, block)
                     _check_artefact(artefact, device.target, block)
                     self._artefacts[specialised] = artefact
-                ones = _left_out_strides(artefact, signature, specs)
+                fixed = _fixed_values(artefact, signature, specs)
                 entry = Entry(
-                    kernel=device.load(artefact),
+                    kernel=load(device, artefact),
                     fields=artefact.fields,
+                    written=artefact.written,
                     layout=packer(artefact.fields),
                     arguments=ArgumentSlot(offsets(artefact.fields)),
-                    ones=ones,
+                    fixed=fixed,
                     device=place,
                     current_stream=_current_stream(place),
                     needs_allocations=device.needs_allocations,
                 )
                 self._loaded[specialised, place] = entry
+        _check_writable(entry.written, arguments)
         if key is not None and not entry.needs_allocations:
             self._entries[key] = entry
         return entry, arguments
@@ -162,7 +168,7 @@ class Launcher:
             try:
                 hash(value)
             except TypeError:
-                message = f"{name}: static argument {given!r} is {value!r}; accepted: hashable values"
+                message = f"{name}: static argument {given!r} is {shown(value)}; accepted: hashable values"
                 raise ArgumentTypeError(message) from None
         complete = {**defaults, **statics}
         for parameter, value in complete.items():
@@ -242,14 +248,17 @@ def stream_handle(stream: Any, device: DeviceKey) -> int:
         ArgumentTypeError: neither of these.
         LaunchError: a stream of another device, or one for host memory, which has none.
     """
-    handle = getattr(stream, "cuda_stream", stream)
-    if handle.__class__ is not int or handle < 0:
+    try:
+        handle = getattr(stream, "cuda_stream", stream)
+        owner = getattr(stream, "device_index", None)
+    except Exception:  # a property of the caller's class may raise anything
+        handle = owner = None
+    if handle.__class__ is not int or not 0 <= handle < 2**64:
         raise ArgumentTypeError(
-            f"argument 'stream' is {stream!r}; accepted: a handle, an object with .cuda_stream, or None"
+            f"argument 'stream' is {shown(stream)}; accepted: a handle, an object with .cuda_stream, or None"
         )
-    owner = getattr(stream, "device_index", None)
     if device == CPU and handle:
-        raise LaunchError(f"stream is {stream!r} but the tensors are on cpu; accepted: None or 0")
+        raise LaunchError(f"stream is {shown(stream)} but the tensors are on cpu; accepted: None or 0")
     if owner is not None and device != CPU and owner != device[1]:
         raise LaunchError(f"stream is on cuda:{owner}, the tensors on cuda:{device[1]}")
     return handle
@@ -280,8 +289,20 @@ def _check_artefact(artefact: Artefact, target: str, block: Dim3) -> None:
         raise LaunchError(f"{artefact.kernel}: block is {block}, compiled for {tuple(artefact.block)}")
 
 
-def _left_out_strides(artefact: Artefact, signature: Signature, specs: tuple[Spec, ...]) -> tuple[int, ...]:
-    """Positions in the artefact's fields of last strides that the arguments leave out because they are 1.
+def _check_writable(written: tuple[str, ...] | None, arguments: Sequence[Argument]) -> None:
+    """Refuse read-only arrays that the kernel may write; all of them where it is not known what it writes."""
+    for argument in arguments:
+        if argument.readonly and (written is None or argument.name in written):
+            raise ArgumentError(
+                f"argument {argument.name!r} is a read-only array, and the kernel writes it; accepted: an array that "
+                "may be written, such as a copy"
+            )
+
+
+def _fixed_values(artefact: Artefact, signature: Signature, specs: tuple[Spec, ...]) -> tuple[tuple[int, int], ...]:
+    """(position, value) of the artefact's fields that arguments do not give.
+
+    These are last strides, which they leave out where they are 1, and the log, whose address a launch puts in.
 
     Raises:
         ArtefactError: the fields differ from the arguments' in any other way.
@@ -292,10 +313,11 @@ def _left_out_strides(artefact: Artefact, signature: Signature, specs: tuple[Spe
         for parameter, spec in zip(signature.parameters_for(len(specs)), specs)
         if isinstance(spec, TensorSpec) and spec.unit_stride
     }
-    ones = tuple(i for i, field in enumerate(artefact.fields) if field.name in left_out)
-    if tuple(field for i, field in enumerate(artefact.fields) if i not in ones) != given:
+    values = {**dict.fromkeys(left_out, 1), **({LOG_FIELD.name: 0} if has_messages(artefact) else {})}
+    fixed = tuple((i, values[field.name]) for i, field in enumerate(artefact.fields) if field.name in values)
+    if tuple(field for field in artefact.fields if field.name not in values) != given:
         raise ArtefactError(
             f"{artefact.kernel}: takes ({', '.join(field.name for field in artefact.fields)}), the arguments "
             f"flatten to ({', '.join(field.name for field in given)})"
         )
-    return ones
+    return fixed

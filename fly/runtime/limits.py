@@ -10,6 +10,8 @@ from fly.errors import LaunchError
 from fly.runtime.device import Dim3
 
 _MAX_REMEMBERED = 4096
+_LDS_BYTES = {"gfx950": 160 * 1024}
+_DEFAULT_LDS_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,18 @@ class Limits:
     def _check(self, kernel: str, what: str, value: int, limit: int) -> None:
         if value > limit:
             raise LaunchError(f"{kernel}: {what} {value}; {self.device} takes at most {limit}")
+
+
+def amd_limits(device: str, arch: str) -> Limits:
+    """What HIP takes on every AMD GPU, and the LDS of an architecture; `device` names it in errors."""
+    return Limits(
+        device=f"{device} ({arch})",
+        grid=(2**31 - 1, 65536, 65536),
+        block=(1024, 1024, 1024),
+        block_threads=1024,
+        shared_bytes=_LDS_BYTES.get(arch, _DEFAULT_LDS_BYTES),
+        axis_threads=2**32,
+    )
 
 
 class CheckedSizes(set):

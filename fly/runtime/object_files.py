@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fly.errors import ArgumentError, ArtefactError
+from fly.errors import ArgumentError, ArtefactError, FlyError
 from fly.runtime.emulate_arguments import Argument, pack, parse
 
 if TYPE_CHECKING:
@@ -33,11 +40,14 @@ def read_object(path: str, arch: str | None = None) -> tuple[bytes, Any]:
         ArgumentError: no such file, or none of these. CompileError: assembly that does not assemble.
     """
     from fly.backends.artefact import Artefact
+    from fly.runtime.emulated import EMULATED
 
+    if arch is not None and arch not in EMULATED:
+        raise ArgumentError(f"--arch {arch!r}; accepted: {', '.join(EMULATED)}")
     try:
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"FILE {path!r}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # the second: a zero character in the name
+        raise ArgumentError(f"FILE {path!r}: {getattr(error, 'strerror', None) or error}") from None
     if data[:4] == b"\x7fELF":
         return data, None
     if path.endswith(".s"):
@@ -90,8 +100,66 @@ def literal(option: str, text: str) -> tuple[str, Any]:
         raise ArgumentError(f"{option} {text!r}; expected NAME=VALUE")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two: nested too deep
         return name, value
+
+
+def imported(what: str, module: str) -> Any:
+    """A module by its dotted name, also of the current directory.
+
+    Raises:
+        ArgumentError: there is none, or its code fails; `what` says who asked for it.
+    """
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ArgumentError(f"{what}: {module!r} is no module's name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with author_code(what):
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(f"{what}: {error}") from None
+
+
+@contextlib.contextmanager
+def author_code(what: str) -> Iterator[None]:
+    """Around code that is not fly's: what it raises becomes one line that says where.
+
+    Raises:
+        ArgumentError: the code raised anything but an error of fly's or a missing module.
+    """
+    try:
+        yield
+    except (FlyError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ArgumentError(f"{what}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})") from error
+
+
+def program_of(path: str, code: bytes, arch: str | None) -> Program:
+    """The code object of a file, decoded.
+
+    Raises:
+        ArgumentError: it is damaged. EmulatorError: it is for another architecture.
+    """
+    from fly.emulator import Program
+
+    try:
+        return Program(code, arch)
+    except FlyError:
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+        struct.error,
+    ) as error:
+        raise ArgumentError(f"FILE {path!r} is a damaged code object: {type(error).__name__}: {error}") from error
 
 
 def file_launch(path: str, options: argparse.Namespace) -> tuple[Launch, list[Argument]]:
@@ -101,17 +169,21 @@ def file_launch(path: str, options: argparse.Namespace) -> tuple[Launch, list[Ar
         ArgumentError: options or arguments that do not fit the kernel.
         EmulatorError: a code object for another architecture than `options.arch`.
     """
-    from fly.emulator import Program, Region
+    from fly.emulator import Region
     from fly.emulator.timing import Launch
+    from fly.runtime.limits import amd_limits
     from fly.runtime.packing import dim3
 
     code, artefact = read_object(path, options.arch)
-    program = Program(code, options.arch)
-    name = kernel_of(program, options.kernel or (artefact and artefact.kernel))
+    program = program_of(path, code, options.arch)
+    name = kernel_of(program, (artefact and artefact.kernel) if options.kernel is None else options.kernel)
     default_block = artefact.block if artefact else (64,)
     grid = dim3(numbers("--grid", options.grid), "--grid")
-    block = dim3(numbers("--block", options.block) if options.block else default_block, "--block")
+    block = dim3(numbers("--block", options.block) if options.block is not None else default_block, "--block")
+    amd_limits("the emulated GPU", program.arch).check(name, grid, block)
     kernel = program.code.kernels[name]
+    if options.lds is not None and not 0 <= options.lds < 2**31:
+        raise ArgumentError(f"--lds {options.lds}; expected 0 to 2147483647")
     arguments = [parse(text) for text in options.args]
     packed = pack(arguments, kernel.explicit, kernel.kernarg_bytes, name)
     lds = options.lds if options.lds is not None else artefact.dynamic_shared if artefact else 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fly.backends.artefact import Field
 from fly.errors import LaunchError
 from fly.runtime.device import Dim3
+from fly.runtime.shown import shown
 
 MAX_BLOCK_THREADS = 1024
 WORD = 8
@@ -49,11 +50,14 @@ def dim3(value: int | Sequence[int], what: str) -> Dim3:
         x, y, z = value
         if x.__class__ is y.__class__ is z.__class__ is int and x > 0 and y > 0 and z > 0:
             return value
-    sizes = tuple(value) if isinstance(value, Sequence) else (value,)
-    whole = all(hasattr(size, "__index__") and not isinstance(size, bool) for size in sizes)
-    if not (whole and 1 <= len(sizes) <= 3 and min(map(operator.index, sizes)) > 0):
-        raise LaunchError(f"{what} is {value!r}; accepted: one to three positive ints")
-    return (*map(operator.index, sizes), 1, 1)[:3]
+    given = tuple(value) if isinstance(value, Sequence) else (value,)
+    try:
+        sizes = [-1 if isinstance(size, bool) else operator.index(size) for size in given]
+    except Exception:  # an array with several elements, or a class of the caller's, may raise anything
+        sizes = []
+    if not 1 <= len(sizes) <= 3 or min(sizes) <= 0:
+        raise LaunchError(f"{what} is {shown(value)}; accepted: one to three positive ints")
+    return (*sizes, 1, 1)[:3]
 
 
 def check_block(block: Dim3) -> None:

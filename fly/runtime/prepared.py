@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fly.errors import ArgumentError
+from fly.lang.messages import LOG_FIELD
 from fly.lang.signature import MAX_ALIGNMENT, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import Argument
 from fly.runtime.device import Allocation, Dim3
@@ -109,6 +110,8 @@ def bind(
     packed = entry.pack([value for argument in arguments for value in argument.values])
     starts = offsets(entry.fields)
     # a tensor map starts with its address
-    places = tuple(at // WORD for field, at in zip(entry.fields, starts) if field.kind in ("ptr", "map"))
+    places = tuple(
+        at // WORD for field, at in zip(entry.fields, starts) if field.kind in ("ptr", "map") and field != LOG_FIELD
+    )
     tensors = tuple(_tensor(a) for a in arguments if isinstance(a.spec, TensorSpec | TensorMapSpec))
     return Prepared(entry, grid, block, tensors, ArgumentSlot(starts, packed), places)

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,23 @@ from typing import TYPE_CHECKING, Any
 from fly import config
 from fly.errors import ArgumentError, DeviceError
 from fly.runtime.emulate_arguments import HELP
-from fly.runtime.object_files import add_launch_options, file_launch, kernel_of, literal, numbers, read_object
+from fly.runtime.object_files import (
+    add_launch_options,
+    author_code,
+    file_launch,
+    imported,
+    kernel_of,
+    literal,
+    numbers,
+    program_of,
+    read_object,
+)
+from fly.runtime.shown import shown
 
 if TYPE_CHECKING:
     from fly.emulator.timing import Launch, Parameters, Session
 
+_MOST_RESIDENT = 64  # workgroups on a compute unit: more than waves fit
 _NO_CYCLES = ("launch_microseconds", "sustained_clock")  # figures that change times, not cycles
 _DESCRIPTION = """\
 Predict what a kernel costs on an AMD GPU: the emulator executes one workgroup, and a model of a compute unit replays
@@ -86,13 +97,13 @@ def run(options: argparse.Namespace) -> None:
     from fly.emulator.timing.figures import ARCHS
     from fly.emulator.timing.report import chrome_trace, report, write_trace
 
-    arch = options.arch or "gfx950"
+    arch = "gfx950" if options.arch is None else options.arch
     if arch not in ARCHS:
         raise ArgumentError(f"--arch {arch!r}; the timing model has {', '.join(ARCHS)}")
-    if options.resident is not None and options.resident < 1:
-        raise ArgumentError(f"--resident {options.resident}; expected at least 1")
-    if options.cold is not None and options.cold < 0:
-        raise ArgumentError(f"--cold {options.cold}; expected 0 or more")
+    if options.resident is not None and not 1 <= options.resident <= _MOST_RESIDENT:
+        raise ArgumentError(f"--resident {options.resident}; expected at least 1 and at most {_MOST_RESIDENT}")
+    if options.cold is not None and not 0 <= options.cold < 2**31:
+        raise ArgumentError(f"--cold {options.cold}; expected 0 or more, below 2^31")
     if options.figures:
         print(_figures(arch))
         return
@@ -152,7 +163,14 @@ def _launch(options: argparse.Namespace, arch: str) -> Launch:
                 raise ArgumentError(
                     f"--set: {options.subject} has no setting {name!r}; accepted: {', '.join(accepted)}"
                 )
-        launch = captured(arch, lambda: function(**settings))
+        if function is flash_attention:
+            check_settings(**settings)
+        try:
+            inspect.signature(function).bind(**settings)
+        except TypeError as error:
+            raise ArgumentError(f"--set: {options.subject}: {error}") from None
+        with author_code(f"KERNEL {options.subject!r}"):
+            launch = captured(arch, lambda: function(**settings))
         return placed(launch, **settings) if function is flash_attention else launch
     if settings:
         raise ArgumentError(f"--set {options.set[0]!r}: a file has no settings; --args gives its arguments")
@@ -190,14 +208,44 @@ def _function(name: str) -> Callable[..., Any] | None:
     if ":" not in name or Path(name).exists():
         return None
     module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute, None)
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"KERNEL {name!r}: {error}") from None
+    found = getattr(imported(f"KERNEL {name!r}", module_name), attribute, None)
     if not callable(found):
         raise ArgumentError(f"KERNEL {name!r}: {module_name} has no function {attribute!r}")
     return found
+
+
+# what a setting of `flash_attention` may be, in words and as a test; None stands for the default
+_COUNT = ("a whole number from 1", lambda value: type(value) is int and 1 <= value < 2**31)
+_PLACES = ("1 to 65535", lambda value: type(value) is int and 1 <= value < 2**16)  # of a grid that is not folded
+_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("seq", "seq_kv", "head_dim", "page_size"), _COUNT),
+    **dict.fromkeys(("batch", "heads", "heads_kv"), _PLACES),
+    "causal": ("True or False", lambda value: type(value) is bool),
+    "dtype": ("bf16, f16", lambda value: value in ("bf16", "f16")),
+    "kernel": ("a kernel's name, as in FLY_KERNEL", lambda value: type(value) is str and value != ""),
+}
+_OPTIONAL = ("seq_kv", "heads_kv", "kernel", "page_size")
+
+
+def check_settings(**settings: Any) -> None:
+    """Check settings of `flash_attention`.
+
+    Raises:
+        ArgumentError: a value that is not accepted, or tensors larger than this machine's memory.
+    """
+    for name, value in settings.items():
+        accepted, fits = _SETTINGS[name]
+        if not (fits(value) or (value is None and name in _OPTIONAL)):
+            raise ArgumentError(f"--set {name}={shown(value)}; accepted: {accepted}")
+    chosen = inspect.signature(flash_attention).bind(**settings)
+    chosen.apply_defaults()
+    size = chosen.arguments
+    keys = size["seq_kv"] or size["seq"]
+    elements = size["batch"] * size["seq"] * size["heads"] + size["seq"] + 2 * keys
+    needed = 4 * elements * size["head_dim"] + 4 * size["batch"] * (-(-keys // (size["page_size"] or keys)))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ArgumentError(f"--set: these sizes need about {needed} bytes; this machine has {memory}")
 
 
 def flash_attention(
@@ -222,7 +270,7 @@ def flash_attention(
     """
     import torch
 
-    interface = importlib.import_module("kernels.flash_attn_interface")
+    interface = importlib.import_module("fly_attention.flash_attn_interface")
     types = {"bf16": torch.bfloat16, "f16": torch.float16}
     if dtype not in types:
         raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(types)}")
@@ -262,7 +310,7 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     from fly.backends.target import target
     from fly.emulator.timing.launch import Places
 
-    scheduler = importlib.import_module("kernels.tile_scheduler")
+    scheduler = importlib.import_module("fly_attention.tile_scheduler")
     chosen = inspect.signature(flash_attention).bind(**settings)
     chosen.apply_defaults()
     blocks, heads, _ = launch.grid
@@ -278,10 +326,8 @@ def placed(launch: Launch, **settings: Any) -> Launch:
 
 def _other(path: str, launch: Launch) -> Launch:
     """The same launch with another code object."""
-    from fly.emulator import Program
-
     code, artefact = read_object(path, launch.program.arch)
-    program = Program(code, launch.program.arch)
+    program = program_of(path, code, launch.program.arch)
     name = launch.kernel if launch.kernel in program.kernels else kernel_of(program, artefact and artefact.kernel)
     return replace(launch, program=program, kernel=name)
 
@@ -300,8 +346,10 @@ def _window(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, _, last = text.partition(":")
-    (start,), (end,) = numbers("--cycles", first), numbers("--cycles", last)
-    return start, end
+    places = (*numbers("--cycles", first), *numbers("--cycles", last))
+    if len(places) != 2 or not 0 <= places[0] < places[1]:
+        raise ArgumentError(f"--cycles {text!r}; expected FROM:TO, from 0 on")
+    return places
 
 
 def _figures(arch: str) -> str:

@@ -115,6 +115,9 @@ class FakeDriver:
         self.launches: list[dict] = []
         self.maps: list[tuple] = []
         self.map_layout = "<Q120s"  # of an encoded map: its address, and the rest
+        self.host_memory: list = []
+        self.capturing = 0
+        self.waits: list[int] = []
         self._contexts = threading.local()  # every thread has its own stack
 
     @property
@@ -186,6 +189,20 @@ class FakeDriver:
             }
         )
         return (self.results.get("cuLaunchKernel", OK),)
+
+    def cuMemHostAlloc(self, nbytes, flags):
+        assert self.contexts and flags == 3  # portable and mapped
+        self.host_memory.append(ctypes.create_string_buffer(nbytes))
+        return OK, ctypes.addressof(self.host_memory[-1])
+
+    def cuStreamIsCapturing(self, stream):
+        assert self.contexts
+        return OK, self.capturing
+
+    def cuStreamSynchronize(self, stream):
+        assert self.contexts
+        self.waits.append(stream)
+        return (self.results.get("cuStreamSynchronize", OK),)
 
     def cuTensorMapEncodeTiled(
         self, dtype, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill

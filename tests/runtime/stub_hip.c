@@ -46,6 +46,23 @@ int hipModuleGetFunction(void **function, void *module, const char *name) {
   return failure("hipModuleGetFunction");
 }
 
+int hipHostMalloc(void **address, size_t bytes, unsigned flags) {
+  say("host memory %zu bytes flags %x on %d\n", bytes, flags, current);
+  *address = aligned_alloc(8, bytes);
+  return failure("hipHostMalloc");
+}
+
+int hipStreamIsCapturing(void *stream, int *status) {
+  say("capturing %lx on %d\n", (long)(uintptr_t)stream, current);
+  *status = getenv("STUB_HIP_CAPTURING") != NULL;
+  return 0;
+}
+
+int hipStreamSynchronize(void *stream) {
+  say("wait %lx on %d\n", (long)(uintptr_t)stream, current);
+  return failure("hipStreamSynchronize");
+}
+
 int hipModuleLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                           unsigned bz, unsigned shared, void *stream, void **parameters, void **extra) {
   if (parameters || extra[0] != (void *)1 || extra[2] != (void *)2 || extra[4] != (void *)3) return 1;

@@ -1,3 +1,4 @@
+import os
 import struct
 
 import pytest
@@ -57,6 +58,20 @@ def test_another_version_is_named():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ArtefactError, match=r"absent\.fly: cannot be read: No such file"):
         Artefact.load(tmp_path / "absent.fly")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_only_regular_files_are_read_without_waiting_for_anyone(tmp_path, make):
+    make(tmp_path / "kernel.fly")
+    with pytest.raises(ArtefactError, match=r"kernel\.fly: not a regular file"):
+        Artefact.load(tmp_path / "kernel.fly")
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "kernel.fly").touch()
+    os.truncate(tmp_path / "kernel.fly", 1 << 40)
+    with pytest.raises(ArtefactError, match=f"kernel.fly: {1 << 40} bytes; accepted: at most {1 << 30}"):
+        Artefact.load(tmp_path / "kernel.fly")
 
 
 def test_another_file_is_no_artefact(tmp_path):

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import warnings
@@ -14,6 +15,9 @@ from fly.runtime.cache import DiskCache, cache_key, get_or_build
 
 def artefact(name="kernel", size=1000):
     return Artefact(name, "gfx950", bytes(size), "", (), (64, 1, 1))
+
+
+ENTRY_BYTES = 64 + len(artefact().to_bytes())
 
 
 def key(n):
@@ -70,8 +74,53 @@ def test_a_damaged_entry_is_dropped_and_built_again(cache, damage):
     assert cache.get(key(1)).kernel == "again"
 
 
+def test_an_entry_of_another_key_is_built_again(cache):
+    cache.put(key(1), artefact("one"))
+    cache.put(key(2), artefact("two"))
+    entry(cache, key(1)).write_bytes(entry(cache, key(2)).read_bytes())
+    assert cache.get_or_build(key(1), lambda: artefact("one again")).kernel == "one again"
+    assert [cache.get(key(n)).kernel for n in (1, 2)] == ["one again", "two"]
+
+
+def test_an_entry_that_does_not_fit_is_replaced(cache):
+    cache.put(key(1), artefact("other"))
+    assert cache.get_or_build(key(1), artefact, lambda found: found.kernel == "kernel") == artefact()
+    assert cache.get(key(1)) == artefact()
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def link_to_a_valid_entry(path):
+    target = path.with_suffix(".moved")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def socket_file(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    "place", [pipe, os.mkdir, socket_file, lambda path: os.truncate(path, 1 << 40), link_to_a_valid_entry]
+)
+def test_what_is_no_regular_file_of_a_sensible_size_is_replaced_without_waiting(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    cache = DiskCache("cache", 1 << 20)
+    cache.put(key(1), artefact())
+    path = entry(cache, key(1))
+    if place in (pipe, os.mkdir, socket_file):
+        path.unlink()
+    place(path)
+    assert cache.get_or_build(key(1), lambda: artefact("again")).kernel == "again"
+    assert path.is_file() and not path.is_symlink()
+    assert cache.get(key(1)).kernel == "again"
+
+
 def test_the_least_recently_used_go_first(tmp_path):
-    size = len(artefact().to_bytes())
+    size = ENTRY_BYTES
     cache = DiskCache(tmp_path, 3 * size)
     for n in range(3):
         cache.put(key(n), artefact())
@@ -82,7 +131,7 @@ def test_the_least_recently_used_go_first(tmp_path):
 
 
 def test_the_bound_holds(tmp_path):
-    size = len(artefact().to_bytes())
+    size = ENTRY_BYTES
     cache = DiskCache(tmp_path, 5 * size)
     for n in range(20):
         cache.put(key(n), artefact())
@@ -157,7 +206,7 @@ def test_one_of_many_processes_builds(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join()
     assert [process.exitcode for process in processes] == [0] * 4
     assert (tmp_path / "log").read_text() == "built\n"
     assert not list((tmp_path / "cache").glob("??/*.lock"))
@@ -180,7 +229,7 @@ def test_one_of_many_threads_builds(cache):
 
 
 def test_processes_that_put_and_evict_do_not_disturb_each_other(tmp_path):
-    size = len(artefact().to_bytes())
+    size = ENTRY_BYTES
 
     def work(seed):
         cache = DiskCache(tmp_path, 3 * size)
@@ -193,7 +242,7 @@ def test_processes_that_put_and_evict_do_not_disturb_each_other(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join()
     assert [process.exitcode for process in processes] == [0] * 3
     assert len(list(tmp_path.glob("??/*.fly"))) <= 3
 

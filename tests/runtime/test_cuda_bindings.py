@@ -29,6 +29,9 @@ data = encode(device, TensorMapSpec("bf16", (1, 8, 64), 128), 4096, (3, 4, 160),
 print(len(data), int.from_bytes(data[:8], "little"), set(data[8:]), flush=True)
 known = (kernel.resources.registers, ordinal_of((3 << 40) + 8), device.limits.shared_bytes, device.compute_units)
 print(*known, flush=True)
+log = device.log_memory(4096)
+print(log.address % 8, log.nbytes, device.is_capturing(77), device.is_capturing(78), flush=True)
+log.finish(77)
 for act in (
     lambda: device.load(Artefact("add", "sm_90a", b"bad", "", (), (1, 1, 1))),
     lambda: kernel.launch((999, 1, 1), (1, 1, 1), arguments, 0, ()),
@@ -67,9 +70,12 @@ def test_the_driver_gets_what_was_asked_for(tmp_path):
         + " ".join(
             digest(part) for part in ((77).to_bytes(4, "little"), range(128), (1 << 33).to_bytes(8, "little"))
         ),
-        *(f"map of type 9 at {at}: 160/64/1 4/8/1 3/1/1 320 1280 modes 0 3 3 0" for at in (4096, 8192)),
+        *(f"map of type 9 at {at}: 160/64/1 4/8/1 3/1/1 320 1280 modes 0 3 2 0" for at in (4096, 8192)),
         "128 4096 {7}",
         "96 3 232448 132",
+        "host memory 4096 flags 3 context 4097",
+        "0 4096 False True",
+        "wait 77 context 4097",
         "CompileError add (sm_90a): CUDA_ERROR_STUB: text of the stub",
         "line 1; fatal",
         "DeviceError add: cuLaunchKernel: CUDA_ERROR_STUB: text of the stub",
