@@ -20,7 +20,7 @@ help: ## list these commands
 
 setup: $(STAMP) ## make .venv with everything that the other commands need (PYTHON=python3.12 chooses the Python)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "fly needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV) with fly[$(EXTRAS)]; once, one to three minutes"

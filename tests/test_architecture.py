@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,9 +38,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 # Imports against the order, each with its reason.
 EXCEPTIONS = {
-    ("fly.runtime.cli", "kernels.commands"): "the command line has the kernel library's commands",
-    ("fly.runtime.profile_cli", "kernels.flash_attn_interface"): "the command line profiles calls of flash attention",
-    ("fly.runtime.profile_cli", "kernels.tile_scheduler"): "and where on the grid their blocks are",
+    ("fly.runtime.cli", "fly_attention.commands"): "the command line has the kernel library's commands",
+    (
+        "fly.runtime.profile_cli",
+        "fly_attention.flash_attn_interface",
+    ): "the command line profiles calls of flash attention",
+    ("fly.runtime.profile_cli", "fly_attention.tile_scheduler"): "and where on the grid their blocks are",
 }
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
@@ -86,7 +90,8 @@ def imports(name: str, path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if function == "import_module" and isinstance(node.args[0].value, str):
-                yield node.args[0].value
+                loaded = node.args[0].value
+                yield ".".join(package) + loaded if loaded.startswith(".") else loaded
 
 
 def within(module: str, part: str) -> bool:
@@ -105,7 +110,10 @@ def violations(name: str, path: Path) -> list[str]:
         top = imported.split(".")[0]
         if top in EXTERNAL and own not in EXTERNAL[top]:
             found.append(f"{name} imports {imported}")
-        if top not in ("fly", "kernels", "tests", "benchmarks", "examples") or (name, imported) in EXCEPTIONS:
+        if (
+            top not in ("fly", "fly_attention", "kernels", "tests", "benchmarks", "examples")
+            or (name, imported) in EXCEPTIONS
+        ):
             continue
         everything = own == "kernels" and top == "fly"
         if not everything and not any(within(imported, part) for part in (own, *ALLOWED[own])):
@@ -140,6 +148,44 @@ def test_the_order_has_teeth(name, source, tmp_path):
     path = tmp_path / "module.py"
     path.write_text(source)
     assert len(violations(name, path)) == 1
+
+
+def absolute_imports(source: str) -> set[str]:
+    """Top-level names that a module imports, but for what is relative to it."""
+    tops = set()
+    for node in executed(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            tops |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            tops.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function == "import_module":
+                tops.add(node.args[0].value.partition(".")[0])
+    return tops
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_the_kernel_library_is_imported_by_the_name_that_a_wheel_gives_it(name, path):
+    refused = {"kernels", "fly_attention"} if within(name, "kernels") else {"kernels"}
+    assert not absolute_imports(path.read_text()) & refused
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name
+)
+def test_documents_import_the_kernel_library_by_that_name_too(path):
+    assert re.findall(r"^ *(?:from|import) kernels\b.*", path.read_text(), re.M) == []
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_messages_and_docstrings_name_its_modules_by_that_name_too(name, path):
+    assert re.findall(r"(?<![-\w/.])kernels\.[a-z_0-9]+", path.read_text()) == []
+
+
+def test_absolute_imports_are_found():
+    source = "import kernels.mask\nfrom .mask import x\nfrom fly import y\nf = importlib.import_module('a.b')"
+    assert absolute_imports(source) == {"kernels", "fly", "a"}
 
 
 def test_exceptions_are_still_needed():
