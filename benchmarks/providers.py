@@ -64,8 +64,8 @@ def _dense_only(workload: Workload) -> str | None:
 
 
 def _fly_missing(device: str) -> str | None:
-    if device == "cpu" and not _installed("fly.runtime.emulated"):
-        return "CPU tensors need the emulator, which this version of fly does not have"
+    if device == "cpu" and not _installed("tinygrad"):
+        return "CPU tensors need the emulator: pip install 'fly-attention[emulator]'"
     return None
 
 
