@@ -1,19 +1,26 @@
 """From the arguments of FlashAttention's functions to the keywords of `flydsl_flash_attn_func`.
 
 What FlashAttention-3 and -4 take beyond FlashAttention-2 are keywords here (`Extras`): one table says what each
-becomes, another what is not available and what to do instead. Nothing is ignored.
+becomes, another which of them are hints, that is, change no result, and a third what is not available and what to do
+instead. Nothing else is ignored.
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from kernels.feature_checks import DESCALES
-from kernels.torch_ops import attention
+from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedError
+
+from .api_checks import HINTS, check_dense, check_dropout, splits_of, window_of
+from .argument_checks import Checks, is_dense
+from .attention_checks import check_out
+from .callers import Caller
+from .feature_checks import DESCALES, NO_WINDOW
+from .torch_ops import attention
 
 
 class Extras(TypedDict, total=False):
@@ -21,9 +28,12 @@ class Extras(TypedDict, total=False):
 
     Available: `num_splits` (parts that keys are split into, 0 takes what suits the device, the default),
     `seqused_q`, `seqused_k` ((B,) int32: tokens of each sequence that count), `page_table` ((B, max pages) int32,
-    packed queries and caches), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
+    packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
+    all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
     `k_descale`, `v_descale` ((B, Hkv) float32, or one number as () or (1,): what float8_e4m3fn values are multiplied
     by, 1 by default).
+    Hints, which are checked and change nothing: `pack_gqa` (the kernel decides which query heads share a block),
+    `sm_margin` (kernels use the whole device), `scheduler_metadata` (blocks are scheduled on the device).
     The others raise `UnsupportedError` when they are not at FlashAttention's default.
     """
 
@@ -57,23 +67,26 @@ AVAILABLE: Mapping[str, str] = {
     "seqused_k": "seqused_kv",
     "page_table": "block_table",
     "learnable_sink": "sink",
+    "attention_chunk": "attention_chunk",
+    "cu_seqlens_q": "cu_seqlens_q",
+    "max_seqlen_q": "max_seqlen_q",
+    "cu_seqlens_k_new": "cu_seqlens_k_new",
     **{name: name for name in DESCALES},
 }
-DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", *DESCALES)
+DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
 PACKED = (*DENSE, "page_table")
-CACHE = ("page_table", "learnable_sink", *DESCALES)
+OF_PACKED_CACHE = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new")
+CACHE = ("page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *DESCALES)
+
+WHOLE = ("attention_chunk", "max_seqlen_q")  # those that are integers, besides num_splits
 
 _MOD = "flydsl_flash_attn_func takes one (with fly's own signature)"
 # (its default, what to do instead)
 UNAVAILABLE: Mapping[str, tuple[Any, str]] = {
     "qv": (None, "pass torch.cat([q, qv], -1) and torch.cat([k, v], -1) as q and k, and softmax_scale"),
-    "attention_chunk": (0, "pass a mask_mod to flydsl_flash_attn_func"),
-    "pack_gqa": (None, "the kernel decides which query heads share a block"),
-    "sm_margin": (0, "kernels use the whole device"),
-    "scheduler_metadata": (None, "blocks are scheduled on the device, there is nothing to prepare"),
-    "cu_seqlens_q": (None, "pass packed queries and page_table to flash_attn_varlen_func"),
-    "max_seqlen_q": (None, "pass packed queries and page_table to flash_attn_varlen_func"),
-    "cu_seqlens_k_new": (None, "pass k and v of shape (B, S_new, Hkv, D)"),
+    "cu_seqlens_q": (None, "it is for packed queries of flash_attn_with_kvcache"),
+    "max_seqlen_q": (None, "it is for packed queries of flash_attn_with_kvcache"),
+    "cu_seqlens_k_new": (None, "it is for packed new keys of flash_attn_with_kvcache"),
     "rotary_seqlens": (None, "positions are cache_seqlens: rotate q and k before the call"),
     "score_mod": (None, _MOD),
     "mask_mod": (None, _MOD),
@@ -86,78 +99,72 @@ def _is(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, int) and not isinstance(value, bool) and value == default)
 
 
-def refuse(function: str, given: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` for the first of the `UNAVAILABLE` keywords that is not at its default."""
-    for name, value in given.items():
-        default, instead = UNAVAILABLE[name]
-        if not _is(value, default):
-            raise UnsupportedError(f"{function}: {name} is not available: {instead}; or leave {name} out")
-
-
-def refuse_dropout(function: str, dropout_p: float) -> None:
-    """Raise `UnsupportedError` for dropout."""
-    if dropout_p:
-        raise UnsupportedError(
-            f"{function}: dropout is not available, got dropout_p={dropout_p!r}: pass 0.0, as inference does, or use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
-
-
-def window_of(function: str, window_size: Any, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for no limit; FlashAttention also takes None and any negative number for that.
-
-    A causal call has no limit on the right besides its own.
-    """
-    if isinstance(window_size, tuple | list) and len(window_size) == 2:
-        left, right = (-1 if side is None else side for side in window_size)
-        if isinstance(left, int) and isinstance(right, int):
-            return max(left, -1), -1 if causal else max(right, -1)
-    raise ArgumentTypeError(f"{function}: window_size must be two ints (left, right), got {window_size!r}")
+def refuse(function: str, keyword: str, value: Any, name: str = "") -> None:
+    """Raise `UnsupportedError` unless a `keyword` of `UNAVAILABLE`, `name` in the message, is at its default."""
+    default, instead = UNAVAILABLE[keyword]
+    if not _is(value, default):
+        name = name or keyword
+        raise UnsupportedError(f"{function}: {name} is not available: {instead}; or leave {name} out")
 
 
 def options_of(
-    function: str,
+    caller: Caller,
     accepted: tuple[str, ...],
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
     window_size: Any,
-    softcap: float,
+    softcap: float | None,
     alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
     extras: Mapping[str, Any],
+    num_splits: Any = 0,
 ) -> dict[str, Any]:
     """Keywords for `flydsl_flash_attn_func`, those that are not at its defaults.
 
-    `accepted` are the keys of `AVAILABLE` that `function` takes.
+    `accepted` are the keys of `AVAILABLE` that `caller` takes.
 
     Raises:
         UnsupportedError: something that is not available.
-        ArgumentTypeError: a keyword that no FlashAttention has, or a window that is none.
+        ArgumentTypeError, ArgumentError: a keyword that no FlashAttention has, or a value that is none.
     """
-    options: dict[str, Any] = {"num_kv_splits": 0}
-    if dropout_p:
-        refuse_dropout(function, dropout_p)
+    options: dict[str, Any] = {"num_kv_splits": num_splits}
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if value is not True and value is not False:
+            Checks(caller.function).flag(name, value)
+    if not isinstance(dropout_p, float) or dropout_p:
+        check_dropout(caller.function, "dropout_p", dropout_p)
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
-    if window_size != (-1, -1):
-        window = window_of(function, window_size, causal)
-        if window != (-1, -1):
+    if window_size is not NO_WINDOW:
+        window = window_of(caller.function, window_size, causal)
+        if window != NO_WINDOW:
             options["window_size"] = window
-    if softcap and not (isinstance(softcap, int | float) and softcap < 0):  # FlashAttention takes these for none
-        options["softcap"] = softcap
+    if not isinstance(softcap, float) or softcap:
+        # FlashAttention takes 0 and less for none
+        number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+        if softcap is not None and not (number and softcap <= 0):
+            options["softcap"] = softcap
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
     for name, value in extras.items():
         if name in accepted:
-            if value is not None:
+            if name in WHOLE and value is not None:
+                value = Checks(caller.function).integer(name, value)
+            if value is not None and not (name == "attention_chunk" and value == 0):
                 options[AVAILABLE[name]] = value
+        elif name in HINTS:
+            HINTS[name](Checks(caller.function), name, value)
         elif name in UNAVAILABLE:
-            refuse(function, {name: value})
+            refuse(caller.function, name, value)
         else:
             raise ArgumentTypeError(
-                f"{function}: unexpected keyword argument {name!r}; beyond FlashAttention-2's, "
+                f"{caller.function}: unexpected keyword argument {name!r}; beyond FlashAttention-2's, "
                 f"{', '.join(accepted)} are accepted"
             )
+    splits = options["num_kv_splits"]
+    if not isinstance(splits, int) or splits:
+        options["num_kv_splits"] = splits_of(caller.function, splits)
     return options
 
 
@@ -174,7 +181,7 @@ def one_of(function: str, name: str, value: Any, options: dict[str, Any]) -> Any
 
 
 def add_packing(
-    function: str,
+    caller: Caller,
     options: dict[str, Any],
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
@@ -185,37 +192,32 @@ def add_packing(
     """Add to `options` what says where sequences are: packed keys, or pages with lengths of their own.
 
     Raises:
-        ArgumentError: two tables of pages.
+        ArgumentError, ArgumentTypeError: two tables of pages, no offsets, a length that is no integer.
+        UnsupportedError: a length in a device's memory.
     """
-    pages = one_of(function, "block_table", block_table, options)
-    options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_k}
+    pages = one_of(caller.function, "block_table", block_table, options)
+    if cu_seqlens_q is None:
+        Checks(caller.function).plain(caller.name("cu_seqlens_q"), cu_seqlens_q)
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_k}
+    for name, length in lengths.items():
+        if length is not None and not isinstance(length, int):
+            lengths[name] = Checks(caller.function).integer(caller.name(name), length)
+    options |= {"cu_seqlens_q": cu_seqlens_q, **lengths}
     if pages is not None:
         options["block_table"] = pages
         if "seqused_kv" in options:
+            if cu_seqlens_k is not None:
+                name = caller.name("cu_seqlens_kv")
+                Checks(caller.function).tensor(name, cu_seqlens_k, (torch.int32,), 1, "(B + 1,)")
             return  # pages are not one behind the other: offsets of keys say no more than lengths do
     options["cu_seqlens_kv"] = cu_seqlens_k
 
 
-def check_cache(function: str, **tensors: Any) -> None:
-    """q, k_cache and v_cache are tensors of four dimensions, and the caches can be used without a copy.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: one is not.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise ArgumentError(f"{function}: {name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
-        if name != "q" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ArgumentError(
-                f"{function}: {name}'s last dimension must be contiguous (stride 1), got strides {tensor.stride()}"
-            )
-
-
 def with_rows(tensor: Any) -> Any:
     """A tensor whose last stride is 1, copied where it is not; anything else as it is."""
-    return tensor.contiguous() if isinstance(tensor, torch.Tensor) and tensor.stride(-1) != 1 else tensor
+    if not isinstance(tensor, torch.Tensor) or not is_dense(tensor) or not tensor.dim():
+        return tensor
+    return tensor.contiguous() if tensor.stride(-1) != 1 else tensor
 
 
 def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
@@ -224,8 +226,7 @@ def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout
     Raises:
         ArgumentTypeError, ArgumentError: it is no tensor of this `layout`.
     """
-    if not isinstance(packed, torch.Tensor):
-        raise ArgumentTypeError(f"{function}: {name} must be a torch.Tensor, got {type(packed).__name__}")
+    check_dense(function, name, packed)
     if packed.dim() != dim + 3 or packed.shape[dim] != count:
         raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(packed.shape)}")
     return packed.unbind(dim)
@@ -251,13 +252,17 @@ def _needs_copies(q: Any, k: Any, v: Any) -> bool:
     try:
         head_dim, value_dim = q.size(-1), v.size(-1)
         if head_dim % 8 == value_dim % 8 == 0 and head_dim >= SMALLEST_HEAD_DIM <= value_dim:
-            return not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        return 0 < head_dim == k.size(-1) and value_dim > 0
+            if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+                return False
+        elif not 0 < head_dim == k.size(-1) or not value_dim:
+            return False
+        return all(map(is_dense, (q, k, v)))
     except (AttributeError, IndexError, TypeError, RuntimeError):
         return False  # what has no such sizes and strides is refused by name later
 
 
 def attend(
+    caller: Caller,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -270,18 +275,25 @@ def attend(
     """Attention of tensors as FlashAttention takes them: any last stride, head dimensions from 1.
 
     Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
-    tensor then, both as in FlashAttention-2. Returns out, or (out, lse) with `return_lse`.
+    tensor then, both as in FlashAttention-2. Returns out, or (out, lse) with `return_lse`; errors name the `caller`.
     """
     if not _needs_copies(q, k, v):
-        return attention(q, k, v, causal, out=out, return_lse=return_lse, **options)
+        return attention(caller, q, k, v, causal, options, out, return_lse)
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width, value_width = _padded_dim(head_dim), _padded_dim(value_dim)
     if width != head_dim:
         options.setdefault("softmax_scale", head_dim**-0.5)
+    given = v
     q, k, v = _ready(q, width), _ready(k, width), _ready(v, value_width)
     if value_width == value_dim:
-        return attention(q, k, v, causal, out=out, return_lse=return_lse, **options)
-    result = attention(q, k, v, causal, return_lse=return_lse, **options)
+        return attention(caller, q, k, v, causal, options, out, return_lse)
+    if out is not None:
+        try:
+            check_out(out, q, given)
+        except FlyError as error:
+            caller.tell(error)
+            raise
+    result = attention(caller, q, k, v, causal, options, return_lse=return_lse)
     wide, *lse = result if return_lse else (result,)
     narrow = wide[..., :value_dim]
     if out is not None:

@@ -1,13 +1,12 @@
 """Checks of what a caller hands to flash attention, made once per kind of call.
 
 Every check names the argument, the value and what is accepted. Mistakes raise `ArgumentError` (a ValueError)
-or `ArgumentTypeError` (also a TypeError). What is valid but not available is for `kernels.dispatch` to say.
+or `ArgumentTypeError` (also a TypeError). What is valid but not available is for `dispatch` to say.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,12 @@ import numpy as np
 import torch
 
 from fly.errors import ArgumentTypeError
-from kernels.argument_checks import check_last_stride, check_tensor, fail, flag, whole
-from kernels.dispatch import DUALWAVE, Request
-from kernels.feature_checks import check_features, check_table
-from kernels.tile_scheduler import MAX_SPLITS
+
+from .argument_checks import ATTENTION, check_last_stride, check_tensor, fail, flag, whole
+from .callers import arg
+from .dispatch import DUALWAVE, Request
+from .feature_checks import check_features, check_table
+from .tile_scheduler import MAX_SPLITS
 
 DTYPES = {
     torch.bfloat16: "bf16",
@@ -46,41 +47,47 @@ class Call:
     operands: tuple[Any, ...]
 
 
-def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, paged: bool) -> None:
-    queries, keys = ("(total, H, D)", "(total, Hkv, D)") if packed else ("(B, Sq, H, D)", "(B, Skv, Hkv, D)")
+def _check_ranks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, paged: bool, packed_keys: bool
+) -> None:
+    queries = "(total, H, D)" if packed else "(B, Sq, H, D)"
+    keys = "(total, Hkv, D)" if packed_keys else "(B, Skv, Hkv, D)"
     keys = "(pages, page_size, Hkv, D)" if paged else keys
     for name, tensor, layout in zip(INPUTS, (q, k, v), (queries, keys, keys)):
         rank = layout.count(",") + 1
         if tensor.dim() != rank:
             wanted = f"{rank} dimensions {layout}"
             hint = "" if packed or tensor.dim() != 3 else "; packed sequences also need cu_seqlens_q"
-            fail(f"{name} must have {wanted}, got shape {tuple(tensor.shape)}{hint}")
+            fail(f"{arg(name)} must have {wanted}, got shape {tuple(tensor.shape)}{hint}")
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch: bool) -> None:
     if k.shape[:-1] != v.shape[:-1]:
-        fail(f"k and v must have the same shape up to head_dim, got k {tuple(k.shape)} and v {tuple(v.shape)}")
+        fail(
+            f"{arg.k} and {arg.v} must have the same shape up to head_dim, got {arg.k} {tuple(k.shape)} and {arg.v} "
+            f"{tuple(v.shape)}"
+        )
     if same_batch and q.shape[0] != k.shape[0]:
-        fail(f"q and k must have the same batch, got q {q.shape[0]} and k {k.shape[0]}")
+        fail(f"{arg.q} and {arg.k} must have the same batch, got {arg.q} {q.shape[0]} and {arg.k} {k.shape[0]}")
     if q.shape[-1] != k.shape[-1]:
-        fail(f"q and k must have the same head_dim, got q {q.shape[-1]} and k {k.shape[-1]}")
+        fail(f"{arg.q} and {arg.k} must have the same head_dim, got {arg.q} {q.shape[-1]} and {arg.k} {k.shape[-1]}")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads == 0 or kv_heads == 0:
-        fail(f"q and k need at least one head, got q {heads} and k {kv_heads}")
+        fail(f"{arg.q} and {arg.k} need at least one head, got {arg.q} {heads} and {arg.k} {kv_heads}")
     if heads % kv_heads:
-        fail(f"q's heads must be a multiple of k's heads, got q {heads} and k {kv_heads}")
+        fail(f"{arg.q}'s heads must be a multiple of {arg.k}'s heads, got {arg.q} {heads} and {arg.k} {kv_heads}")
 
 
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
             fail(
-                f"{name} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
+                f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
                 ArgumentTypeError,
             )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            fail(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
+            fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
@@ -103,20 +110,25 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
+def check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Check the result's tensor of a call with these queries and values.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it cannot be written as such.
+    """
     check_tensor("out", out)
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape:
-        fail(f"out must have shape {shape} (q's, with v's head_dim), got {tuple(out.shape)}")
+        fail(f"{arg.out} must have shape {shape} ({arg.q}'s, with {arg.v}'s head_dim), got {tuple(out.shape)}")
     dtype = OUT_DTYPES.get(q.dtype, q.dtype)
     if out.dtype != dtype:
         wanted = f"q's dtype {dtype}" if dtype is q.dtype else f"dtype {dtype} for q of {q.dtype}"
-        fail(f"out must have {wanted}, got {out.dtype}", ArgumentTypeError)
+        fail(f"{arg.out} must have {wanted}, got {out.dtype}", ArgumentTypeError)
     if out.device != q.device:
-        fail(f"out must be on q's device {q.device}, got {out.device}")
+        fail(f"{arg.out} must be on {arg.q}'s device {q.device}, got {out.device}")
     check_last_stride("out", out)
     if out.numel() and overlaps_itself(out):
-        fail(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
+        fail(f"{arg.out} must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
 
 
 class _NoTouch:
@@ -145,25 +157,20 @@ def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what
     """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
     for name, tensor in inputs.items():
         if shares_memory(out, tensor):
-            fail(f"{what} must not share memory with {name}; pass {what}=None or a separate tensor")
+            fail(f"{arg(what)} must not share memory with {arg(name)}; pass {arg(what)}=None or a separate tensor")
 
 
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        fail(
-            f"softmax_scale must be a Python number, got {softmax_scale!r} ({type(softmax_scale).__name__})",
-            ArgumentTypeError,
-        )
-    scale = float(softmax_scale)
-    if not math.isfinite(scale) or scale <= 0:
-        fail(f"softmax_scale must be a finite positive number, got {softmax_scale!r}")
-    return scale
+    return ATTENTION.number("softmax_scale", softmax_scale, "a finite positive number", lambda scale: scale > 0)
 
 
 def _check_packed(q: torch.Tensor, options: Mapping[str, Any], paged: bool) -> bool:
-    """Check what describes packed sequences; whether the call has any. Keys in pages need no offsets."""
+    """Check what describes packed sequences; whether the call has any.
+
+    Keys that are not packed, in pages or (B, Skv, Hkv, D), need no offsets; `paged` says whether there are such.
+    """
     offsets = {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
     lengths = {name: options[name] for name in ("max_seqlen_q", "max_seqlen_kv")}
     given = [name for name, value in offsets.items() if value is not None]
@@ -172,28 +179,31 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any], paged: bool) -> b
             if value is None:
                 continue
             if not paged or name == "max_seqlen_q":
-                fail(f"{name} is only for packed sequences (with cu_seqlens_q and cu_seqlens_kv): leave it out")
+                fail(
+                    f"{arg(name)} is only for packed sequences (with {arg.cu_seqlens_q} and {arg.cu_seqlens_kv}): "
+                    "leave it out"
+                )
             whole(name, value, 0, 2**31 - 1)
         return False
     if len(given) == 1 and not paged:
-        fail(f"cu_seqlens_q and cu_seqlens_kv go together, got only {given[0]}")
+        fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} go together, got only {arg(given[0])}")
     for name in given:
         value = offsets[name]
         check_tensor(name, value)
         good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
         if not good or value.device != q.device:
             fail(
-                f"{name} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape {tuple(value.shape)}, "
-                f"strides {value.stride()}, dtype {value.dtype} on {value.device}"
+                f"{arg(name)} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape "
+                f"{tuple(value.shape)}, strides {value.stride()}, dtype {value.dtype} on {value.device}"
             )
     if len(given) == 2 and len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
         counts = " and ".join(str(len(value)) for value in offsets.values())
-        fail(f"cu_seqlens_q and cu_seqlens_kv must have the same length, got {counts}")
+        fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} must have the same length, got {counts}")
     for name, value in lengths.items():
         if value is None and paged and name == "max_seqlen_kv":
             continue
         if value is None:
-            fail(f"packed sequences need {name}, the longest sequence's length (reading it would synchronise)")
+            fail(f"packed sequences need {arg(name)}, the longest sequence's length (reading it would synchronise)")
         whole(name, value, 0, 2**31 - 1)
     return "cu_seqlens_q" in given
 
@@ -294,17 +304,22 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     table = options["block_table"]
     if paged := table is not None:
         check_table(table, q.device)
-    packed = _check_packed(q, options, paged)
-    _check_ranks(q, k, v, packed, paged)
+    apart = paged or (k.dim() == 4 and options["cu_seqlens_q"] is not None and options["cu_seqlens_kv"] is None)
+    packed = _check_packed(q, options, apart)
+    packed_keys = packed and not apart
+    _check_ranks(q, k, v, packed, paged, packed_keys)
     _check_dtypes(q, k, v)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device != q.device:
-            fail(f"q, k and v must be on one device, got q on {q.device} and {name} on {tensor.device}")
+            fail(
+                f"{arg.q}, {arg.k} and {arg.v} must be on one device, got {arg.q} on {q.device} and {arg(name)} "
+                f"on {tensor.device}"
+            )
     _check_shapes(q, k, v, same_batch=not packed and not paged and options["kv_batch_idx"] is None)
     for name, tensor in zip(INPUTS, (q, k, v)):
         check_last_stride(name, tensor)
     if out is not None:
-        _check_out(out, q, v)
+        check_out(out, q, v)
     if options["debug_counts"] is not None:
         _check_debug_counts(options["debug_counts"], q)
 
@@ -319,7 +334,16 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
             options["max_seqlen_q"],
             options["max_seqlen_kv"],
         )
-        lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": (seq_len, seq_len_kv)}
+        # a bound may be far above what there is, and grids follow it
+        seq_len = min(seq_len, q.shape[0])
+        if packed_keys:
+            longest = options["max_seqlen_q"], options["max_seqlen_kv"]
+            lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": longest}
+            seq_len_kv = min(seq_len_kv, k.shape[0])
+        elif not paged:
+            lengths, seq_len_kv = {}, k.shape[1] if seq_len_kv is None else min(seq_len_kv, k.shape[1])
+            if options["kv_batch_idx"] is None and k.shape[0] != batch:
+                fail(f"{arg.k} must have a batch entry for each of {batch} sequences, got shape {tuple(k.shape)}")
     else:
         batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
         lengths = {"tokens": (seq_len, seq_len_kv)}

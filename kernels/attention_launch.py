@@ -11,10 +11,11 @@ import torch
 from fly.errors import UnsupportedError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels import split_combine
-from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import LOG2_E
-from kernels.tile_scheduler import automatic_splits, grid
+
+from . import split_combine
+from .callers import arg, problem
+from .dispatch import Launch, Request, Tensors, device_of
+from .tile_scheduler import automatic_splits, fold_grid, grid
 
 
 def split_count(request: Request, device: torch.device, block_m: int, block_n: int) -> int:
@@ -25,6 +26,7 @@ def split_count(request: Request, device: torch.device, block_m: int, block_n: i
     return automatic_splits(blocks, -(-request.seq_len_kv // block_n), device_of(device).compute_units)
 
 
+_OF_ONE_QUERY = ("sink", "window", "attention_chunk")  # where it matters that rows are heads of one query
 # What goes by a score's query head stands in the way of heads as rows.
 _BY_HEAD = ("packed", "alibi", "bias", "score_mod", "mask_mod")
 
@@ -34,8 +36,8 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
 
     q, out (B, 1, H, D) become (B, H / Hkv, Hkv, D) and lse (B, H, 1) becomes (B, Hkv, H / Hkv), views of the same
     memory, so that a block reads a key head's keys once for all of its query heads, and not once for each. One query
-    sees every key, causal or not, or those that its window leaves; sinks (H,) become (Hkv, H / Hkv). Calls that this
-    does not suit are returned as they are.
+    sees every key, causal or not, or those that its window and chunk leave; sinks (H,) become (Hkv, H / Hkv). Calls
+    that this does not suit are returned as they are.
     """
     group = request.num_heads // request.num_kv_heads
     asked = request.asked
@@ -63,7 +65,7 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
         seq_len=group,
         num_heads=request.num_kv_heads,
         q_pitch=max(t.stride(1) * t.element_size() for t in (q, out)),
-        asked=replace(asked, one_query="sink" in request.features or "window" in request.features),
+        asked=replace(asked, one_query=any(f in request.features for f in _OF_ONE_QUERY)),
     )
     return tensors._replace(q=q, out=out, lse=lse, operands=operands), changed
 
@@ -80,23 +82,23 @@ def bind_forward(
     splits: int = 1,
     counts_rescales: bool = False,
 ) -> Launch:
-    """A launch of a forward kernel on the grid of `kernels.tile_scheduler`.
+    """A launch of a forward kernel on the grid of `tile_scheduler`, which tells it if that is `folded`.
 
     `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv, if it `counts_rescales` debug_counts,
     and then the operands of the request's features. `block_m` query rows and `threads` a block, keys in tiles of
     `block_n`.
 
     Raises:
-        UnsupportedError: rows of a tensor are so far apart that 32-bit offsets do not reach over a block's.
+        UnsupportedError: rows of a tensor are so far apart that 32-bit offsets do not reach over a block's, or there
+            are too many blocks.
     """
     _check_pitch(request, max(block_m, block_n), kernel.name)
-    blocks = grid(request.batch, request.num_heads, request.seq_len, block_m, splits)
-    scale = request.softmax_scale * LOG2_E
+    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, block_m, splits))
     counts = (tensors.debug_counts,) if counts_rescales else ()
 
     def bound(out: torch.Tensor, lse: torch.Tensor | None) -> Prepared:
-        arguments = (*tensors[:3], out, lse, scale, *tensors[5:7], *counts, *tensors.operands)
-        return bind(kernel, blocks, threads, arguments, statics, compile_kernel)
+        arguments = (*tensors[:3], out, lse, request.scale_log2, *tensors[5:7], *counts, *tensors.operands)
+        return bind(kernel, blocks, threads, arguments, {**statics, **fold}, compile_kernel)
 
     return launch_of(bound, tensors, request, splits)
 
@@ -174,7 +176,8 @@ def _check_pitch(request: Request, rows: int, kernel: str) -> None:
     """Offsets within a block's rows are signed 32-bit bytes; rows past a tensor's end have offsets too."""
     pitch = max(request.q_pitch, request.kv_pitch)
     if pitch * rows >= 2**31:
-        raise UnsupportedError(
-            f"rows of q, k, v or out are {pitch} bytes apart; {kernel} takes less than {2**31 // rows}: make the "
-            "tensors contiguous"
+        raise problem(
+            UnsupportedError,
+            f"rows of {arg('q, k, v')} or out are {pitch} bytes apart; {kernel} takes less than {2**31 // rows}: "
+            "make the tensors contiguous",
         )

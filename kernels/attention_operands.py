@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import fly
-from kernels.attention_tiles import load_queries, product
+
+from .attention_tiles import load_queries, product
 
 Queries = Callable[[int], list[fly.Value]]  # step over the head dimension -> one operand per row tile
 PAD = 32

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from fly.errors import ArgumentTypeError
-from kernels.argument_checks import check_tensor, fail
+
+from .argument_checks import check_tensor, fail
 
 DEFAULT_BLOCK = 128
+TILE_QUERIES, TILE_KEYS = 32, 64  # blocks of multiples of these are lists of tiles of some kernel
+PART, WHOLE = 1, 2  # how a block is seen, in the table of `BlockMask.retiled`; 0: not at all
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,39 @@ class BlockMask:
         whole = () if self.full_kv_num_blocks is None else (self.full_kv_num_blocks, self.full_kv_indices)
         return self.kv_num_blocks, self.kv_indices, *whole
 
+    @property
+    def fits_tiles(self) -> bool:
+        """Whether kernels walk its lists as they are."""
+        rows, keys = self.BLOCK_SIZE
+        return not (rows % TILE_QUERIES or keys % TILE_KEYS)
+
+    def retiled(self, batch: int, heads: int, block: int = DEFAULT_BLOCK) -> tuple[BlockMask, torch.Tensor]:
+        """The same mask in square blocks of another size, for calls of `batch` sequences and `heads` query heads.
+
+        Blocks that see only whole blocks, or none, stay so. Those that others touch are seen in part, and the new
+        `mask_mod` looks up which block of this mask a key is in: in a table (B, H, query blocks, key blocks) int8 of
+        `PART` and `WHOLE`, the second result, which has to be the last of the call's auxiliary tensors. Made on the
+        lists' device, without reading them on the host.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: lists that are not for such calls.
+        """
+        self.check(batch, heads, self.seq_lengths, self.kv_num_blocks.device)
+        blocks = -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])
+        table = _listed(self.kv_num_blocks, self.kv_indices, blocks).to(torch.int8) * PART
+        if self.full_kv_num_blocks is not None:
+            table = torch.where(_listed(self.full_kv_num_blocks, self.full_kv_indices, blocks), WHOLE, table)
+        spans = [
+            _touched(length, size, block, table.device) for length, size in zip(self.seq_lengths, self.BLOCK_SIZE)
+        ]
+        touched = (spans[0][1] - spans[0][0])[:, None] * (spans[1][1] - spans[1][0])
+        whole = _counted(table == WHOLE, *spans) == touched
+        part = (_counted(table > 0, *spans) > 0) & ~whole
+        lists = (*_lists(part), *_lists(whole))
+        mask_mod = _of_table(self.mask_mod, *self.BLOCK_SIZE)
+        mask = BlockMask(*lists, (block, block), self.seq_lengths, mask_mod)
+        return mask, table.to(torch.int8).expand(batch, heads, *table.shape[2:])
+
     def check(
         self, batch: int, heads: int, lengths: tuple[int, int], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
@@ -107,6 +143,63 @@ def _expanded(
     return tensor.expand(*shape[:2], *sizes[2:])
 
 
+def _listed(numbers: torch.Tensor, indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """(B, H, query blocks, key blocks) bool: which of `blocks` key blocks are listed."""
+    entry = torch.arange(indices.shape[-1], device=indices.device)
+    used = (entry < numbers[..., None]) & (indices >= 0) & (indices < blocks)
+    flags = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.bool, device=indices.device)
+    return flags.scatter_(-1, torch.where(used, indices, blocks).long(), True)[..., :blocks]
+
+
+def _touched(length: int, size: int, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first, one past the last) of the blocks of `size` that each block of `block` touches, of `length` tokens."""
+    first = torch.arange(0, length, block, device=device)
+    return first // size, (torch.clamp(first + block, max=length) + size - 1) // size
+
+
+def _counted(flags: torch.Tensor, *spans: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """How many blocks are set within each rectangle of spans."""
+    sums = torch.nn.functional.pad(flags.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+    (top, bottom), (left, right) = spans
+    rows = sums[..., bottom, :] - sums[..., top, :]
+    return rows[..., right] - rows[..., left]
+
+
+def _of_table(mask_mod: Callable[..., Any], rows: int, keys: int) -> Callable[..., Any]:
+    """The `mask_mod` of a mask in blocks of (rows, keys), whose table is the last auxiliary tensor."""
+
+    def listed(batch: Any, head: Any, query: Any, key: Any, *aux: Any) -> Any:
+        *own, table = aux
+        state = table[batch, head, query // rows, key // keys]
+        keep = mask_mod(batch, head, query, key, *own)
+        if isinstance(keep, bool):
+            return state >= (PART if keep else WHOLE)
+        return (state == WHOLE) | ((state == PART) & keep)
+
+    return listed
+
+
+def for_tiles(
+    block_mask: BlockMask, score_mod: Callable[..., Any] | None, aux: Sequence[torch.Tensor], q: torch.Tensor
+) -> tuple[BlockMask, Callable[..., Any] | None, Sequence[torch.Tensor]]:
+    """The mask, `score_mod` and auxiliary tensors of a call with q as kernels take them: see `BlockMask.retiled`.
+
+    What is no call with a block mask is returned as it is, for the checks.
+    """
+    good = (score_mod is None or callable(score_mod)) and isinstance(aux, Sequence)
+    if not good or q.dim() != 4 or block_mask.fits_tiles:
+        return block_mask, score_mod, aux
+    mask, table = block_mask.retiled(q.shape[0], q.shape[2])
+    return mask, None if score_mod is None else _without_table(score_mod), (*aux, table)
+
+
+def _without_table(score_mod: Callable[..., Any]) -> Callable[..., Any]:
+    def modified(score: Any, batch: Any, head: Any, query: Any, key: Any, *aux: Any) -> Any:
+        return score_mod(score, batch, head, query, key, *aux[:-1])
+
+    return modified
+
+
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -123,7 +216,8 @@ def create_block_mask(
         mask_mod: function (batch, head, query, key, *aux) of index tensors; kernels trace the same function.
         B, H: batch and query heads; None or 1 when the mask is the same for all.
         Sq, Skv: lengths, at least 1.
-        BLOCK_SIZE: (queries, keys) of a block, or one number for both. Kernels take multiples of their tiles.
+        BLOCK_SIZE: (queries, keys) of a block, or one number for both. Multiples of (32, 64) are walked as they are,
+            others are made into blocks of 128 in every call (`BlockMask.retiled`).
         aux_tensors: what `mask_mod` loads from; the same go to the attention call.
 
     Raises:

@@ -14,13 +14,27 @@ from typing import Any
 
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
-from kernels import dispatch
-from kernels.dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, head_dims, refusal
+
+from . import dispatch
+from .dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, head_dims, refusal
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
 FLASH_ATTN = "flash_attn"
-SETTINGS = ("head_dim", "causal", "dtype", "packed", "split")
+# what `inspect flash_attn --set` takes, and the values of each
+SETTINGS: dict[str, Sequence[Any]] = {
+    "head_dim": range(32, 257, 8),
+    "causal": (False, True),
+    "dtype": ("bf16", "f16"),
+    "packed": (False, True),
+    "split": (False, True),
+}
+
+
+def _accepted(values: Sequence[Any]) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]} in steps of {values.step}"
+    return ", ".join(map(str, values))
 
 
 def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any], int]:
@@ -35,10 +49,13 @@ def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple, dict[st
     from fly.backends.target import target
     from fly.lang.signature import ScalarSpec, TensorSpec
 
-    unknown = [name for name in settings if name not in SETTINGS]
-    if unknown:
-        raise ArgumentError(f"{FLASH_ATTN} has no setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
-    generic = importlib.import_module("kernels.flash_attn_generic")
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise ArgumentError(f"{FLASH_ATTN} has no setting {name!r}; expected {', '.join(SETTINGS)}")
+        accepted = SETTINGS[name]
+        if type(value) is not type(accepted[0]) or value not in accepted:
+            raise ArgumentError(f"setting {name}={value!r}; accepted: {_accepted(accepted)}")
+    generic = importlib.import_module(".flash_attn_generic", __package__)
     dtype, packed, split = settings.get("dtype", "bf16"), settings.get("packed", False), settings.get("split", False)
     description = target(arch)
     options = generic.options_for(description, settings.get("head_dim", 128), settings.get("causal", False), 16)
@@ -145,6 +162,20 @@ _SIZES = (
     ("num_kv_splits", 1, "parts of the keys, 0 for automatic"),
     ("alignment", 16, "bytes that divide addresses and strides"),
 )
+# of those that have another range than 1 to 2^31 - 1
+_RANGES = {"num_kv_splits": (0, 64), "alignment": (1, 16)}  # MAX_SPLITS, whose module is heavy
+
+
+def _size(name: str) -> Callable[[str], int]:
+    """Reads a flag of `_SIZES`."""
+    least, most = _RANGES.get(name, (1, 2**31 - 1))
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return read
 
 
 def add_commands(commands: Any) -> None:
@@ -158,7 +189,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--arch", choices=TARGETS, help="for one target only")
     for name, default, meaning in _SIZES:
         shown = meaning if default is None else f"{meaning} ({default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=shown)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_size(name), metavar="N", help=shown)
     parser.add_argument("--dtype", choices=tuple(_BYTES), help="(bf16)")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=None, help="(causal)")
     parser.add_argument("--packed", action="store_true", default=None, help="packed sequences (cu_seqlens)")
@@ -185,6 +216,8 @@ def request_of(options: argparse.Namespace) -> Request | None:
         "debug_counts": "debug_counts" in given,
         **{name: name in given.get("feature", ()) for name in FLAGS},
     }
+    if heads % kv_heads:
+        raise ArgumentError(f"--num-heads {heads} with --num-kv-heads {kv_heads}; accepted: a multiple of it")
     row = size["head_dim"] * _BYTES[dtype]
     return Request(
         head_dim=size["head_dim"],

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fly import config
 from fly.errors import UnsupportedError
 from fly.runtime.device import Device, device_for
-from kernels.features import NO_FEATURES, Features
+
+from .callers import arg, plain, problem
+from .features import LOG2_E, NO_FEATURES, Features
 
 if TYPE_CHECKING:
     import torch
@@ -23,32 +25,44 @@ AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
 
-# What not every kernel does: how to call it in a message, and what a caller can do instead.
+# What not every kernel does: how to call it in a message, and what a caller can do instead; `arg` marks arguments.
 FEATURES: Mapping[str, tuple[str, str]] = {
     "packed": (
-        "packed sequences (cu_seqlens_q, cu_seqlens_kv)",
+        f"packed sequences ({arg('cu_seqlens_q, cu_seqlens_kv')})",
         "call it once per sequence with (1, S, H, D) tensors",
     ),
-    "split_kv": ("split keys (num_kv_splits > 1)", "num_kv_splits=1 gives the same result"),
+    "split_kv": (f"split keys ({arg.num_kv_splits} > 1)", f"{arg.num_kv_splits}=1 gives the same result"),
     "debug_counts": ("counting of rescales (debug_counts)", "leave debug_counts out"),
-    "seqused": ("lengths in use (seqused_q, seqused_kv)", "cut the sequences, or pack them with cu_seqlens"),
-    "cache_leftpad": ("padding at the left (cache_leftpad)", "cut it off k and v, or pack sequences with cu_seqlens"),
-    "kv_batch_idx": ("entries of a cache (kv_batch_idx)", "pass k[kv_batch_idx] and v[kv_batch_idx]"),
-    "paged": ("keys in pages (block_table)", "gather a sequence's pages into k and v"),
-    "window": ("sliding windows (window_size)", "a mask_mod gives the same result"),
-    "softcap": ("softcap", "a score_mod gives the same result"),
-    "alibi": ("ALiBi (alibi_slopes)", "a score_mod gives the same result"),
-    "bias": ("additive bias", "a score_mod with aux_tensors gives the same result"),
-    "sink": ("sinks", "rescale the output by sigmoid(lse - sink)"),
+    "seqused": (
+        f"lengths in use ({arg('seqused_q, seqused_kv')})",
+        "cut the sequences, or pack them with cu_seqlens",
+    ),
+    "cache_leftpad": (
+        f"padding at the left ({arg.cache_leftpad})",
+        f"cut it off {arg.k} and {arg.v}, or pack sequences with cu_seqlens",
+    ),
+    "kv_batch_idx": (
+        f"entries of a cache ({arg.kv_batch_idx})",
+        f"pass {arg.k}[{arg.kv_batch_idx}] and {arg.v}[{arg.kv_batch_idx}]",
+    ),
+    "paged": (f"keys in pages ({arg.block_table})", f"gather a sequence's pages into {arg.k} and {arg.v}"),
+    "window": (f"sliding windows ({arg.window_size})", f"a {arg.mask_mod} gives the same result"),
+    "attention_chunk": (f"chunks of keys ({arg.attention_chunk})", f"a {arg.mask_mod} gives the same result"),
+    "softcap": (f"{arg.softcap}", f"a {arg.score_mod} gives the same result"),
+    "alibi": (f"ALiBi ({arg.alibi_slopes})", f"a {arg.score_mod} gives the same result"),
+    "bias": (f"additive {arg.bias}", f"a {arg.score_mod} with aux_tensors gives the same result"),
+    "sink": (f"sinks ({arg.sink})", f"rescale the output by sigmoid(lse - {arg.sink})"),
     "descale": (
-        "scales of 8-bit inputs (q_descale, k_descale, v_descale)",
-        "softmax_scale takes a factor of the scores, and out can be multiplied",
+        f"scales of 8-bit inputs ({arg('q_descale, k_descale, v_descale')})",
+        f"{arg.softmax_scale} takes a factor of the scores, and out can be multiplied",
     ),
     "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
     "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
     "block_mask": ("block-sparse masks (block_mask)", "its mask_mod as mask_mod gives the same result"),
 }
 EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
+
+LARGEST_SCALE = 2.0**127
 
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
 
@@ -115,6 +129,12 @@ class Request:
         """Head dimension of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
+    @property
+    def scale_log2(self) -> float:
+        """softmax_scale * log2(e), in f32's range: with a scale of 0, masked scores would be NaN."""
+        least = 2.0**-126 if self.tuning.get("daz") else 2.0**-149
+        return min(max(self.softmax_scale * LOG2_E, least), LARGEST_SCALE)
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -168,7 +188,7 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
             return None
         return (
             f"reaches {most} keys whose rows are {request.kv_pitch} bytes apart, not {request.seq_len_kv}: make "
-            "k and v contiguous"
+            f"{arg.k} and {arg.v} contiguous"
         )
 
     return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
@@ -183,10 +203,32 @@ def page_within(bytes_: int, rows: int) -> Need:
             return None
         return (
             f"takes keys less than {most} bytes apart in pages of {request.page_size}, not {request.kv_pitch}: make "
-            "k and v contiguous"
+            f"{arg.k} and {arg.v} contiguous"
         )
 
     return Need(f"a page within {bytes_ >> 20} MiB", refuses)
+
+
+def pages_in_runs(rows: int) -> Need:
+    """Pages have a power of two of at least `rows` keys, and sequences begin where their first page does."""
+
+    def refuses(request: Request) -> str | None:
+        size = request.page_size
+        if size is None:
+            return None
+        if size < rows or size & (size - 1):
+            return (
+                f"takes pages of a power of two of at least {rows} keys, not of {size}: allocate such pages, or "
+                f"gather a sequence's pages into {arg.k} and {arg.v}"
+            )
+        if "cache_leftpad" in request.features:
+            return (
+                f"does not do padding at the left of pages ({arg.cache_leftpad} with {arg.block_table}): pass "
+                "pages that start with a sequence's first key"
+            )
+        return None
+
+    return Need(f"pages of a power of two of at least {rows} keys, without padding at the left", refuses)
 
 
 def unless_paged(need: Need, paged: Need) -> Need:
@@ -203,7 +245,9 @@ def rows_within(bytes_: int) -> Need:
     def refuses(request: Request) -> str | None:
         if request.kv_pitch < bytes_:
             return None
-        return f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make k and v contiguous"
+        return (
+            f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make {arg.k} and {arg.v} contiguous"
+        )
 
     return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
 
@@ -241,15 +285,18 @@ def mask_blocks(rows: int, keys: int) -> Need:
     return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
 
 
+PAGES = pages_in_runs(16)  # where rows of one page are copied together
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: what a kernel can do, and where it lives.
 
-    `module` holds `prepare` (see `Prepare`) and is None while the kernel is not built. `tuning` maps each tuning
-    option it takes to the architectures it means something on. `needs` are conditions on the call. `switched_off`
-    is a variable that keeps the kernel from being chosen. `reason` says in a few words why it stands where it
-    stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for any two of
-    `head_dims`.
+    `module`, relative to this package, holds `prepare` (see `Prepare`) and is None while the kernel is not built.
+    `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
+    the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
+    it stands where it stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for
+    any two of `head_dims`.
     """
 
     name: str
@@ -268,7 +315,7 @@ class Kernel:
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="gfx950",
-        module="kernels.flash_attn_gfx950",
+        module=".flash_attn_gfx950",
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
@@ -279,12 +326,13 @@ KERNELS: tuple[Kernel, ...] = (
             aligned(4),
             unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512)),
             mask_blocks(128, 64),
+            PAGES,
         ),
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
         name="gfx950_fp8",
-        module="kernels.flash_attn_gfx950_fp8",
+        module=".flash_attn_gfx950_fp8",
         archs=("gfx950",),
         head_dims=(128,),
         dtypes=("f8e4m3",),
@@ -296,7 +344,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="sm90",
-        module="kernels.flash_attn_sm90",
+        module=".flash_attn_sm90",
         archs=("sm_90a",),
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
@@ -309,6 +357,7 @@ KERNELS: tuple[Kernel, ...] = (
                 "cache_leftpad",
                 "kv_batch_idx",
                 "window",
+                "attention_chunk",
                 "softcap",
                 "alibi",
             ),
@@ -316,23 +365,23 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
-        needs=(aligned(16), mask_blocks(64, 64)),
+        needs=(aligned(16), mask_blocks(64, 64), PAGES),
         mixed_dims=((192, 128),),
     ),
     Kernel(
         name="sm90_fp8",
-        module="kernels.flash_attn_sm90_fp8",
+        module=".flash_attn_sm90_fp8",
         archs=("sm_90a",),
         head_dims=(64, 128, 256),
         dtypes=("f8e4m3",),
         features=("split_kv", *OF_CACHES, "descale"),
         tuning={},
         reason="the sm90 kernel on 8-bit products, with V turned beforehand or, decoding, in the kernel",
-        needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64)),
+        needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64), PAGES),
     ),
     Kernel(
         name="generic",
-        module="kernels.flash_attn_generic",
+        module=".flash_attn_generic",
         archs=AMD + NVIDIA,
         head_dims=tuple(range(32, 257, 8)),
         dtypes=("bf16", "f16"),
@@ -356,8 +405,9 @@ def head_dims(kernel: Kernel) -> str:
 def _head_dim_advice(kernel: Kernel, head_dim: int) -> str:
     wider = [d for d in kernel.head_dims if d > head_dim]
     if not wider:
-        return "torch.nn.functional.scaled_dot_product_attention takes it"
-    return f"pad q, k and v with zeros to head_dim {min(wider)} and pass softmax_scale={head_dim}**-0.5"
+        return f"torch.nn.functional.scaled_dot_product_attention takes {arg('q, k')} and {arg.v}"
+    padded = f"pad {arg('q, k')} and {arg.v} with zeros to head_dim {min(wider)}"
+    return f"{padded} and pass {arg.softmax_scale}={head_dim}**-0.5"
 
 
 def _takes_mixed(kernel: Kernel, request: Request) -> bool:
@@ -368,6 +418,12 @@ def _takes_mixed(kernel: Kernel, request: Request) -> bool:
 
 def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     """Why `kernel` cannot serve `request` on `arch` (ends in what to do instead), or None when it can."""
+    text = _refusal(kernel, arch, request)
+    return None if text is None else plain(text)
+
+
+def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
+    """`refusal` with arguments marked."""
     if arch not in kernel.archs:
         return f"runs on {_listed(kernel.archs)}, not on {arch}"
     if kernel.module is None:
@@ -375,15 +431,15 @@ def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if kernel.switched_off is not None and kernel.switched_off.get():
         return f"is switched off by {kernel.switched_off.name}=1"
     if request.dtype not in kernel.dtypes:
-        return f"takes {_listed(kernel.dtypes)}, not {request.dtype}: convert with .to(torch.bfloat16)"
+        return f"takes {arg.q} of {_listed(kernel.dtypes)}, not {request.dtype}: convert with .to(torch.bfloat16)"
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"
     if request.value_dim != request.head_dim and not _takes_mixed(kernel, request):
         pairs = ", ".join(f"({d}, {v})" for d, v in kernel.mixed_dims or ()) or "none that differ"
         return (
-            f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad v with zeros "
-            f"to head_dim {request.head_dim} and cut the output"
+            f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad {arg.v} with "
+            f"zeros to head_dim {request.head_dim} and cut the output"
         )
     missing = [FEATURES[name] for name in request.features if name not in kernel.features]
     if missing:
@@ -405,21 +461,22 @@ def choose(arch: str, request: Request) -> Kernel:
     for kernel in KERNELS:
         if forced not in ("", kernel.name):
             continue
-        why = refusal(kernel, arch, request)
+        why = _refusal(kernel, arch, request)
         if why is None:
             return kernel
         if forced:
-            raise UnsupportedError(
+            raise problem(
+                UnsupportedError,
                 f"{config.KERNEL.name}={forced}: the {forced} kernel {why}; unset {config.KERNEL.name}, and "
-                f"flash attention chooses its kernel for target {arch}"
+                f"flash attention chooses its kernel for target {arch}",
             )
         if arch in kernel.archs:
             refusals[kernel.name] = why
     if not refusals:
         accepted = _listed(sorted({arch for kernel in KERNELS for arch in kernel.archs}))
-        raise UnsupportedError(f"flash attention has no kernel for target {arch}; targets: {accepted}")
+        raise problem(UnsupportedError, f"flash attention has no kernel for target {arch}; targets: {accepted}")
     reasons = "; ".join(f"the {name} kernel {why}" for name, why in refusals.items())
-    raise UnsupportedError(f"no flash-attention kernel serves this call on target {arch}: {reasons}")
+    raise problem(UnsupportedError, f"no flash-attention kernel serves this call on target {arch}: {reasons}")
 
 
 def device_of(device: torch.device) -> Device:
@@ -438,4 +495,4 @@ def target_of(device: torch.device) -> str:
 
 def prepare_function(kernel: Kernel) -> Prepare:
     """The kernel's `prepare`, imported on first use."""
-    return importlib.import_module(kernel.module).prepare
+    return importlib.import_module(kernel.module, __package__).prepare

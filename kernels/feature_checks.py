@@ -5,30 +5,32 @@ From keyword arguments to `Features` and the operands that a kernel takes for th
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fly.errors import ArgumentTypeError
-from kernels.argument_checks import check_last_stride, check_tensor, fail
-from kernels.block_mask import BlockMask
-from kernels.features import OPERANDS, Features, Mod, dependencies
+
+from .argument_checks import ATTENTION, check_last_stride, check_tensor, fail, whole, written
+from .block_mask import BlockMask
+from .callers import arg
+from .features import OPERANDS, Features, Mod, dependencies
 
 NO_WINDOW = (-1, -1)
-MIN_PAGE = 16
+SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
+WIDE_SOFTCAP = 256.0  # from here on, see `Features.wide_softcap`
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DESCALES = ("q_descale", "k_descale", "v_descale")
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
-# keyword arguments by the name under which `kernels.dispatch.FEATURES` has them
+# keyword arguments by the name under which `dispatch.FEATURES` has them
 NAMES = {
     "seqused": ("seqused_q", "seqused_kv"),
     "cache_leftpad": ("cache_leftpad",),
     "kv_batch_idx": ("kv_batch_idx",),
     "paged": ("block_table",),
     "window": ("window_left", "window_right"),
+    "attention_chunk": ("attention_chunk",),
     "softcap": ("softcap",),
     "alibi": ("alibi_slopes",),
     "bias": ("bias",),
@@ -43,22 +45,21 @@ def window_of(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     """(left, right) limits of a window, None where it has none; a causal call's right side is closed anyway."""
     good = isinstance(window_size, Sequence) and len(window_size) == 2
     if not good or any(isinstance(side, bool) or not isinstance(side, int) for side in window_size):
-        fail(f"window_size must be two ints (left, right), got {window_size!r}", ArgumentTypeError)
+        fail(f"{arg.window_size} must be two ints (left, right), got {written(window_size)}", ArgumentTypeError)
     for side in window_size:
         if not -1 <= side < 2**31:
-            fail(f"window_size must have sides from 0 to 2**31 - 1, or -1 for no limit, got {tuple(window_size)}")
+            sides = "sides from 0 to 2**31 - 1, or -1 for no limit"
+            fail(f"{arg.window_size} must have {sides}, got {written(tuple(window_size))}")
     left, right = (None if side < 0 else side for side in window_size)
     return left, None if causal else right
 
 
 def softcap_of(softcap: Any) -> float | None:
     """The cap of the scores, None for none."""
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        fail(f"softcap must be a Python number, got {softcap!r} ({type(softcap).__name__})", ArgumentTypeError)
-    cap = float(softcap)
-    if not math.isfinite(cap) or cap < 0:
-        fail(f"softcap must be a finite positive number, or 0 for none, got {softcap!r}")
-    return cap or None
+    accepted = "a finite positive number, or 0 for none"
+    cap = ATTENTION.number("softcap", softcap, accepted, lambda cap: cap >= 0)
+    # of float32 scores, larger caps leave all as they are, and smaller ones none
+    return min(max(cap, SOFTCAPS[0]), SOFTCAPS[1]) if cap else None
 
 
 def _check_counts(name: str, value: Any, batch: int, device: torch.device) -> None:
@@ -66,27 +67,23 @@ def _check_counts(name: str, value: Any, batch: int, device: torch.device) -> No
     good = value.shape == (batch,) and value.dtype == torch.int32 and value.is_contiguous()
     if not good or value.device != device:
         fail(
-            f"{name} must hold {batch} contiguous int32 numbers on {device}, got shape {tuple(value.shape)}, dtype "
-            f"{value.dtype} on {value.device}"
+            f"{arg(name)} must hold {batch} contiguous int32 numbers on {device}, got shape {tuple(value.shape)}, "
+            f"dtype {value.dtype} on {value.device}"
         )
 
 
 def _check_block_table(table: Any, k: torch.Tensor, batch: int, options: Mapping[str, Any]) -> None:
-    if table.shape[0] != batch:
-        fail(f"block_table must have a row for each of {batch} sequences, got shape {tuple(table.shape)}")
+    if options["kv_batch_idx"] is None and table.shape[0] != batch:
+        fail(f"{arg.block_table} must have a row for each of {batch} sequences, got shape {tuple(table.shape)}")
     if options["seqused_kv"] is None and options["cu_seqlens_kv"] is None:
-        fail("block_table needs the sequences' lengths: pass seqused_kv, (B,) int32")
+        fail(f"{arg.block_table} needs the sequences' lengths: pass {arg.seqused_kv}, (B,) int32")
     if options["cu_seqlens_kv"] is not None and options["cu_seqlens_q"] is None:
-        fail("cu_seqlens_kv with block_table is for packed queries (cu_seqlens_q); pass seqused_kv, (B,) int32")
-    for name, instead in (
-        ("cache_leftpad", "pages that start with a sequence's first key"),
-        ("kv_batch_idx", "block_table[kv_batch_idx]"),
-    ):
-        if options[name] is not None:
-            fail(f"{name} does not go with block_table; pass {instead}")
-    size = k.shape[1]
-    if size < MIN_PAGE or size & (size - 1):
-        fail(f"pages of k and v must have a power of two of at least {MIN_PAGE} keys, got {size}")
+        fail(
+            f"{arg.cu_seqlens_kv} with {arg.block_table} is for packed queries ({arg.cu_seqlens_q}); pass "
+            f"{arg.seqused_kv}, (B,) int32"
+        )
+    if not k.shape[1]:
+        fail(f"pages of {arg.k} and {arg.v} must have at least one key, got shape {tuple(k.shape)}")
 
 
 def check_table(table: Any, device: torch.device) -> None:
@@ -94,8 +91,8 @@ def check_table(table: Any, device: torch.device) -> None:
     check_tensor("block_table", table)
     if table.dim() != 2 or table.dtype != torch.int32 or table.device != device:
         fail(
-            f"block_table must be (B, pages of a sequence) int32 on {device}, got shape {tuple(table.shape)}, dtype "
-            f"{table.dtype} on {table.device}"
+            f"{arg.block_table} must be (B, pages of a sequence) int32 on {device}, got shape {tuple(table.shape)}, "
+            f"dtype {table.dtype} on {table.device}"
         )
     check_last_stride("block_table", table)
 
@@ -103,19 +100,19 @@ def check_table(table: Any, device: torch.device) -> None:
 def _check_floats(name: str, value: Any, device: torch.device) -> None:
     check_tensor(name, value)
     if value.dtype not in FLOATS:
-        fail(f"{name} has dtype {value.dtype}; accepted: {', '.join(map(str, FLOATS))}", ArgumentTypeError)
+        fail(f"{arg(name)} has dtype {value.dtype}; accepted: {', '.join(map(str, FLOATS))}", ArgumentTypeError)
     if value.device != device:
-        fail(f"{name} must be on q's device {device}, got {value.device}")
+        fail(f"{arg(name)} must be on {arg.q}'s device {device}, got {value.device}")
 
 
 def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> torch.Tensor:
     check_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32:
-        fail(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32", ArgumentTypeError)
+        fail(f"{arg.alibi_slopes} has dtype {slopes.dtype}; accepted: torch.float32", ArgumentTypeError)
     if slopes.device != device:
-        fail(f"alibi_slopes must be on q's device {device}, got {slopes.device}")
+        fail(f"{arg.alibi_slopes} must be on {arg.q}'s device {device}, got {slopes.device}")
     if slopes.shape not in ((heads,), (batch, heads)):
-        fail(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+        fail(f"{arg.alibi_slopes} must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
     check_last_stride("alibi_slopes", slopes)
     return slopes.expand(batch, heads)
 
@@ -124,9 +121,9 @@ def _bias(bias: Any, shape: tuple[int, ...], packed: bool, device: torch.device)
     """(B, H, Sq, Skv), or (B, H, Skv) where it is not by query."""
     _check_floats("bias", bias, device)
     if packed:
-        fail("bias is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
+        fail(f"{arg.bias} is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
     if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape))):
-        fail(f"bias must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
+        fail(f"{arg.bias} must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
     if bias.dim() < 2 or bias.shape[-2] == 1:
         # the kernels load what is not by query once for all rows
         batch, heads, _, keys = shape
@@ -137,7 +134,7 @@ def _bias(bias: Any, shape: tuple[int, ...], packed: bool, device: torch.device)
 def _sink(sink: Any, heads: int, device: torch.device) -> torch.Tensor:
     _check_floats("sink", sink, device)
     if sink.shape != (heads,):
-        fail(f"sink must have one entry a query head, shape ({heads},), got {tuple(sink.shape)}")
+        fail(f"{arg.sink} must have one entry a query head, shape ({heads},), got {tuple(sink.shape)}")
     check_last_stride("sink", sink)
     return sink
 
@@ -145,11 +142,11 @@ def _sink(sink: Any, heads: int, device: torch.device) -> torch.Tensor:
 def _descale(name: str, scales: Any, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
     check_tensor(name, scales)
     if scales.dtype != torch.float32:
-        fail(f"{name} has dtype {scales.dtype}; accepted: torch.float32", ArgumentTypeError)
+        fail(f"{arg(name)} has dtype {scales.dtype}; accepted: torch.float32", ArgumentTypeError)
     if scales.device != device:
-        fail(f"{name} must be on q's device {device}, got {scales.device}")
+        fail(f"{arg(name)} must be on {arg.q}'s device {device}, got {scales.device}")
     if scales.shape not in ((), (1,), (batch, kv_heads)):
-        fail(f"{name} must have shape (), (1,) or (B, Hkv) = ({batch}, {kv_heads}), got {tuple(scales.shape)}")
+        fail(f"{arg(name)} must have shape (), (1,) or (B, Hkv) = ({batch}, {kv_heads}), got {tuple(scales.shape)}")
     return scales.expand(batch, kv_heads)
 
 
@@ -191,8 +188,8 @@ def _block_lists(
     device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
     if not isinstance(mask, BlockMask):
-        hint = "; pass kernels.block_mask.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
-        fail(f"block_mask must be a kernels.block_mask.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
+        hint = "; pass fly_attention.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
+        fail(f"block_mask must be a fly_attention.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
     if packed:
         fail("block_mask is for (B, S, H, D) tensors; for packed sequences pass its mask_mod as mask_mod")
     if mask_mod is not None:
@@ -203,7 +200,7 @@ def _block_lists(
 def check_features(
     q: torch.Tensor, k: torch.Tensor, causal: bool, batch: int, packed: bool, options: Mapping[str, Any]
 ) -> tuple[Features, tuple[Any, ...], tuple[str, ...]]:
-    """(static features, operands, names in `kernels.dispatch.FEATURES`) of a call's keyword arguments.
+    """(static features, operands, names in `dispatch.FEATURES`) of a call's keyword arguments.
 
     Raises:
         ArgumentError, ArgumentTypeError: a mistake of the caller.
@@ -211,22 +208,28 @@ def check_features(
     device, heads = q.device, q.shape[-2]
     left, right = window_of(options["window_size"], causal)
     found: dict[str, Any] = {"window_left": left, "window_right": right, "softcap": softcap_of(options["softcap"])}
+    whole("attention_chunk", options["attention_chunk"], 0, 2**31 - 1)
+    found["attention_chunk"] = options["attention_chunk"] or None
     for name in ("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx"):
         if options[name] is not None:
             _check_counts(name, options[name], batch, device)
             found[name] = options[name]
-    keys = k.shape[1]
+    keys = k.shape[-3]
     if (table := options["block_table"]) is not None:
         _check_block_table(table, k, batch, options)
         found["block_table"] = table
-        keys *= table.shape[1]
+        keys = k.shape[1] * table.shape[1]
+    # no further than there are keys to the left and queries to the right: positions plus a side stay below 2**31
+    for side, most in (("window_left", keys), ("window_right", q.shape[-3])):
+        if found[side] is not None:
+            found[side] = min(found[side], most)
     for name in ("cache_leftpad", "kv_batch_idx"):
-        if name in found and packed:
-            fail(f"{name} is for (B, S, Hkv, D) keys; packed ones have cu_seqlens_kv and seqused_kv")
+        if name in found and options["cu_seqlens_kv"] is not None and table is None:
+            fail(f"{arg(name)} is for (B, S, Hkv, D) keys; packed ones have {arg.cu_seqlens_kv} and {arg.seqused_kv}")
     if options["alibi_slopes"] is not None:
         found["alibi_slopes"] = _slopes(options["alibi_slopes"], batch, heads, device)
     if options["bias"] is not None:
-        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[1], keys), packed, device)
+        found["bias"] = _bias(options["bias"], (batch, heads, q.shape[-3], keys), packed, device)
     if options["sink"] is not None:
         found["sink"] = _sink(options["sink"], heads, device)
     for name in DESCALES:
@@ -243,7 +246,8 @@ def check_features(
         block_size = tuple(block_mask.BLOCK_SIZE)
     aux = _aux(options["aux_tensors"], bool(score_mod or mask_mod), device)
     names = tuple(name for name in OPERANDS if found.get(name) is not None)
-    asked = Features(names, score_mod, mask_mod, block_size)
+    wide = found["softcap"] is not None and found["softcap"] >= WIDE_SOFTCAP
+    asked = Features(names, score_mod, mask_mod, block_size, wide_softcap=wide)
     told = [name for name in names if name != "seqused_kv" or "block_table" not in found]  # pages imply lengths
     wanted = [feature for feature, operands in NAMES.items() if any(name in told for name in operands)]
     wanted += [name for name in ("score_mod", "mask_mod") if getattr(asked, name) is not None]

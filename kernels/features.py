@@ -23,10 +23,14 @@ from typing import Any, Protocol
 
 import fly
 from fly.errors import DTypeError
-from kernels.mask import KeyRange
-from kernels.score_bias import BiasTile, add
+
+from .mask import KeyRange
+from .score_bias import BiasTile, add
 
 LOG2_E = math.log2(math.e)
+LARGEST_INVERSE = 2.0**126  # of a softcap, times the scale: infinity times a score of 0 would be NaN
+TANH_SMALL = 0.35
+TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925)  # of tanh(x) / x, in x squared
 
 # The operands that kernels know, in the order in which they take them. Auxiliary tensors come last.
 OPERANDS = (
@@ -37,6 +41,7 @@ OPERANDS = (
     "block_table",
     "window_left",
     "window_right",
+    "attention_chunk",
     "softcap",
     "alibi_slopes",
     "bias",
@@ -49,7 +54,7 @@ OPERANDS = (
     "k_descale",
     "v_descale",
 )
-NUMBERS = ("window_left", "window_right", "softcap")
+NUMBERS = ("window_left", "window_right", "attention_chunk", "softcap")
 SCORE_OPERANDS = ("softcap", "alibi_slopes", "bias")
 
 
@@ -116,7 +121,8 @@ class Features:
     """The static side: which operands a kernel gets, in order, and the functions traced into it.
 
     `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
-    `one_query`: rows are heads of one query (`kernels.attention_launch.heads_as_rows`), and `sink` is (Hkv, rows).
+    `one_query`: rows are heads of one query (`attention_launch.heads_as_rows`), and `sink` is (Hkv, rows).
+    `wide_softcap`: the softcap is so large that `fly.tanh`'s error would show, which is a part of the cap.
     """
 
     operands: tuple[str, ...] = ()
@@ -124,6 +130,7 @@ class Features:
     mask_mod: Mod | None = None
     block_size: tuple[int, int] | None = None
     one_query: bool = False
+    wide_softcap: bool = False
 
     def place(self, name: str) -> int:
         """Where operand `name` is among those of a call's operands that are tensors."""
@@ -171,7 +178,12 @@ class Features:
     @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
-        return "window_left" in self.operands
+        return "window_left" in self.operands or "attention_chunk" in self.operands
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether rows do not see the last keys, beside causality."""
+        return "window_right" in self.operands or "attention_chunk" in self.operands
 
     @property
     def may_hide(self) -> bool:
@@ -207,6 +219,12 @@ class Given:
     def get(self, name: str) -> Any:
         """An operand, or None."""
         return self.operands.get(name)
+
+    def key_range(self, queries: Any, keys: Any, causal: bool) -> KeyRange:
+        """Which of `keys` keys each of a sequence's `queries` sees, but for `mask_mod`."""
+        left, right, chunk = map(self.get, ("window_left", "window_right", "attention_chunk"))
+        one = self.features.one_query
+        return KeyRange(queries, keys, causal, left=left, right=right, one_query=one, chunk=chunk)
 
     def scale(self, scale_log2: fly.Value) -> fly.Value:
         """What the softmax multiplies scores by: modified ones are scaled already."""
@@ -268,8 +286,11 @@ class Given:
             return scores
         softmax_scale = scale_log2 * (1 / LOG2_E)
         if (cap := self.get("softcap")) is not None:
-            inverse = softmax_scale * fly.rcp(cap)
-            scores = scores.map(lambda tile, r, c: fly.tanh(tile * inverse) * cap)
+            inverse = fly.minimum(softmax_scale * fly.rcp(cap), LARGEST_INVERSE)
+            if self.features.wide_softcap:
+                scores = scores.map(lambda tile, r, c: _capped(tile * softmax_scale, tile * inverse, cap))
+            else:
+                scores = scores.map(lambda tile, r, c: fly.tanh(tile * inverse) * cap)
         else:
             scores = scores.map(lambda tile, r, c: tile * softmax_scale)
         if self.get("alibi_slopes") is not None:
@@ -334,6 +355,20 @@ class _Batch(fly.Value):
     def new_zeros(self, *size: Any, **options: Any) -> fly.Value:
         """False, to be combined with masks."""
         return fly.i1(False)
+
+
+def _capped(score: fly.Value, ratio: fly.Value, cap: fly.Value) -> fly.Value:
+    """cap * tanh(score / cap) to about 2**-20 of itself, for any cap; `ratio` is score / cap.
+
+    Small ratios take tanh's series, whose error is below 2**-26 there, times the score: what is left of it then does
+    not depend on how exact the ratio is, or on whether it is 0.
+    """
+    square = ratio * ratio
+    series = fly.fma(square, TANH_SERIES[-1], TANH_SERIES[-2])
+    for coefficient in TANH_SERIES[-3::-1]:
+        series = fly.fma(series, square, coefficient)
+    large = cap * (1.0 - 2.0 * fly.rcp(fly.exp2(ratio * (2 * LOG2_E)) + 1.0))
+    return fly.select(fly.absolute(ratio) < TANH_SMALL, score * series, large)
 
 
 def _of_head(place: Place, load: Callable[[fly.Value], fly.Value]) -> fly.Value | fly.RowVector:

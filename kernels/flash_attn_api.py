@@ -1,24 +1,28 @@
 """FlashAttention-2's functions: the same names, arguments, defaults and results, on fly's kernels.
 
-`from kernels.flash_attn_api import flash_attn_func` takes the place of `from flash_attn import flash_attn_func` for
+`from fly_attention import flash_attn_func` takes the place of `from flash_attn import flash_attn_func` for
 inference. Tensors are on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and
 -4 behave differently, docs/compatibility.md says which one is followed.
 
 What holds for all functions here:
 
+    Integers (window sides, max_seqlen_*, cache_seqlens, num_splits) may be Python's, numpy's or tensors without
+        dimensions on the CPU. On a device only cache_seqlens may be: reading others would synchronise.
     dropout_p: 0.0; others raise. deterministic: either; the forward pass always gives the same bits.
     softmax_scale: factor of the scores, D**-0.5 by default.
     causal: query i of Sq sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
     window_size: (left, right); query i sees keys from i + Skv − Sq − left to i + Skv − Sq + right, both included.
-        -1 or None: no limit. With causal, right is 0.
+        -1 or None: no limit; a side below -1 raises, for it is none in FlashAttention-2 and a bound in -4. With
+        causal, right is 0.
     softcap: scores become softcap·tanh(score/softcap); 0 for none.
     alibi_slopes: (H,) or (B, H) float32; −slope·|i + Skv − Sq − j| is added to the scores.
-    extras: keywords of FlashAttention-3 and -4, see `kernels.api_options.Extras`.
+    extras: keywords of FlashAttention-3 and -4, see `api_options.Extras`.
 
     Returns out, or with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (B, H, Sq) float32, packed
     (H, total_q), the natural log of the sum of exponentials of the scaled scores, −inf where a query sees no key;
     S_dmask is empty, as it is in FlashAttention-2 without dropout.
 
+    Errors name the function that was called and its arguments.
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
     UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients, and what kernels of
     8-bit inputs do not do, such as packed sequences.
@@ -28,36 +32,45 @@ Under torch.compile and torch.export a call becomes the operation `torch.ops.fly
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Unpack
 
 import torch
 
-from kernels.api_options import (
-    CACHE,
-    DENSE,
-    PACKED,
-    Extras,
-    add_packing,
-    attend,
-    check_cache,
-    one_of,
-    options_of,
-    parts_of,
-    with_rows,
+from .api_checks import check_cache, lengths_of
+from .api_options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of, with_rows
+from .argument_checks import Checks
+from .callers import (
+    APPEND,
+    FUNC,
+    KVCACHE,
+    KVPACKED,
+    QKVPACKED,
+    VARLEN,
+    VARLEN_KVPACKED,
+    VARLEN_QKVPACKED,
+    Caller,
 )
-from kernels.argument_checks import flag
-from kernels.kv_cache_checks import check_length
-from kernels.torch_ops import append
+from .feature_checks import NO_WINDOW
+from .packed_cache import append_packed, batch_of
+from .torch_ops import append
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any], return_attn_probs: bool
+    caller: Caller,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    options: dict[str, Any],
+    return_attn_probs: bool,
 ) -> Result:
-    if not return_attn_probs:
-        return attend(q, k, v, causal, options)
-    out, lse = attend(q, k, v, causal, options, return_lse=True)
+    if return_attn_probs is False:
+        return attend(caller, q, k, v, causal, options)
+    Checks(caller.function).flag("return_attn_probs", return_attn_probs)
+    out, lse = attend(caller, q, k, v, causal, options, return_lse=True)
     return out, lse, q.new_empty(0)
 
 
@@ -68,7 +81,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -80,7 +93,7 @@ def flash_attn_func(
     H is a multiple of Hkv; head h reads head h·Hkv//H. The other arguments, and what is raised: see the module.
     """
     options = options_of(
-        "flash_attn_func",
+        FUNC,
         DENSE,
         dropout_p,
         softmax_scale,
@@ -88,9 +101,10 @@ def flash_attn_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
         extras,
     )
-    return _attend(q, k, v, causal, options, return_attn_probs)
+    return _attend(FUNC, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -99,7 +113,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -108,10 +122,9 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` of q (B, Sq, H, D) and k, v stacked in kv (B, Skv, 2, Hkv, D), which is not copied."""
     k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 2, 2, "(B, S, 2, Hkv, D)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
+    options = options_of(
+        KVPACKED,
+        DENSE,
         dropout_p,
         softmax_scale,
         causal,
@@ -119,9 +132,9 @@ def flash_attn_kvpacked_func(
         softcap,
         alibi_slopes,
         deterministic,
-        return_attn_probs,
-        **extras,
+        extras,
     )
+    return _attend(KVPACKED, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -129,7 +142,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -138,10 +151,9 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of q, k, v stacked in qkv (B, S, 3, H, D), which is not copied."""
     q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 3, 2, "(B, S, 3, H, D)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
+    options = options_of(
+        QKVPACKED,
+        DENSE,
         dropout_p,
         softmax_scale,
         causal,
@@ -149,9 +161,9 @@ def flash_attn_qkvpacked_func(
         softcap,
         alibi_slopes,
         deterministic,
-        return_attn_probs,
-        **extras,
+        extras,
     )
+    return _attend(QKVPACKED, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -165,7 +177,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -181,8 +193,9 @@ def flash_attn_varlen_func(
     block_table: (B, max pages) int32; k and v are pages then, (pages, page size, Hkv, D), and sequence b has
     cu_seqlens_k[b + 1] - cu_seqlens_k[b] keys, or seqused_k[b].
     """
+    caller = VARLEN.given(extras)
     options = options_of(
-        "flash_attn_varlen_func",
+        caller,
         PACKED,
         dropout_p,
         softmax_scale,
@@ -190,12 +203,11 @@ def flash_attn_varlen_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
         extras,
     )
-    add_packing(
-        "flash_attn_varlen_func", options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
-    )
-    return _attend(q, k, v, causal, options, return_attn_probs)
+    add_packing(caller, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    return _attend(caller, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -208,7 +220,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -217,14 +229,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q (total_q, H, D) and k, v stacked in kv (total_k, 2, Hkv, D), not copied."""
     k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 1, "(total, 2, Hkv, D)")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+    caller = VARLEN_KVPACKED.given(extras)
+    options = options_of(
+        caller,
+        PACKED,
         dropout_p,
         softmax_scale,
         causal,
@@ -232,9 +240,10 @@ def flash_attn_varlen_kvpacked_func(
         softcap,
         alibi_slopes,
         deterministic,
-        return_attn_probs,
-        **extras,
+        extras,
     )
+    add_packing(caller, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None)
+    return _attend(caller, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -244,7 +253,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -253,14 +262,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q, k, v stacked in qkv (total, 3, H, D), which is not copied."""
     q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 1, "(total, 3, H, D)")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
+    caller = VARLEN_QKVPACKED.given(extras)
+    options = options_of(
+        caller,
+        PACKED,
         dropout_p,
         softmax_scale,
         causal,
@@ -268,9 +273,10 @@ def flash_attn_varlen_qkvpacked_func(
         softcap,
         alibi_slopes,
         deterministic,
-        return_attn_probs,
-        **extras,
+        extras,
     )
+    add_packing(caller, options, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None)
+    return _attend(caller, q, k, v, causal, options, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -287,7 +293,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -297,24 +303,29 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (B, Sq, H, D) with a cache of keys and values, to which new ones may be added first, in place.
 
+    q may also be packed: (total_q, H, D) with cu_seqlens_q (B + 1,) int32 and max_seqlen_q, as may new keys: k, v
+    (total_new, Hkv, D) with cu_seqlens_k_new (B + 1,) int32.
+
     k_cache, v_cache: (cache entries, S, Hkv, D); with block_table, (B, max pages) int32, (pages, page size, Hkv, D).
-    cache_seqlens: keys in the cache, an int for all sequences or (B,) int32; by default all of S. Positions from
-        the start of the cache entry, cache_leftpad's included.
+    cache_seqlens: keys in the cache, an int (or a tensor without dimensions) for all sequences or (B,) int32; by
+        default all of S. Positions from the start of the cache entry, cache_leftpad's included.
     k, v: (B, S_new, Hkv, D), written behind the keys that are there. cache_seqlens itself is not changed.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2): k is rotated at its positions before it is written, and a
-        copy of q likewise; without causal and window all of q is at position cache_seqlens. rotary_interleaved:
-        pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        copy of q likewise; without causal, window and chunk all of q is at position cache_seqlens.
+        rotary_interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
     cache_batch_idx: (B,) int32, the cache entry of each sequence. cache_leftpad: (B,) int32, where each begins.
     num_splits: parts that keys are split into; 0 takes what suits the device.
 
-    Returns out (B, Sq, H, D), with `return_softmax_lse` (out, softmax_lse (B, H, Sq)). The other arguments, and what
-    is raised: see the module.
+    Returns out of q's shape, with `return_softmax_lse` (out, softmax_lse (B, H, Sq), packed (H, total_q)). The other
+    arguments, and what is raised: see the module.
     """
-    name = "flash_attn_with_kvcache"
-    check_cache(name, q=q, k_cache=k_cache, v_cache=v_cache)
-    flag("causal", causal)
+    name, caller = KVCACHE.function, KVCACHE.given(extras)
+    cu_seqlens_q = extras.get("cu_seqlens_q")
+    check_cache(name, q, k_cache, v_cache, cu_seqlens_q is not None)
+    if rotary_interleaved is not True:
+        Checks(name).flag("rotary_interleaved", rotary_interleaved)
     options = options_of(
-        name,
+        caller,
         CACHE,
         0.0,
         softmax_scale,
@@ -322,35 +333,33 @@ def flash_attn_with_kvcache(
         window_size,
         softcap,
         alibi_slopes,
+        False,
         extras,
+        num_splits,
     )
-    options["num_kv_splits"] = num_splits
+    cu_seqlens_k_new = options.pop("cu_seqlens_k_new", None)
+    packed = not (cu_seqlens_q is None and cu_seqlens_k_new is None)
+    batch = batch_of(name, q, cu_seqlens_q, cu_seqlens_k_new) if packed else q.shape[0]
     if (pages := one_of(name, "block_table", block_table, options)) is not None:
         options["block_table"] = pages
-        if cache_seqlens is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
+        if cache_seqlens is k is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
             cache_seqlens = pages.shape[1] * k_cache.shape[1]
-    elif cache_batch_idx is None and k_cache.shape[0] > q.shape[0]:  # the first entries are the sequences' own
-        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
-    if isinstance(cache_seqlens, int):
-        check_length(cache_seqlens)
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    elif cache_batch_idx is None and k_cache.shape[0] > batch:  # the first entries are the sequences' own
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    if cache_seqlens is not None and (cache_seqlens.__class__ is not torch.Tensor or not cache_seqlens.dim()):
+        cache_seqlens = lengths_of(name, cache_seqlens, batch, q.device)
     if any(tensor is not None for tensor in (k, v, rotary_cos, rotary_sin)):
-        q = append(
-            with_rows(q),
-            k_cache,
-            v_cache,
-            with_rows(k),
-            with_rows(v),
-            rotary_cos,
-            rotary_sin,
-            cache_seqlens,
-            cache_batch_idx,
-            cache_leftpad,
-            pages,
-            rotary_interleaved,
-            rotate_each_query=causal or "window_size" in options,
-        )
-        cache_seqlens = cache_seqlens + k.shape[1]
+        rotate_each_query = causal or "window_size" in options or "attention_chunk" in options
+        new = (with_rows(q), k_cache, v_cache, with_rows(k), with_rows(v), rotary_cos, rotary_sin, cache_seqlens)
+        places = (cache_batch_idx, cache_leftpad, pages, rotary_interleaved)
+        appender = APPEND.given(extras)
+        if packed:
+            offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+            one = functools.partial(append, appender)
+            q = append_packed(name, one, *new, *places, **offsets, rotate_each_query=rotate_each_query)
+        else:
+            q = append(appender, *new, *places, rotate_each_query=rotate_each_query)
+        cache_seqlens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     given = {"seqused_kv": cache_seqlens, "kv_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     options |= {key: value for key, value in given.items() if value is not None}
-    return attend(q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)
+    return attend(caller, q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)

@@ -14,7 +14,7 @@ in tiles of `block_n`:
 | V's operand | transposing load where the target has one that fits, else stored transposed |
 | S, P, O, max, sum | registers, f32 |
 
-Tiles that every row sees whole take the unmasked loop; the masked loop does the rest. `kernels.tile_scheduler` says
+Tiles that every row sees whole take the unmasked loop; the masked loop does the rest. `tile_scheduler` says
 which block computes what, for dense and packed tensors and for split keys. With `overlap`, a tile's scores are
 computed while the tile before it goes through the softmax:
 
@@ -30,14 +30,15 @@ from typing import Any
 import fly
 from fly.backends.target import Target, target
 from fly.errors import ShapeError, UnsupportedError
-from kernels.attention_launch import bind_forward, heads_as_rows, split_count
-from kernels.attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
-from kernels.attention_tiles import store_lse, store_output
-from kernels.dispatch import Launch, Request, Tensors, target_of
-from kernels.features import NO_FEATURES, Features, Given
-from kernels.flash_attn_generic_tiles import TILES
-from kernels.online_softmax import OnlineSoftmax
-from kernels.tile_scheduler import Work, block_work
+
+from .attention_launch import bind_forward, heads_as_rows, split_count
+from .attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
+from .attention_tiles import store_lse, store_output
+from .dispatch import Launch, Request, Tensors, target_of
+from .features import NO_FEATURES, Features, Given
+from .flash_attn_generic_tiles import TILES
+from .online_softmax import OnlineSoftmax
+from .tile_scheduler import Work, block_work
 
 HEAD_DIMS = range(32, 257, 8)
 
@@ -121,10 +122,11 @@ def flash_attn_generic(
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
     options: GenericOptions,
+    folded: bool = False,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
-    Tensors in the forms of `kernels.tile_scheduler`; H is a multiple of Hkv; v and out may have another head
+    Tensors in the forms of `tile_scheduler`; H is a multiple of Hkv; v and out may have another head
     dimension than q and k; scale_log2: softmax_scale * log2(e); operands of `options.features`.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
@@ -141,10 +143,11 @@ def flash_attn_generic(
         xcds=fly.target().xcds,
         given=given,
         page_size=options.page_size,
+        folded=folded,
     )
     with work.if_any_row():
         output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
-        inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
+        inverse, row_lse = softmax.finish(given.sink(work, rows.numbers))
         store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
@@ -318,7 +321,7 @@ def options_for(
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`.
+    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`.
 
     One build serves equal and different lengths: masks follow the lengths at run time.
 

@@ -24,7 +24,15 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
     ("nvvm", 128): {"block_m": 128, "block_n": 32, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
     ("nvvm", 160): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
     ("nvvm", 192): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
-    ("nvvm", 224): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
+    ("nvvm", 224): {
+        "block_m": 64,
+        "block_n": 64,
+        "waves": 4,
+        "stages": 1,
+        "alternate": True,
+        "queries": "shared",
+        "lazy": True,
+    },
     ("nvvm", 256): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},
 }
 NOTES: dict[tuple[Any, ...], str] = {

@@ -15,7 +15,7 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 
 At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
 it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguous keys or from pages
-(`kernels.flash_attn_gfx950_copies`). A wait comes two barriers before the reads that need it: the other group passes
+(`flash_attn_gfx950_copies`). A wait comes two barriers before the reads that need it: the other group passes
 its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
@@ -23,7 +23,7 @@ row of the wave; until then probabilities stay below 2**8, which f32 sums and 16
 a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale. Where tiles need a mask
 the limit is -inf, so that one branch leads to both, and the rest of a tile is one block to the scheduler.
 
-Features (`kernels.features`): score modifiers and mask functions are a stage of cluster 2, between S(j) and its
+Features (`features`): score modifiers and mask functions are a stage of cluster 2, between S(j) and its
 maximum; windows make the first tiles partial as well as the last; the sink is one more score at the end.
 
 A block-sparse mask's tiles are those of its list, a step each, and any of them may be partial: the limit is set for
@@ -49,13 +49,15 @@ from fly.backends.rocdl.intrinsics import (
     sched_groups,
 )
 from fly.errors import ShapeError
-from kernels.attention_launch import bind_forward, heads_as_rows, split_count
-from kernels.attention_tiles import load_queries, store_lse, store_output
-from kernels.dispatch import Launch, Request, Tensors
-from kernels.features import NO_FEATURES, Features, Given
-from kernels.flash_attn_gfx950_copies import TILE_KEYS, copies_of, k_tile, v_tile
-from kernels.online_softmax import finish_with_sink
-from kernels.tile_scheduler import Work, block_work
+
+from .attention_launch import bind_forward, heads_as_rows, split_count
+from .attention_tiles import load_queries, store_lse, store_output
+from .dispatch import Launch, Request, Tensors
+from .features import NO_FEATURES, Features, Given
+from .flash_attn_gfx950_copies import TILE_KEYS, copies_of, k_tile, v_tile
+from .lazy_softmax import LazySoftmax
+from .online_softmax import EXACT_BELOW, LARGEST
+from .tile_scheduler import Work, block_work
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
 BLOCK_M = WAVES * WAVE_ROWS
@@ -109,36 +111,6 @@ class DualWaveOptions:
             raise ShapeError(f"stagger with {self.waves} waves; a block needs {WAVES} for two groups: leave it out")
 
 
-@dataclass(frozen=True)
-class LazySoftmax:
-    """The running softmax of the lane's row.
-
-    `total`: the lane's part of sum(exp2(scale * score + shift)), as two sums. `maximum` of the raw scores, when it
-    was last taken in; `shift` is -scale * maximum, and a score above `limit` calls for a new one. `rescales` counts
-    those of the wave.
-    """
-
-    maximum: fly.Value
-    shift: fly.Value
-    limit: fly.Value
-    total: fly.Value
-    rescales: fly.Value
-
-    def finish(
-        self, layout: fly.AccumulatorLayout, sink: fly.Value | fly.RowVector | None
-    ) -> tuple[fly.RowVector, fly.RowVector]:
-        """(1 / sum, log-sum-exp); see `OnlineSoftmax.finish`."""
-        total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
-        if sink is not None:
-            # the shift of a row without any key is 0
-            maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, -self.shift))
-            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            return finish_with_sink(maximum, total, sinks)
-        inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-        lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) - self.shift) * math.log(2)))
-        return inverse, lse
-
-
 @fly.kernel
 def flash_attn_gfx950(
     q: fly.Tensor,
@@ -152,6 +124,7 @@ def flash_attn_gfx950(
     debug_counts: fly.Tensor | None,
     *operands: fly.Operand,
     options: DualWaveOptions,
+    folded: bool = False,
 ):
     """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
 
@@ -170,6 +143,7 @@ def flash_attn_gfx950(
         xcds=fly.target().xcds,
         given=given,
         page_size=options.page_size,
+        folded=folded,
     )
     with work.if_any_row():
         attend(work, scale_log2, given.at(work), debug_counts, options, Tiles)
@@ -210,11 +184,13 @@ class Tiles:
 
     Tiles count from `work.first_tile`; where they are steps of a list, stages also get `listed`, the key tile's
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
-    instructions, and `threshold`, see the module.
+    instructions, `threshold`, see the module, and `measured_shift`, the shift of scores that are measured from their
+    maximum: nearly that of a maximum of 0, but none that such a row has by chance without being as good as 0.
     """
 
     atom = (32, 32, 16)
     threshold = RESCALE_THRESHOLD
+    measured_shift = 2.0**-143  # its bits are 64, which instructions hold
 
     def __init__(
         self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
@@ -271,7 +247,8 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
-        return softmax.finish(self.link.layout, self.given.sink(self.work, self.rows))
+        origin = fly.select(self._measured(softmax.shift), fly.minimum(softmax.maximum * self.scale, LARGEST), 0.0)
+        return softmax.finish(self.link.layout, origin, self.given.sink(self.work, self.rows))
 
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
@@ -321,7 +298,7 @@ class Tiles:
             self.count,
             **self.copies.start(self.work.first_tile, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
-            softmax=LazySoftmax(low, zero, low, fly.broadcast(zero, 2), fly.i32(0)),
+            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
 
@@ -354,8 +331,8 @@ class Tiles:
         Those of a list that do may be anywhere: the limit is set for every tile.
         """
         if listed is not None:
-            limit = softmax.maximum + self.margin
-            limit = fly.cond(self.partial(tile.number, listed), lambda: fly.f32(-math.inf), lambda: limit)
+            partial = self.partial(tile.number, listed)
+            limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: softmax.unmasked_limit)
             return replace(softmax, limit=limit)
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
@@ -363,7 +340,7 @@ class Tiles:
         partial, limit = self.ends(last), softmax.limit
         if self.given.features.windowed:
             # the first tiles' limit goes up again behind them
-            partial, limit = partial | self.begins(tile.number), softmax.maximum + self.margin
+            partial, limit = partial | self.begins(tile.number), softmax.unmasked_limit
         limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
         return replace(softmax, limit=limit)
 
@@ -507,24 +484,42 @@ class Tiles:
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
             row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
             maximum = fly.maximum(softmax.maximum, row)
-            # a row without any key so far is measured from 0: -inf - -inf is NaN; nothing was accumulated there
-            none = maximum == -math.inf
-            factor = fly.select(none, 1.0, fly.exp2((softmax.maximum - maximum) * self.scale))
-            shift = fly.select(none, 0.0, self._shift(maximum))
+            shift = self._shift(maximum)
+            large = fly.absolute(maximum * self.scale) >= EXACT_BELOW
+            shift = fly.select(large, self.measured_shift, shift)
+            # a row without any key so far is measured from 0: -inf - -inf is NaN
+            shift = fly.select(maximum == -math.inf, 0.0, shift)
+            apart = (softmax.maximum - maximum) * self.scale
+            measured = self._measured(shift) | self._measured(softmax.shift)
+            apart = fly.select(measured, apart, shift - softmax.shift)
+            # nothing was accumulated in a row without keys
+            factor = fly.select(softmax.maximum == -math.inf, 1.0, fly.exp2(apart))
             factors = fly.RowVector(self.link.layout, ((factor,),))
-            total = softmax.total * fly.broadcast(factor, 2)
-            limit = maximum + self.margin
+            limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
             if listed is None:
                 limit = fly.select(self.partial(tile.number + 1), -math.inf, limit)
-            return output.scale_rows(factors), LazySoftmax(maximum, shift, limit, total, softmax.rescales + 1)
+            total = softmax.total * fly.broadcast(factor, 2)
+            state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
+            return output.scale_rows(factors), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
             s_early, s_late, top = fly.cond(self.partial(tile.number, listed), masked, lambda: (early, late, largest))
             grown = fly.any_lane(top > softmax.maximum + self.margin)
-            state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
-            return s_early, s_late, *state
+            result, state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
+            measured = self._measured(state.shift)
+
+            def from_maximum() -> tuple[fly.Value, fly.Value]:
+                origin = fly.broadcast(fly.select(measured, state.maximum, 0.0), len(early))
+                return s_early - origin, s_late - origin
+
+            s_early, s_late = fly.cond(fly.any_lane(measured), from_maximum, lambda: (s_early, s_late))
+            return s_early, s_late, result, state
 
         return fly.cond(needed, rare, lambda: (early, late, output, softmax))
+
+    def _measured(self, shift: fly.Value) -> fly.Value:
+        """Whether scores of a row with this shift are measured from its maximum before they are scaled."""
+        return shift == self.measured_shift
 
     def _shift(self, maximum: fly.Value) -> fly.Value:
         """What is added to scale * score of a row with this maximum."""
@@ -543,7 +538,7 @@ class Tiles:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare` and `prepare_kernel`."""
+    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare` and `prepare_kernel`."""
     return prepare_kernel(flash_attn_gfx950, tensors, request)
 
 

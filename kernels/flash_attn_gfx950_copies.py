@@ -18,8 +18,9 @@ from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import sched_barrier
-from kernels.tile_list import Listed
-from kernels.tile_scheduler import Work
+
+from .tile_list import Listed
+from .tile_scheduler import Work
 
 TILE_KEYS = 64
 LINE = 512  # elements

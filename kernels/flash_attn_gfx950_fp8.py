@@ -1,4 +1,4 @@
-"""Flash attention forward for gfx950 on 8-bit floats: `kernels.flash_attn_gfx950`, with e4m3 products.
+"""Flash attention forward for gfx950 on 8-bit floats: `flash_attn_gfx950`, with e4m3 products.
 
 Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
@@ -20,18 +20,19 @@ from dataclasses import replace
 import fly
 from fly.backends.rocdl.intrinsics import cvt_pk_fp8
 from fly.errors import ShapeError
-from kernels.attention_tiles import group_size
-from kernels.dispatch import Launch, Request, Tensors
-from kernels.flash_attn_gfx950 import (
+
+from .attention_tiles import group_size
+from .dispatch import Launch, Request, Tensors
+from .flash_attn_gfx950 import (
     BLOCK_M,
     BLOCK_N,
     DualWaveOptions,
-    LazySoftmax,
     Tiles,
     attend,
     prepare_kernel,
 )
-from kernels.tile_scheduler import block_work
+from .lazy_softmax import LazySoftmax
+from .tile_scheduler import block_work
 
 OFFSET = 8.0  # probabilities are 2**OFFSET times what they are, below e4m3's largest number, 448
 LEAST_SCALE = 1e-30  # a margin is divided by the scale
@@ -50,6 +51,7 @@ def flash_attn_gfx950_fp8(
     debug_counts: fly.Tensor | None,
     *operands: fly.Operand,
     options: DualWaveOptions,
+    folded: bool = False,
 ):
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_gfx950` without packed sequences, at D=128.
 
@@ -69,6 +71,7 @@ def flash_attn_gfx950_fp8(
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
         given=given,
+        folded=folded,
     )
     head = work.head // group_size(q, k)
     scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in options.features.operands}
@@ -83,6 +86,7 @@ class Fp8Tiles(Tiles):
 
     atom = (32, 32, 32)
     threshold = 0.0
+    measured_shift = OFFSET - 2.0**-21
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         inverse, lse = super().finish(softmax)
@@ -121,5 +125,5 @@ def v_tile() -> fly.PaddedTile:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
     return prepare_kernel(flash_attn_gfx950_fp8, tensors, request)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from fly import config
-from fly.errors import ArgumentTypeError
-from kernels import dispatch
-from kernels.argument_checks import check_gradients
-from kernels.attention_checks import (
+from fly.errors import ArgumentTypeError, UnsupportedError
+
+from . import dispatch, input_checks
+from .argument_checks import ATTENTION, check_gradients
+from .attention_checks import (
     ALIGNMENT,
     OUT_DTYPES,
     Call,
@@ -31,16 +32,18 @@ from kernels.attention_checks import (
     extent_bytes,
     fail,
 )
-from kernels.block_mask import BlockMask
-from kernels.dispatch import Launch, Tensors
-from kernels.feature_checks import NO_WINDOW
-from kernels.features import Features, Mod
+from .block_mask import BlockMask, for_tiles
+from .callers import OWN
+from .dispatch import Launch, Tensors
+from .feature_checks import NO_WINDOW
+from .features import Features, Mod
 
 MAX_PLANS = 1024
 
 # the variables that a plan depends on
 _environment = config.raw_value
 _KERNEL, _DISABLED, _ARCH = (v.raw_name for v in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH))
+_CHECK_INPUTS = config.CHECK_INPUTS.raw_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,14 @@ class Plan:
     """A prepared kind of call, without any of the caller's tensors.
 
     `extents` are the bytes that q, k, v and out span in memory. `out` and `lse` are what a call allocates.
+    `checked`: what is on the device may have to be checked in every call.
     """
 
     launch: Launch
     extents: tuple[int, int, int, int]
     out: _Result
     lse: _Result
+    checked: bool
 
 
 # (shape, dtype) of a tensor, or None for one like q, which is contiguous then: a plain tuple is read in less than
@@ -93,6 +98,7 @@ def flydsl_flash_attn_func(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -139,13 +145,18 @@ def flydsl_flash_attn_func(
         workspace: memory for split keys and values of 8 bits that are turned beforehand instead of an allocation in
             the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype;
             overwritten. Unused without these.
-        cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device; sequence b has the tokens from
-            cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not read on the host, so that
-            it may change between replays of a captured graph. Queries outside of all sequences are not written.
+        cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device, from 0 and never decreasing;
+            sequence b has the tokens from cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not
+            read on the host, so that it may change between replays of a captured graph. Queries outside of all
+            sequences are not written. With cu_seqlens_q alone, k and v are (B, Skv, Hkv, D) or pages: packed queries
+            of a cache.
         max_seqlen_q, max_seqlen_kv: packed sequences: at least the longest sequence's length. Queries of a
             sequence past max_seqlen_q may not be written.
         window_size: (left, right): query i, which stands at key position p = i + Skv − Sq, sees the keys from
             p − left to p + right; −1 leaves a side open. causal closes the right side.
+        attention_chunk: query i at key position p sees only keys of the chunk of so many that p is in, p − p mod
+            attention_chunk and on, of those that causal and window_size leave; 0 for none. Chunks count from the
+            sequence's first key, behind cache_leftpad. A query at a negative position sees none.
         softcap: scores become softcap · tanh(score / softcap); 0 for none.
         alibi_slopes: (H,) or (B, H) float32: scores are lowered by slope · |key − p|.
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
@@ -156,15 +167,16 @@ def flydsl_flash_attn_func(
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply
             as well. Two functions with the same code and captured values count as one.
-        block_mask: a block-sparse mask of `kernels.block_mask`, with a mask_mod of its own; blocks of keys that it
+        block_mask: a block-sparse mask of `BlockMask`, with a mask_mod of its own; blocks of keys that it
             does not list cost nothing. Dense tensors only.
         aux_tensors: what `score_mod` and `mask_mod` may load from, of any shape.
         seqused_q, seqused_kv: (B,) int32, how many of each sequence's tokens count; others have no output.
         cache_leftpad: (B,) int32, how many of the tokens that count are left out at the start of k and v.
-        kv_batch_idx: (B,) int32, the batch entry of k and v for each sequence; they may have any batch then.
+        kv_batch_idx: (B,) int32, the batch entry of k and v for each sequence; they may have any batch then. With a
+            block_table, its row for each sequence.
         block_table: keys and values in pages: (B, pages of a sequence) int32 on q's device, and k and v are (pages,
-            page_size, Hkv, D), page_size a power of two from 16 on. The keys of sequence b are rows 0 to
-            seqused_kv[b] of the pages block_table[b], in order. Needs seqused_kv, or with packed queries
+            page_size, Hkv, D); a page_size that is a power of two from 16 on is fastest. The keys of sequence b are
+            rows 0 to seqused_kv[b] of the pages block_table[b], in order. Needs seqused_kv, or with packed queries
             cu_seqlens_kv, whose differences are lengths then. Table entries behind a length's pages are not
             used. max_seqlen_kv may be given, for the choice of splits.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
@@ -179,8 +191,11 @@ def flydsl_flash_attn_func(
         out, of q's shape (with v's head dimension), or (out, lse) with `return_lse`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
-        UnsupportedError: what this target or kernel cannot do (a NotImplementedError).
+        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too). Offsets,
+            lengths, entries, pages and block lists are looked at in the emulator alone, and on a GPU with
+            FLY_CHECK_INPUTS=1, which synchronises; what leaves the tensors is cut otherwise.
+        UnsupportedError: what this target or kernel cannot do (a NotImplementedError); a graph capture with
+            FLY_CHECK_INPUTS=1.
     """
     try:
         # fmt: off
@@ -192,6 +207,7 @@ def flydsl_flash_attn_func(
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
             dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
             None if cu_seqlens_q is None else _geometry(cu_seqlens_q),
+            cu_seqlens_q is not None and _environment(_CHECK_INPUTS),
             None if cu_seqlens_kv is None else cu_seqlens_kv is cu_seqlens_q or _geometry(cu_seqlens_kv),
             None if debug_counts is None else _geometry(debug_counts),
             _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
@@ -201,22 +217,32 @@ def flydsl_flash_attn_func(
         if not (
             alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv
             is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
-            and softcap == 0.0 and window_size == NO_WINDOW and not aux_tensors
+            and softcap == 0.0 and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
             blocks, functions = (), (score_mod, mask_mod)
             if block_mask is not None:
-                blocks, functions = block_mask.tensors, (*functions, block_mask.mask_mod)
+                tiled = for_tiles(block_mask, score_mod, aux_tensors, q)
+                block_mask, score_mod, aux_tensors = tiled
+                blocks, functions = block_mask.tensors, (score_mod, mask_mod, block_mask.mask_mod)
                 key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(blocks))
             placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
             of_scores = (alibi_slopes, bias, sink, *blocks, q_descale, k_descale, v_descale)
             operands = (*placed, *of_scores, *aux_tensors)
             functions = tuple(None if mod is None else Mod.of(mod) for mod in functions)
             geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
-            key = (*key, tuple(window_size), softcap, *functions, *geometry)
+            key = (
+                *key,
+                _environment(_CHECK_INPUTS),
+                tuple(window_size),
+                attention_chunk,
+                softcap,
+                *functions,
+                *geometry,
+            )
             operands = tuple(operand for operand in operands if operand is not None)
         plan = _plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        # something here is no tensor, or one without strides or memory: the checks below say what
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        # something here is no tensor, or one without strides or memory, or an array: the checks below say what
         key = plan = None
 
     if plan is None:
@@ -237,6 +263,7 @@ def flydsl_flash_attn_func(
             "dualwave_swp_enable_stagger": dualwave_swp_enable_stagger,
             "debug_counts": debug_counts,
             "window_size": window_size,
+            "attention_chunk": attention_chunk,
             "softcap": softcap,
             "alibi_slopes": alibi_slopes,
             "bias": bias,
@@ -255,11 +282,13 @@ def flydsl_flash_attn_func(
             "block_table": block_table,
         }
         call = check_call(q, k, v, causal, out, options)
-        kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
+        kernel = _kernel_for(call)
         extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
         out_result, lse_result = _results(q, v)
+        placed = (cu_seqlens_q, seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table, block_mask)
+        checked = any(x is not None for x in placed) and (q.device.type == "cpu" or input_checks.on(q.device))
     else:
-        extents, out_result, lse_result = plan.extents, plan.out, plan.lse
+        extents, out_result, lse_result, checked = plan.extents, plan.out, plan.lse, plan.checked
 
     # what the key does not hold is checked every time
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
@@ -269,6 +298,18 @@ def flydsl_flash_attn_func(
     handle, scope = (None, _NO_SCOPE) if stream is None else _resolve_stream(stream, q.device)
 
     with scope:  # so that torch's allocator knows which stream the results belong to
+        if checked and input_checks.on(q.device):
+            on_device = {
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_kv": cu_seqlens_kv,
+                "seqused_q": seqused_q,
+                "seqused_kv": seqused_kv,
+                "cache_leftpad": cache_leftpad,
+                "kv_batch_idx": kv_batch_idx,
+                "block_table": block_table,
+            }
+            longest = (max_seqlen_q, max_seqlen_kv)
+            input_checks.check_attention(ATTENTION, q, k, on_device, block_mask, longest, handle)
         if out is None:
             out = _allocate(q, out_result)
         lse = _allocate(q, lse_result) if return_lse else None
@@ -277,7 +318,7 @@ def flydsl_flash_attn_func(
                 check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
             operands = call.operands
             tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-            plan = Plan(_prepare(kernel, call, tensors), extents, out_result, lse_result)
+            plan = Plan(_prepare(kernel, call, tensors), extents, out_result, lse_result, checked)
             _remember(key, plan)
         launch = plan.launch
         if workspace is not None:
@@ -298,8 +339,11 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     given.apply_defaults()
     options = dict(given.arguments)
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
+    if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
+        names = ("block_mask", "score_mod", "aux_tensors")
+        options |= dict(zip(names, for_tiles(*(options[name] for name in names), q)))
     call = check_call(q, k, v, causal, out, options)
-    kernel = dispatch.choose(dispatch.target_of(call.device), call.request)
+    kernel = _kernel_for(call)
     out_result, lse_result = _results(q, v)
     out = _allocate(q, out_result) if out is None else out
     lse = _allocate(q, lse_result) if call.request.return_lse else None
@@ -319,9 +363,8 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[_Result, _Result]:
     return None if like_q else (tuple(out.shape), out.dtype), ((*batch, heads, seq_len), torch.float32)
 
 
-def _geometry(tensor: torch.Tensor) -> tuple:
-    alignment = tensor.data_ptr() % ALIGNMENT
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment
+def _geometry(t: torch.Tensor) -> tuple:
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
 
 
 def _check_aliasing(
@@ -354,11 +397,23 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
     return stream.cuda_stream, torch.cuda.stream(stream)
 
 
+def _kernel_for(call: Call) -> dispatch.Kernel:
+    try:
+        return dispatch.choose(dispatch.target_of(call.device), call.request)
+    except UnsupportedError as error:
+        OWN.tell(error)
+        raise
+
+
 def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
     """A launch of `call` on `kernel`; it may compile."""
     if call.empty:
         return Launch(functools.partial(_fill, call.request.asked))
-    return dispatch.prepare_function(kernel)(tensors, call.request)
+    try:
+        return dispatch.prepare_function(kernel)(tensors, call.request)
+    except UnsupportedError as error:
+        OWN.tell(error)
+        raise
 
 
 def _fill(asked: Features, tensors: Tensors, handle: int | None) -> None:

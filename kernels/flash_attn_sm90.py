@@ -10,7 +10,7 @@ consumer owns 64 query rows of the block's `block_m`, keys and values come in ti
 
 Inside a consumer, tile j's S is started before tile j+1's (earlier) O += P V, and the softmax of j runs while that
 product finishes. Between consumers, named barriers let one start its products while another is in its softmax.
-Blocks are persistent and take tiles from a counter (`kernels.sm90_schedule`); the producer loads the next tile's Q
+Blocks are persistent and take tiles from a counter (`sm90_schedule`); the producer loads the next tile's Q
 and K while consumers finish the last one. Keys are walked from the last tile, which may need a mask, to the first.
 """
 
@@ -34,18 +34,19 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position, init_all
 from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
-from kernels.attention_tiles import store_lse
-from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import Given
-from kernels.mask import KeyRange
-from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Sm90Options, build_for, keys_seen
-from kernels.sm90_combine import Combination
-from kernels.sm90_launch import bind_build, typical_lengths
-from kernels.sm90_producer import Buffers, Producer, clear_tail
-from kernels.sm90_schedule import PackedRows, Schedule, Work, query_of
-from kernels.sm90_turner import Turner
-from kernels.tile_scheduler import part
+
+from .attention_tiles import store_lse
+from .dispatch import Launch, Request, Tensors, device_of
+from .features import Given
+from .mask import KeyRange
+from .online_softmax import OnlineSoftmax
+from .sm90_builds import Sm90Options, build_for, keys_seen
+from .sm90_combine import Combination
+from .sm90_launch import bind_build, typical_lengths
+from .sm90_producer import Buffers, Producer, clear_tail
+from .sm90_schedule import PackedRows, Schedule, Work, query_of
+from .sm90_turner import Turner
+from .tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile; of the
 # second kind the turner has the one behind them
@@ -75,8 +76,8 @@ def flash_attn_sm90(
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
-    the offsets in the dense, packed or split form of `kernels.tile_scheduler`; `counters`: see
-    `kernels.tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
+    the offsets in the dense, packed or split form of `tile_scheduler`; `counters`: see
+    `tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
     `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a
     time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
     sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a
@@ -168,7 +169,7 @@ class State:
 
 @dataclass(frozen=True)
 class HeadPlace:
-    """Whose scores a tile's are; see `kernels.features.Place`."""
+    """Whose scores a tile's are; see `features.Place`."""
 
     batch: fly.Value
     head: fly.Value | fly.RowVector
@@ -198,7 +199,7 @@ class Consumer:
         self.every_mask = features.masks_every_tile
         # whether loops of their own take those; where a list has an order of its own, each tile tests whether it does
         self.mask_loops = not (self.every_mask or schedule.lists)
-        self.diagonal = options.causal or "window_right" in features.operands
+        self.diagonal = options.causal or features.ends_early
         self.score_atom = WarpgroupAtom(options.block_n, dtype.name)
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
@@ -383,7 +384,7 @@ class Consumer:
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What each row of the output is to be multiplied by, and its log-sum-exp."""
-        return softmax.finish(self.scale, self.given.sink(self.place(work)))
+        return softmax.finish(self.given.sink(self.place(work)))
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -522,7 +523,7 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
     seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
     options, splits = build_for(seen, units, typical_lengths(tensors, request))

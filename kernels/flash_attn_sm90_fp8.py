@@ -1,4 +1,4 @@
-"""Flash attention forward for Hopper on 8-bit floats: the pipeline of `kernels.flash_attn_sm90`, with e4m3 products.
+"""Flash attention forward for Hopper on 8-bit floats: the pipeline of `flash_attn_sm90`, with e4m3 products.
 
 Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
@@ -18,7 +18,6 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -32,14 +31,16 @@ from fly.backends.nvvm.wgmma import FirstRows, Operand, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
-from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.flash_attn_sm90 import Consumer, OfHead, State, run_block
-from kernels.online_softmax import OnlineSoftmax
-from kernels.sm90_builds import Key, Sm90Options, build_for
-from kernels.sm90_launch import bind_build, typical_lengths
-from kernels.sm90_producer import Pages, Producer
-from kernels.sm90_schedule import PackedRows, Work
-from kernels.sm90_turner import Turner
+
+from .dispatch import Launch, Request, Tensors, device_of
+from .flash_attn_sm90 import Consumer, OfHead, State, run_block
+from .online_softmax import OnlineSoftmax
+from .sm90_builds import Key, Sm90Options, build_for
+from .sm90_launch import bind_build, typical_lengths
+from .sm90_producer import Pages, Producer
+from .sm90_schedule import PackedRows, Work
+from .sm90_turner import Turner
+from .tile_scheduler import fold_grid, slice_of_block
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
@@ -299,9 +300,9 @@ class Fp8Consumer(Consumer):
         return wgmma.by_pairs(FirstRows.twice(values) if self.options.first_rows else values, fly.f8e4m3)
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
-        inverse, lse = softmax.finish(self._of_head(work))
+        inverse, lse = softmax.finish()
         scale = self._descaled(fly.f32(1.0), work, "v_descale")
-        return inverse.map(lambda x: x * scale), lse.map(lambda x: x - OFFSET * math.log(2))
+        return inverse.map(lambda x: x * scale), lse
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         if self.options.turned_stages:
@@ -321,20 +322,25 @@ def keys_of_block(head_dim: int) -> int:
 
 
 @fly.kernel
-def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int):
+def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int, folded: bool = False):
     """turned[b, h, :, 16 i + j] = v[b, 16 i + PAIRS(j), h, :], zero past the last key.
 
     v: (B, S, Hkv, D), turned: (B, Hkv, D, S rounded up to 16), 8-bit, 16-byte aligned. Grid: (blocks of
-    `keys_of_block`, Hkv, B). A thread turns 16 keys by 16 dimensions in registers; 32 threads load 64 bytes of each
-    key, and store 128 of each dimension.
+    `keys_of_block`, Hkv, B), or `folded`. A thread turns 16 keys by 16 dimensions in registers; 32 threads load 64
+    bytes of each key, and store 128 of each dimension.
     """
-    first, head, batch = fly.block_id.x * keys_of_block(head_dim), fly.block_id.y, fly.block_id.z
+    first, head, batch, exists = fly.block_id.x * keys_of_block(head_dim), fly.block_id.y, fly.block_id.z, None
+    if folded:
+        slice_, exists = slice_of_block(v.shape[2] * v.shape[0])
+        batch = slice_ // v.shape[2]
+        head = slice_ - batch * v.shape[2]
     lane, warp, beside = fly.thread_id.x % 32, fly.thread_id.x // 32, head_dim // (4 * DIMS)
     column = (lane % 4 + 4 * (warp % beside)) * DIMS
     key = (lane // 4 + 8 * (warp // beside)) * KEYS
     rows = v[batch, :, head, :].rows(head_dim).window(first, keys_of_block(head_dim))
     columns = turned[batch, head, :, :]
-    with fly.when(first + key < turned.shape[3]):
+    inside = first + key < turned.shape[3]
+    with fly.when(inside if exists is None else inside & exists):
         words = [rows.load(key + i, column, DIMS).bitcast(fly.i32) for i in range(KEYS)]
         for word in range(DIMS // 4):
             fours = [_turned([words[wgmma.PAIRS(4 * slot + i)][word] for i in range(4)]) for slot in range(KEYS // 4)]
@@ -366,7 +372,7 @@ def has_first_rows(request: Request, options: Fp8Options) -> bool:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `kernels.dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
     units = device_of(tensors.q.device).compute_units
     typical = typical_lengths(tensors, request)
     options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
@@ -378,8 +384,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     turned = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)
     size = turned.numel()
     start = size + -size % 256
-    grid = (-(-keys // keys_of_block(head_dim)), kv_heads, batch)
-    turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), {"head_dim": head_dim}, compile_kernel)
+    grid, fold = fold_grid((-(-keys // keys_of_block(head_dim)), kv_heads, batch))
+    statics = {"head_dim": head_dim, **fold}
+    turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), statics, compile_kernel)
     forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
     current_stream = turn.entry.current_stream
 

@@ -13,7 +13,7 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
     (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
     (64, 64, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2, "lazy_rescale": False, "cost": 0.79},
     (64, 64, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "lazy_rescale": False, "cost": 0.6},
-    (64, 64, True, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2, "lazy_rescale": False},
+    (64, 64, True, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
     (64, 64, True, 2, 2048): {
         "block_n": 128,
         "stages": 2,

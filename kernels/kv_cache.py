@@ -9,18 +9,20 @@ position L + i:
 | cache | entry | row |
 |---|---|---|
 | (B_cache, S_cache, Hkv, D) | b, or cache_batch_idx[b] | position |
-| pages (num_pages, page_size, Hkv, D) | block_table[b, position // page_size] | position % page_size |
+| pages (num_pages, page_size, Hkv, D) | block_table[b or cache_batch_idx[b], position // page_size] | the remainder |
 
 Lengths, indices and pages are read on the device. A position that the cache or the rotary tables do not have is not
-written, nor is one whose entry does not exist.
+written, nor is one whose entry does not exist; `input_checks` says so, where it is asked to look.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,22 +31,26 @@ import fly
 from fly import config
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels.attention_checks import ALIGNMENT, extent_bytes
-from kernels.kv_cache_checks import Arguments, check_append, check_gradients, check_length, check_memory
-from kernels.rotary import VECTOR, Rotary
+
+from . import input_checks
+from .attention_checks import ALIGNMENT, extent_bytes
+from .kv_cache_checks import CHECKS, Arguments, check_append, check_gradients, check_length, check_memory
+from .rotary import VECTOR, Rotary
+from .tile_scheduler import fold_grid, slice_of_block
 
 THREADS = 256
 MAX_PLANS = 1024
 
-# the variable that a plan depends on
-_environment, _ARCH = config.raw_value, config.ARCH.raw_name
+# the variables that a plan depends on
+_environment, _ARCH, _CHECK_INPUTS = config.raw_value, config.ARCH.raw_name, config.CHECK_INPUTS.raw_name
 
 
 @dataclass(frozen=True)
 class Heads:
     """Which 16 bytes of (B, S, H, D) tensors a thread of a block works on; a row is one head of one token.
 
-    Rows of one sequence are in memory's order, threads of a row next to each other.
+    Rows of one sequence are in memory's order, threads of a row next to each other. Where rows do not divide into
+    pieces of 16 bytes, their last thread has the elements that are left.
     """
 
     columns: int
@@ -52,7 +58,7 @@ class Heads:
     @property
     def lanes(self) -> int:
         """Threads of a row."""
-        return self.columns // VECTOR
+        return -(-self.columns // VECTOR)
 
     @property
     def rows(self) -> int:
@@ -76,10 +82,28 @@ class Heads:
         """One row of a tensor, to load from."""
         return tensor[batch, :, head, :].rows(self.columns).window(token, 1)
 
+    def store(
+        self,
+        piece: Callable[[], fly.Value],
+        source: fly.Window,
+        tensor: fly.Tensor,
+        place: tuple[Any, ...],
+        column: fly.Value,
+    ) -> None:
+        """Store the thread's part of a row, which begins at `column`, to the row of `tensor` at `place`.
 
-def store(piece: fly.Value, tensor: fly.Tensor, *place: Any) -> None:
-    """Store 16 bytes, in one piece where the tensor's alignment allows it."""
-    fly.store(piece, tensor.at(*place), align=tensor.alignment)
+        `piece()` is 16 bytes, in one access where the alignment allows it; fewer elements are `source`'s as they are.
+        """
+        rest = self.columns % VECTOR
+        with fly.when(column + VECTOR <= self.columns) if rest else nullcontext():
+            if self.columns >= VECTOR:
+                fly.store(piece(), tensor.at(*place, column), align=tensor.alignment)
+        if not rest:
+            return
+        with fly.when(column + VECTOR > self.columns):
+            for i in range(rest):
+                element = source.load_inside(0, column + i, 1)
+                fly.store(element, tensor.at(*place, column + i), align=tensor.dtype.bytes)
 
 
 def cache_place(
@@ -92,7 +116,11 @@ def cache_place(
     else:
         page = position // cache.shape[1]
         exists = fly.compare("ult", page, block_table.shape[1])
-        entry = fly.cond(exists, lambda: block_table.load(batch, page), lambda: fly.i32(-1))
+        row = batch
+        if cache_batch_idx is not None:
+            row = cache_batch_idx.load(batch)
+            exists = exists & fly.compare("ult", row, block_table.shape[0])
+        entry = fly.cond(exists, lambda: block_table.load(row, page), lambda: fly.i32(-1))
         row = position - page * cache.shape[1]
     return entry, row, exists & fly.compare("ult", entry, cache.shape[0])
 
@@ -115,13 +143,15 @@ def rotate_and_append(
     head_dim_v: int,
     rotary: Rotary | None,
     each_query: bool,
+    folded: bool = False,
 ):
     """The module's formulas; without `rotary` there are no q, tables and result, and k is appended as it is.
 
-    Grid: (blocks of k's rows, then of v's, then of q's; sequences). A thread has 16 bytes of one row. Rotated
-    dimensions of a query whose position the tables do not have become NaN.
+    Grid: (blocks of k's rows, then of v's, then of q's; sequences), or `folded`: spare blocks write what those of the
+    last sequence do. A thread has 16 bytes of one row. Rotated dimensions of a query whose position the tables do
+    not have become NaN.
     """
-    batch = fly.block_id.y
+    batch = slice_of_block(k.shape[0])[0] if folded else fly.block_id.y
     length = cache_seqlens.load(batch)
     heads_k, heads_v = Heads(head_dim), Heads(head_dim_v)
 
@@ -141,19 +171,22 @@ def rotate_and_append(
             entry, row, writable = target(k_cache, token)
             with fly.when(writable):
                 source = heads_k.row(k, batch, token, head)
-                if rotary is None:
-                    piece = source.load_inside(0, column, VECTOR)
-                else:
-                    piece = rotary.piece(source, column, *angles(length + token))
-                store(piece, k_cache, entry, row, head, column)
+
+                def piece() -> fly.Value:
+                    if rotary is None:
+                        return source.load_inside(0, column, VECTOR)
+                    return rotary.piece(source, column, *angles(length + token))
+
+                heads_k.store(piece, source, k_cache, (entry, row, head), column)
 
     with fly.when((block >= end_k) & (block < end_v)):
         token, head, column, exists = heads_v.place(v, block - end_k)
         with fly.when(exists):
             entry, row, writable = target(v_cache, token)
             with fly.when(writable):
-                piece = heads_v.row(v, batch, token, head).load_inside(0, column, VECTOR)
-                store(piece, v_cache, entry, row, head, column)
+                source = heads_v.row(v, batch, token, head)
+                whole = partial(source.load_inside, 0, column, VECTOR)
+                heads_v.store(whole, source, v_cache, (entry, row, head), column)
 
     if rotary is None:
         return
@@ -163,23 +196,26 @@ def rotate_and_append(
             position = length + token if each_query else length
             known = fly.compare("ult", position, cos.shape[0])
             source = heads_k.row(q, batch, token, head)
-            piece = fly.cond(
+            turned = partial(
+                fly.cond,
                 known,
                 lambda: rotary.piece(source, column, *angles(position)),
                 lambda: fly.select(column < rotary.dim, math.nan, source.load_inside(0, column, VECTOR)),
             )
-            store(piece, q_rotated, batch, token, head, column)
+            heads_k.store(turned, source, q_rotated, (batch, token, head), column)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A prepared kind of call; `launch` is None when there is nothing to do.
 
-    `extents` are the bytes that the given tensors span in memory.
+    `extents` are the bytes that the given tensors span in memory. `checked`: what is on the device may have to be
+    checked in every call.
     """
 
     launch: Prepared | None
     extents: tuple[int, ...]
+    checked: bool
 
 
 _plans: dict[tuple, Plan] = {}
@@ -210,20 +246,21 @@ def append_to_cache(
     synchronises the device, and after the first call of a kind all may be captured into a graph.
 
     Args:
-        q: (B, Sq, H, D), bfloat16 or float16, D 8 to 1024 in steps of 8; never changed. The last dimension of
-            tensors is contiguous, other strides are free.
+        q: (B, Sq, H, D), bfloat16 or float16, D 1 to 1024; never changed. The last dimension of tensors is
+            contiguous, other strides are free.
         k_cache, v_cache: (B_cache, S_cache, Hkv, D), or with a `block_table` pages (num_pages, page_size, Hkv, D) of
-            any size; changed in place. The head dimension of v and v_cache may be another multiple of 8. All
-            tensors have q's device, and those with elements of heads q's dtype.
+            any size; changed in place. The head dimension of v and v_cache may be another one. All tensors have q's
+            device, and those with elements of heads q's dtype.
         k, v: (B, S_new, Hkv, D); both or neither. Without them nothing is written and q is the result.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype, rotary_dim 16 to D in steps of 16; both or
             neither, and only with k and v. v is not rotated.
         cache_seqlens: tokens that sequences have before this call, (B,) int32, or one int for all.
-        cache_batch_idx: (B,) int32: the cache's entry of each sequence, b by default. Where two are the same, either
-            one's tokens may be what is written. Not with pages.
+        cache_batch_idx: (B,) int32: the cache's entry of each sequence, b by default; with a `block_table` its row of
+            it. Where two are the same, either one's tokens may be what is written.
         cache_leftpad: (B,) int32, where each sequence's keys begin. It moves what attention reads; positions count
             from the entry's first row, so that nothing here depends on it.
-        block_table: (B, pages of a sequence) int32: the pages that hold a sequence's positions, in order.
+        block_table: (B, pages of a sequence) int32: the pages that hold a sequence's positions, in order. With
+            cache_batch_idx it may have any number of rows.
         rotary_interleaved: pairs are neighbours (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         rotate_each_query: query i is at position cache_seqlens[b] + i, as causal attention and windows need it;
             otherwise all are at cache_seqlens[b].
@@ -233,20 +270,24 @@ def append_to_cache(
         tables do not have are NaN.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
-        UnsupportedError: a tensor that needs a gradient.
+        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too); in the
+            emulator, and on a GPU with FLY_CHECK_INPUTS=1, also what has no place.
+        UnsupportedError: a tensor that needs a gradient; a graph capture with FLY_CHECK_INPUTS=1.
     """
     # fmt: off
     given = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     )
     # fmt: on
-    geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH)]
+    geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH), _environment(_CHECK_INPUTS)]
     addresses: list[int] = []
     needs_gradient = False
     try:
         for x in given:
-            if x is None or isinstance(x, int):
+            if x is None:
+                geometry.append(x)
+                continue
+            if isinstance(x, int):
                 geometry.append(x.__class__)
                 continue
             address = x.data_ptr()
@@ -261,8 +302,9 @@ def append_to_cache(
         arguments = Arguments(*given)
         check_append(arguments, rotary_interleaved, rotate_each_query)
         extents = tuple(extent_bytes(x) for x in given if isinstance(x, torch.Tensor))
+        checked = q.device.type == "cpu" or input_checks.on(q.device)
     else:
-        extents = plan.extents
+        extents, checked = plan.extents, plan.checked
     if k is None:
         return q
 
@@ -274,6 +316,14 @@ def append_to_cache(
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if checked and input_checks.on(q.device):
+        on_device = {
+            "cache_seqlens": cache_seqlens,
+            "cache_leftpad": cache_leftpad,
+            "cache_batch_idx": cache_batch_idx,
+            "block_table": block_table,
+        }
+        input_checks.check_append(CHECKS, q, k_cache, k, rotary_cos, on_device, rotate_each_query)
     rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     # fmt: off
     operands = (
@@ -282,7 +332,7 @@ def append_to_cache(
     )
     # fmt: on
     if plan is None:
-        plan = Plan(_prepare(operands, rotary_interleaved, rotate_each_query), extents)
+        plan = Plan(_prepare(operands, rotary_interleaved, rotate_each_query), extents, checked)
         _remember(key, plan)
     launch = plan.launch
     if launch is not None:
@@ -317,7 +367,8 @@ def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each
         "rotary": None if cos is None else Rotary(2 * cos.shape[1], interleaved),
         "each_query": each_query,
     }
-    return bind(rotate_and_append, (blocks, batch), THREADS, arguments, statics, compile_kernel)
+    grid, fold = fold_grid((blocks, batch, 1))
+    return bind(rotate_and_append, grid, THREADS, arguments, {**statics, **fold}, compile_kernel)
 
 
 def _remember(key: tuple | None, plan: Plan) -> None:

@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from fly.errors import ArgumentTypeError
-from kernels.argument_checks import Checks
-from kernels.attention_checks import overlaps_itself, shares_memory
-from kernels.rotary import DIM_STEP, VECTOR
+from fly.errors import ArgumentTypeError, UnsupportedError
+
+from .argument_checks import Checks
+from .attention_checks import overlaps_itself, shares_memory
+from .callers import arg
+from .rotary import DIM_STEP
 
 CHECKS = Checks("append_to_cache")
 DTYPES = (torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_HEAD_DIM = 1024
 MAX_ROWS = 2**31 - 2**16  # tokens times heads of a sequence: rows are counted in 32 bits
 HEAD_TENSORS = ("q", "k_cache", "v_cache", "k", "v")
@@ -52,6 +55,12 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
     paged = given.block_table is not None
     cache = "(num_pages, page_size, Hkv, D)" if paged else "(B_cache, S_cache, Hkv, D)"
     shapes = dict.fromkeys(("k_cache", "v_cache"), cache) | {"q": "(B, Sq, H, D)"}
+    if isinstance(given.q, torch.Tensor) and given.q.dtype in EIGHT_BITS:
+        CHECKS.fail(
+            f"q has dtype {given.q.dtype}, and appending 8-bit keys is not available: write them into k_cache and "
+            "v_cache",
+            UnsupportedError,
+        )
     for name in HEAD_TENSORS:
         if named[name] is not None or name not in ("k", "v"):
             CHECKS.tensor(name, named[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
@@ -83,8 +92,6 @@ def _check_pairs(given: Arguments) -> None:
         CHECKS.fail("rotary_cos and rotary_sin need k and v: without new tokens, where queries are is not told")
     if given.k is not None and given.cache_seqlens is None:
         CHECKS.fail("k and v need cache_seqlens, the tokens that sequences have so far: (B,) int32 or an int")
-    if given.cache_batch_idx is not None and given.block_table is not None:
-        CHECKS.fail("cache_batch_idx is not for pages: leave it out, block_table has a row for each sequence")
 
 
 def _check_per_sequence(given: Arguments) -> None:
@@ -102,8 +109,8 @@ def _check_per_sequence(given: Arguments) -> None:
             CHECKS.fail(f"{name} must have q's batch of {batch} entries, got {len(named[name])}")
     if given.block_table is not None:
         CHECKS.tensor("block_table", given.block_table, (torch.int32,), 2, "(B, pages of a sequence)")
-        if given.block_table.shape[0] != batch:
-            CHECKS.fail(f"block_table must have q's batch of {batch} rows, got {given.block_table.shape[0]}")
+        if given.cache_batch_idx is None and given.block_table.shape[0] != batch:
+            CHECKS.fail(f"{arg.block_table} must have q's batch of {batch} rows, got {given.block_table.shape[0]}")
 
 
 def _check_shapes(given: Arguments, paged: bool) -> None:
@@ -115,8 +122,8 @@ def _check_shapes(given: Arguments, paged: bool) -> None:
         )
     for name, tensor in (("q", q), ("v_cache", v_cache)):
         head_dim = tensor.shape[-1]
-        if head_dim % VECTOR or not 0 < head_dim <= MAX_HEAD_DIM:
-            CHECKS.fail(f"{name}'s head_dim must be a multiple of {VECTOR} up to {MAX_HEAD_DIM}, got {head_dim}")
+        if not 0 < head_dim <= MAX_HEAD_DIM:
+            CHECKS.fail(f"{name}'s head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")
     if k_cache.shape[-1] != q.shape[-1]:
         CHECKS.fail(f"k_cache must have q's head_dim {q.shape[-1]}, got {k_cache.shape[-1]}")
     if paged and not k_cache.shape[1]:

@@ -8,14 +8,26 @@ import math
 import operator
 from dataclasses import dataclass
 
+import numpy as np
+
 import fly
 
 LAZY_LOG2 = 8.0  # how far a row's maximum may grow before a lazy rescale, in log2 units
+# Of maxima in log2 units: rounding a smaller one moves exponents by at most 0.25. From twice as much on, scores are
+# multiples of 1 in float32.
+EXACT_BELOW = 2.0**23
+LARGE = 8 * EXACT_BELOW  # moves them by at most 4, for which 16 bits have room beside a lazy maximum
+LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is not a score, in log2 units: infinities would make NaN
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Per row: `maximum` of the raw scores so far, and `total`, the lane's own part of sum(exp2(scaled - max))."""
+    """Per row: `maximum` of the scaled scores so far, `total`, the lane's own part of sum(exp2(scaled - maximum)).
+
+    `maximum` is in log2 units and rounded, less the `offset` of probabilities. Every exponent, rescale and
+    log-sum-exp is measured from that same number, so that its rounding cancels: a factor is exactly 1 where a maximum
+    stays, and nothing adds up over tiles.
+    """
 
     maximum: fly.RowVector
     total: fly.RowVector
@@ -37,23 +49,19 @@ class OnlineSoftmax:
         `LAZY_LOG2`; probabilities are below 2 ** LAZY_LOG2 instead of 1, which f32 and 16-bit operands hold as
         well.
         """
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
-        maximum = self.maximum.map(fly.maximum, tile_max)
+        maximum = self._raised(scores, scale_log2)
 
         def rescaled() -> tuple[fly.RowVector, fly.RowVector, fly.Fragment]:
-            pivot = _pivot(maximum, masked).map(lambda m: m * scale_log2)
-            factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), pivot)
+            factor = self._factor(_pivot(maximum, masked))
             return maximum, self.total.map(lambda t, f: t * f, factor), output.scale_rows(factor)
 
         if lazy:
             maximum, total, output = fly.cond(
-                self._grown(maximum, scale_log2), rescaled, lambda: (self.maximum, self.total, output)
+                self._grown(maximum), rescaled, lambda: (self.maximum, self.total, output)
             )
         else:
             maximum, total, output = rescaled()
-        negated = _pivot(maximum, masked).map(lambda m: -(m * scale_log2))
-        # exp2(score * scale - max * scale): the scale is applied once, in f32, inside one FMA per score
-        probabilities = scores.fma_rows(scale_log2, negated).map(lambda tile, r, c: fly.exp2(tile))
+        probabilities = _probabilities(scores, scale_log2, _pivot(maximum, masked), LARGE)
         total = total.map(lambda t, p: t + p, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, output
 
@@ -64,30 +72,37 @@ class OnlineSoftmax:
 
         `lazy` keeps the old maxima until a row of the wave has grown past its own by `LAZY_LOG2`; the last result,
         None unless lazy, is the same in every lane of the wave. Probabilities and sums are 2 ** offset times what
-        they are.
+        they are, the maxima less by `offset`.
         """
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
-        maximum = self.maximum.map(fly.maximum, tile_max)
+        maximum = self._raised(scores, scale_log2, offset)
         needed = None
         if lazy:
-            needed = self._grown(maximum, scale_log2)
+            needed = self._grown(maximum)
             maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
-        scaled = _pivot(maximum, masked).map(lambda m: m * scale_log2)
-        exponents = scores.fma_rows(scale_log2, scaled.map(lambda s: offset - s if offset else -s))
-        probabilities = exponents.map(lambda tile, r, c: fly.exp2(tile))
-        factor = self.maximum.map(lambda old, new: fly.exp2(old * scale_log2 - new), scaled)
+        pivot = _pivot(maximum, masked)
+        probabilities = _probabilities(scores, scale_log2, pivot, EXACT_BELOW if offset else LARGE)
+        factor = self._factor(pivot)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, factor, needed
 
-    def _grown(self, maximum: fly.RowVector, scale_log2: fly.Value) -> fly.Value:
+    def _raised(self, scores: fly.Fragment, scale_log2: fly.Value, offset: float = 0.0) -> fly.RowVector:
+        """The maxima with a tile of raw scores: rounding keeps their order."""
+        tile_max = scores.row_max().reduce_lanes(fly.maximum)
+        return self.maximum.map(
+            fly.maximum, tile_max.map(lambda m: m * scale_log2 - offset if offset else m * scale_log2)
+        )
+
+    def _factor(self, pivot: fly.RowVector) -> fly.RowVector:
+        """What sums and output so far are to be multiplied by."""
+        return self.maximum.map(lambda old, new: fly.exp2(old - new), pivot)
+
+    def _grown(self, maximum: fly.RowVector) -> fly.Value:
         """Whether a row of the wave has grown past its maximum by `LAZY_LOG2`, the same in every lane."""
         # -inf - -inf, of a row without any key yet, is NaN and has not grown
-        grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
+        grown = self.maximum.map(lambda old, new: new - old > LAZY_LOG2, maximum)
         return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
 
-    def finish(
-        self, scale_log2: fly.Value, sink: fly.Value | fly.RowVector | None = None
-    ) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(self, sink: fly.Value | fly.RowVector | None = None) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm.
 
         `sink`: one more score of every row, or each row's own, in natural units, whose value is zero; rows without
@@ -96,11 +111,9 @@ class OnlineSoftmax:
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            return finish_with_sink(self.maximum.map(lambda m: m * scale_log2), total, sinks)
+            return finish_with_sink(self.maximum, total, sinks)
         inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-        lse = self.maximum.map(
-            lambda m, t: fly.select(t == 0.0, -math.inf, (m * scale_log2 + fly.log2(t)) * math.log(2)), total
-        )
+        lse = self.maximum.map(lambda m, t: fly.select(t == 0.0, -math.inf, (m + fly.log2(t)) * math.log(2)), total)
         return inverse, lse
 
 
@@ -111,18 +124,41 @@ def finish_with_sink(
 
     `maximum` is in log2 units, -inf in rows without keys; `sink` in natural ones.
     """
-    sink = sink.map(lambda s: s * math.log2(math.e))
-    highest = maximum.map(fly.maximum, sink)
+    scaled = sink.map(lambda s: fly.minimum(s * math.log2(math.e), LARGEST))
+    highest = maximum.map(fly.maximum, scaled)
     # a sink of -inf leaves rows without keys as they are without one
     pivot = _pivot(highest, True)
     weight = maximum.map(lambda m, p: fly.exp2(m - p), pivot)
-    whole = total.map(lambda t, w, p, s: fly.fma(t, w, fly.exp2(s - p)), weight, pivot, sink)
+    whole = total.map(lambda t, w, p, s: fly.fma(t, w, fly.exp2(s - p)), weight, pivot, scaled)
     inverse = weight.map(lambda w, t: fly.select(t == 0.0, 0.0, w * fly.rcp(t)), whole)
+    # at least the sink, also where that is out of range in log2 units
     lse = whole.map(
-        lambda t, p: fly.select(t == 0.0, -math.inf, (p + fly.log2(t)) * math.log(2)),
-        pivot,
+        lambda t, p, s: fly.maximum(s, fly.select(t == 0.0, -math.inf, (p + fly.log2(t)) * math.log(2))), pivot, sink
     )
     return inverse, lse
+
+
+def _probabilities(scores: fly.Fragment, scale_log2: fly.Value, pivot: fly.RowVector, large: float) -> fly.Fragment:
+    """exp2(score * scale - pivot): the scale is applied once, in f32, inside one FMA per score.
+
+    The FMA does not round the product, and the pivot was rounded. Where pivots are `large`, exponents of the row are
+    divided by a power of two, so that the largest one is small and not one that overflows: equal scores stay equal,
+    and others stay as far below as float32 can tell them apart.
+    """
+    bound = _bits(large)
+    exponent = pivot.map(lambda p: fly.maximum(p.bitcast(fly.i32) & 0x7F800000, bound))
+
+    def divided(number: fly.Value, exponent: fly.Value) -> fly.Value:
+        """By the power of two that `exponent` is above the bound: integers take fewer instructions for it."""
+        return (number.bitcast(fly.i32) + bound - exponent).bitcast(fly.f32)
+
+    scale = exponent.map(lambda e: divided(scale_log2, e))
+    addend = pivot.map(lambda p, e: -divided(p, e), exponent)
+    return scores.fma_rows(scale, addend).map(lambda tile, r, c: fly.exp2(tile))
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
 
 
 def _pivot(maximum: fly.RowVector, masked: bool) -> fly.RowVector:

@@ -18,11 +18,12 @@ from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import ShapeError
-from kernels.dispatch import Request
-from kernels.features import NO_FEATURES, Features
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.tile_counters import MAX_ARRIVALS
-from kernels.tile_scheduler import MAX_SPLITS, automatic_splits
+
+from .dispatch import Request
+from .features import NO_FEATURES, Features
+from .flash_attn_sm90_tiles import TILES
+from .tile_counters import MAX_ARRIVALS
+from .tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # as many rows as a consumer has hold whole queries of any
@@ -278,10 +279,9 @@ def _plain_build_for(
 
 def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     """How many keys the queries of a sequence see together at most, given the request's operands."""
-    if not request.asked.windowed:
-        return request.seq_len_kv
-    left = operands[request.asked.operands.index("window_left")]
-    return min(request.seq_len_kv, left + request.seq_len)
+    asked = request.asked.operands
+    reaches = (operands[asked.index(name)] for name in ("window_left", "attention_chunk") if name in asked)
+    return min((request.seq_len_kv, *(reach + request.seq_len for reach in reaches)))
 
 
 # Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256. There

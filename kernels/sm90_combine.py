@@ -2,7 +2,7 @@
 
 A second kernel costs a launch and a wait for the first one's last block: much of a short decoding step. Instead every
 tile has a counter of the parts that are there. Who stores the last one reads them all, in their order, so results do
-not depend on who that is. The formula is `kernels.split_combine`'s.
+not depend on who that is. The formula is `split_combine`'s.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import fly
 from fly.backends.nvvm.intrinsics import WARPGROUP, atomic_wrap, barrier_any, barrier_sync
 from fly.ir import memory
-from kernels.features import Given
-from kernels.sm90_schedule import Schedule, Work
-from kernels.split_combine import VECTOR, combined
-from kernels.tile_counters import FIRST_ARRIVAL
-from kernels.tile_scheduler import part
+
+from .features import Given
+from .sm90_schedule import Schedule, Work
+from .split_combine import VECTOR, combined
+from .tile_counters import FIRST_ARRIVAL
+from .tile_scheduler import part
 
 AT_A_TIME = 8  # splits: one warpgroup alone waits for their loads
 

@@ -7,23 +7,23 @@ from typing import Any
 import fly
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels.attention_launch import launch_of
-from kernels.dispatch import Launch, Request, Tensors, device_of
-from kernels.features import LOG2_E
-from kernels.sm90_builds import Sm90Options, section_for
-from kernels.tile_counters import MAX_ARRIVALS, counters_of
+
+from .attention_launch import launch_of
+from .dispatch import Launch, Request, Tensors, device_of
+from .sm90_builds import Sm90Options, section_for
+from .tile_counters import MAX_ARRIVALS, counters_of
 
 
 def typical_lengths(tensors: Tensors, request: Request) -> tuple[int, int] | None:
     """(queries, keys) of packed sequences on average, as far as the host knows; None of others."""
     if tensors.cu_seqlens_q is None:
         return None
-    keys = len(tensors.k) if request.page_size is None else request.seq_len_kv * request.batch
+    keys = len(tensors.k) if tensors.k.dim() == 3 else request.seq_len_kv * request.batch
     return -(-len(tensors.q) // request.batch), -(-keys // request.batch)
 
 
 def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Options, splits: int) -> Launch:
-    """A launch of one build of `kernel`, which takes what `kernels.flash_attn_sm90.flash_attn_sm90` does.
+    """A launch of one build of `kernel`, which takes what `flash_attn_sm90.flash_attn_sm90` does.
 
     `tensors.v` is what the kernel has a map of instead of V, if it is not V.
     """
@@ -46,7 +46,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
         k.shape[1],
         sets // request.num_kv_heads,
         section_for(request, request.value_dim, pack) * splits,
-        request.softmax_scale * LOG2_E,
+        request.scale_log2,
     )
 
     def bound(out: Any, lse: Any) -> Prepared:

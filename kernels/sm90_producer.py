@@ -12,8 +12,9 @@ from fly.backends.nvvm import tma
 from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position, Ring
 from fly.backends.nvvm.wgmma import PanelTile
-from kernels.sm90_builds import Sm90Options
-from kernels.sm90_schedule import Board, Schedule, Work
+
+from .sm90_builds import Sm90Options
+from .sm90_schedule import Board, Schedule, Work
 
 Pages = tuple[fly.Value, ...]
 

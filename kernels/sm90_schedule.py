@@ -14,10 +14,11 @@ from typing import Any
 import fly
 from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
-from kernels.features import NOTHING, Given
-from kernels.mask import KeyRange
-from kernels.tile_list import SeenTiles, TileList, alone
-from kernels.tile_scheduler import Sequence, offsets_of, paged_length, split_tiles
+
+from .features import NOTHING, Given
+from .mask import KeyRange
+from .tile_list import SeenTiles, TileList, alone
+from .tile_scheduler import Sequence, existing, offsets_of, paged_length, split_tiles
 
 NUMBERS = 8  # i32 that describe a tile,
 STEPS = 4  # and its part of a block mask's list
@@ -90,6 +91,11 @@ class Schedule:
         return self.cu_seqlens_q is not None
 
     @property
+    def packed_keys(self) -> bool:
+        """Whether keys are packed too, or in pages."""
+        return self.packed and (self.cu_seqlens_kv is not None or self.page_size is not None)
+
+    @property
     def ragged(self) -> bool:
         """Whether tiles of the launch may have no query."""
         return self.packed or self.given.get("seqused_q") is not None
@@ -119,7 +125,8 @@ class Schedule:
         table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
         rows = (j * self.block_n + i * self.page_size for i in range(self.pages_of_tile))
         places = (fly.maximum(fly.minimum(row, last), 0) // self.page_size for row in rows)
-        return tuple(table.load(work.batch, place) for place in places)
+        sequence = work.batch if self.given.get("kv_batch_idx") is None else existing(work.entry, table.shape[0])
+        return tuple(table.load(sequence, place) for place in places)
 
     @property
     def total(self) -> fly.Value:
@@ -154,12 +161,12 @@ class Schedule:
         work = self.work(fly.select(number < self.total, batch, STOP), *rest)
         entries = self.given.get("kv_batch_idx")
         if entries is None:
-            return replace(work, entry=0 if self.packed else work.batch)
+            return replace(work, entry=0 if self.packed_keys else work.batch)
         return replace(work, entry=entries.load(self._existing(batch)))
 
     def _existing(self, batch: fly.Value) -> fly.Value:
         """A sequence that exists, for numbers past the launch's end too."""
-        return fly.minimum(fly.maximum(batch, 0), self.batch - 1)
+        return existing(batch, self.batch)
 
     def _in_use(self, batch: fly.Value, queries: Any, k_first: Any, keys: Any) -> tuple[Any, Any, Any]:
         """(queries, first key, keys) of a sequence that count, of those that it has."""
@@ -228,12 +235,13 @@ class Schedule:
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
         q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
-        if self.page_size is None:
+        if self.page_size is None and self.packed_keys:
             k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
         else:
-            k_first = k_end = fly.i32(0)
+            k_first = fly.i32(0)
+            k_end = k_first if self.packed_keys else self.seq_len_kv
         block, queries = slot - first_slot(batch), q_end - q_first
-        cut = not {"seqused_q", "seqused_kv", "block_table"}.isdisjoint(self.given.features.operands)
+        cut = not {"seqused_q", "seqused_kv", "cache_leftpad", "block_table"}.isdisjoint(self.given.features.operands)
         if cut:
             queries, k_first, keys = self._in_use(batch, queries, k_first, k_end - k_first)
         blocks = fly.ceil_div(queries, self.block_m)
@@ -264,13 +272,12 @@ class Schedule:
     ) -> Work:
         """The tile that these numbers describe; `steps`: first_tile, full_tiles, last_tile of a list that has been
         read."""
-        left, right = self.given.get("window_left"), self.given.get("window_right")
-        range_ = KeyRange(queries, keys, self.causal, left=left, right=right)
+        range_ = self.given.key_range(queries, keys, self.causal)
         full, last = range_.tiles(first_row, self.block_m, self.block_n)
         if self.lists:
             seen = SeenTiles(range_.skipped(first_row, self.block_m, self.block_n)[1], full)
             return self._listed((batch, head, first_row, split, q_first, k_first), range_, seen, steps)
-        if left is None:
+        if not range_.hides_first:
             first, full, end = split_tiles(full, last, split, self.splits)
             whole = first
         else:

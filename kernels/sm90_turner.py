@@ -19,8 +19,9 @@ from fly.backends.nvvm.intrinsics import WARPGROUP, load_matrices_turned, permut
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import LayoutError
-from kernels.sm90_producer import Buffers, clear_tail
-from kernels.sm90_schedule import Schedule, Work
+
+from .sm90_producer import Buffers, clear_tail
+from .sm90_schedule import Schedule, Work
 
 WARPS = WARPGROUP // 32
 KEYS, DIMS = 32, 16  # that four matrices hold: what a warp turns at a time

@@ -22,9 +22,10 @@ import torch
 import fly
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
-from kernels.dispatch import Request, Tensors
-from kernels.features import LOG2_E, NO_FEATURES, Features
-from kernels.tile_scheduler import Sequence, grid, part
+
+from .dispatch import Request, Tensors
+from .features import LOG2_E, NO_FEATURES, Features
+from .tile_scheduler import Sequence, fold_grid, grid, part, sequences_of, slice_of_block
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
@@ -87,17 +88,22 @@ def split_combine(
     *operands: fly.Operand,
     head_dim: int,
     features: Features = NO_FEATURES,
+    folded: bool = False,
 ):
     """out, lse = the splits' results put together, as in the module's formula.
 
     partial_out: (S, B, Sq, H, D) or packed (S, total_q, H, D); partial_lse: (S, B, H, Sq) or (S, H, total_q), f32;
-    out, lse as in `kernels.tile_scheduler`; operands of `features`, which are among `OPERANDS`. Grid: (row blocks,
-    query heads, sequences). A thread owns `VECTOR` elements of a row.
+    out, lse as in `tile_scheduler`; operands of `features`, which are among `OPERANDS`. Grid: (row blocks,
+    query heads, sequences), or `folded`. A thread owns `VECTOR` elements of a row.
     """
     given = features.bind(operands)
     lanes = head_dim // VECTOR
     rows = rows_of_block(head_dim)
-    head, batch = fly.block_id.y, fly.block_id.z
+    head, batch, exists = fly.block_id.y, fly.block_id.z, None
+    if folded:
+        slice_, exists = slice_of_block(out.shape[-2] * sequences_of(out, cu_seqlens_q))
+        batch = slice_ // out.shape[-2]
+        head = slice_ - batch * out.shape[-2]
     first_row = fly.block_id.x * rows
     row, column = fly.thread_id.x // lanes, fly.thread_id.x % lanes * VECTOR
 
@@ -111,7 +117,8 @@ def split_combine(
         view = queries.matrix(part(partial_out, split), head).rows(head_dim)
         return view.window(first_row, rows).load_inside(row, column, VECTOR)
 
-    with fly.when((row < rows) & (row < window.rows_left)):
+    inside = (row < rows) & (row < window.rows_left)
+    with fly.when(inside if exists is None else inside & exists):
         output, row_lse = combined(
             partial_lse.shape[0], split_lse, split_values, given.sink_of(head, first_row + row)
         )
@@ -133,25 +140,25 @@ def combined(
     `lse_of`, `values_of`: what a thread loads of a split, f32; `sink`: the row's, or None.
     """
     none = fly.broadcast(fly.f32(0.0), VECTOR)
-    start = (fly.f32(-math.inf), fly.f32(0.0), none) if sink is None else (sink * LOG2_E, fly.f32(1.0), none)
+    start = (fly.f32(-math.inf), fly.f32(0.0), none) if sink is None else (sink, fly.f32(1.0), none)
     for first, (maximum, total, output) in (loop := fly.range(0, splits, at_a_time, carry=start)):
         # loads past the last split are of the last one, whose line is there: they cost no bandwidth
         places = [fly.minimum(first + i, splits - 1) for i in range(at_a_time)]
         values = [values_of(split) for split in places]
-        lses = [fly.select(first + i < splits, lse_of(split) * LOG2_E, -math.inf) for i, split in enumerate(places)]
+        lses = [fly.select(first + i < splits, lse_of(split), -math.inf) for i, split in enumerate(places)]
         largest = functools.reduce(fly.maximum, lses, maximum)
         # -inf - -inf is NaN: as long as there is no key, the row is measured from 0
         pivot = fly.select(largest == -math.inf, 0.0, largest)
-        weights = [fly.exp2(lse - pivot) for lse in lses]
-        before = fly.exp2(maximum - pivot)
+        weights = [fly.exp2((lse - pivot) * LOG2_E) for lse in lses]
+        before = fly.exp2((maximum - pivot) * LOG2_E)
         output = output * fly.broadcast(before, VECTOR)
         for value, weight in zip(values, weights, strict=True):
             output = fly.fma(value, fly.broadcast(weight, VECTOR), output)
         loop.next(largest, total * before + functools.reduce(operator.add, weights), output)
     maximum, total, output = loop.results
     inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
-    lse = fly.select(total == 0.0, -math.inf, (maximum + fly.log2(total)) * (1 / LOG2_E))
-    return output * fly.broadcast(inverse, VECTOR), lse
+    lse = fly.select(total == 0.0, -math.inf, maximum + fly.log2(total) * (1 / LOG2_E))
+    return output * fly.broadcast(inverse, VECTOR), lse if sink is None else fly.maximum(lse, sink)
 
 
 def operand_places(request: Request) -> tuple[int, ...]:
@@ -166,8 +173,9 @@ def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tenso
     Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those at `operand_places`.
     """
     asked = request.asked.only(OPERANDS)
-    blocks = grid(request.batch, request.num_heads, request.seq_len, rows_of_block(request.value_dim))
-    statics = {"head_dim": request.value_dim, "features": asked}
+    rows = rows_of_block(request.value_dim)
+    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, rows))
+    statics = {"head_dim": request.value_dim, "features": asked, **fold}
     arguments = (
         partial_out,
         partial_lse,

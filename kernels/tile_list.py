@@ -8,7 +8,8 @@ from typing import Any
 
 import fly
 from fly.ir import memory
-from kernels.features import Given
+
+from .features import Given
 
 # counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
 PARTIAL = ("block_counts", "block_indices")

@@ -1,8 +1,8 @@
 """Which part of an attention problem a block computes: its sequence, head, query rows and key tiles.
 
-The grid of every forward kernel is (query blocks, query heads, sequences * key splits). Causal blocks run longest
-first, and those of a block mask in the same order, since many resemble a causal one. Three things vary, and follow
-from the arguments, so a kernel has no flag for them:
+The grid of every forward kernel is (query blocks, query heads, sequences * key splits), and folded (see `fold_grid`)
+where devices have no such grid. Causal blocks run longest first, and those of a block mask in the same order, since
+many resemble a causal one. Three things vary, and follow from the arguments, so a kernel has no flag for them:
 
 | form | told by | q, out | k, v | lse (f32) |
 |---|---|---|---|---|
@@ -22,12 +22,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from kernels.attention_tiles import group_size
-from kernels.features import NOTHING, Given
-from kernels.mask import KeyRange
-from kernels.tile_list import SeenTiles, TileList
+from fly.errors import UnsupportedError
+
+from .attention_tiles import group_size
+from .features import NOTHING, Given
+from .mask import KeyRange
+from .tile_list import SeenTiles, TileList
 
 MAX_SPLITS = 64
+MAX_GRID_YZ = 65_535  # blocks along y and along z: CUDA's limit; HIP's is one more
+_MAX_BLOCKS = 2**31 - 1  # places are counted in i32
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def block_work(
     xcds: int = 1,
     given: Given = NOTHING,
     page_size: int | None = None,
+    folded: bool = False,
 ) -> Work:
     """This block's work, from its place in the grid.
 
@@ -83,16 +88,20 @@ def block_work(
     none. The block takes `block_m` query rows, and keys in tiles of `block_n`. `head_dim_v`: of v and out, if it is
     not `head_dim`. With several `xcds`, dies with a cache of their own that blocks are dealt to in turn, blocks are
     placed by `shared_keys_place`. `given`: lengths and windows among a call's features; with pages, of `page_size`
-    keys each.
+    keys each. `folded`: so is the grid, whose spare blocks have no row.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     block, head, batch, split = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
-    blocks = fly.grid_dim.x
+    blocks, heads, parts, exists = fly.grid_dim.x, q.shape[-2], None, None
+    if folded:
+        parts = sequences_of(q, cu_seqlens_q) * (out.shape[0] if out.rank > q.rank else 1)
+        slice_, exists = slice_of_block(heads * parts)
+        batch = slice_ // heads
+        head = slice_ - batch * heads
     if xcds > 1:
-        linear = block + blocks * (head + q.shape[-2] * batch)
-        block, head, batch = shared_keys_place(
-            linear, (blocks, q.shape[-2], fly.grid_dim.z), group_size(q, k), xcds, fly.minimum
-        )
+        linear = block + blocks * (head + heads * batch)
+        parts = fly.grid_dim.z if parts is None else parts
+        block, head, batch = shared_keys_place(linear, (blocks, heads, parts), group_size(q, k), xcds, fly.minimum)
     kv_head = head // group_size(q, k)
     if out.rank > q.rank:
         splits = out.shape[0]
@@ -110,24 +119,33 @@ def block_work(
             k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
         )
     else:
-        keys = PagedSequence.of(given.get("block_table"), page_size, cu_seqlens_kv, batch, given.get("seqused_kv"))
-    window = {side: given.get(f"window_{side}") for side in ("left", "right")}
-    key_range = KeyRange(queries.length, keys.length, causal, **window, one_query=given.features.one_query)
+        keys = PagedSequence.of(
+            given.get("block_table"),
+            page_size,
+            cu_seqlens_kv,
+            batch,
+            given.get("seqused_kv"),
+            given.get("cache_leftpad"),
+            given.get("kv_batch_idx"),
+        )
+    key_range = given.key_range(queries.length, keys.length, causal)
+    if exists is not None:
+        first_row = fly.select(exists, first_row, queries.length)
     full, last = key_range.tiles(first_row, block_m, block_n)
     unseen, whole_from = key_range.skipped(first_row, block_m, block_n)
     first = fly.i32(0)
-    if key_range.left is not None:
+    if key_range.hides_first:
         first = fly.first_lane(unseen)
     listed = seen = None
     if given.features.block_size is not None:
-        seen = SeenTiles(fly.i32(0) if key_range.left is None else whole_from, full)
+        seen = SeenTiles(whole_from if key_range.hides_first else fly.i32(0), full)
         listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n))
         first, full, last = fly.i32(0), listed.whole_steps, listed.steps
         if split is not None:
             first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
             listed = replace(listed, steps=last)
     elif split is not None:
-        start = 0 if key_range.left is None else first
+        start = first if key_range.hides_first else 0
         first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
         key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
     return Work(
@@ -141,10 +159,10 @@ def block_work(
         first_row=first_row,
         keys=key_range,
         first_tile=first,
-        whole_from=first if key_range.left is None else fly.minimum(fly.maximum(whole_from, first), last),
+        whole_from=fly.minimum(fly.maximum(whole_from, first), last) if key_range.hides_first else first,
         full_tiles=full,
         last_tile=last,
-        ragged=queries.bounded,
+        ragged=queries.bounded or folded,
         split=split is not None,
         listed=listed,
         seen=seen,
@@ -224,7 +242,7 @@ class Sequence:
         # a load's result is not known to be the same in every lane, and addresses and bounds must be
         entry = index
         if entries is not None:
-            entry = fly.first_lane(fly.minimum(fly.maximum(entries.load(index), 0), tensor.shape[0] - 1))
+            entry = fly.first_lane(existing(entries.load(index), tensor.shape[0]))
         if offsets is None:
             first, length = None, tensor.shape[1]
         else:
@@ -263,23 +281,43 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PagedSequence:
-    """One sequence's tokens in tensors of pages: `length`, in the pages of `table` in order."""
+    """One sequence's tokens in tensors of pages: `length` from `first` (None: 0) on, in the pages of `table`."""
 
     table: fly.Tensor
     page_size: int
     length: fly.Value
+    first: fly.Value | None = None
 
     @staticmethod
     def of(
-        table: fly.Tensor, page_size: int, offsets: fly.Tensor | None, index: Any, used: fly.Tensor | None
+        table: fly.Tensor,
+        page_size: int,
+        offsets: fly.Tensor | None,
+        index: Any,
+        used: fly.Tensor | None,
+        leftpad: fly.Tensor | None = None,
+        entries: fly.Tensor | None = None,
     ) -> PagedSequence:
-        """Sequence `index` of a (B, pages of a sequence) i32 `table`, as many tokens as `paged_length` says."""
-        length = fly.first_lane(paged_length(table, page_size, offsets, index, used))
-        return PagedSequence(table[index, :], page_size, length)
+        """Sequence `index` of a (B, pages of a sequence) i32 `table`, as many tokens as `paged_length` says.
+
+        `leftpad` of them are left out at the start; with `entries`, the sequence's row of the table is
+        `entries[index]`: see `Sequence.of`.
+        """
+        length, first = fly.first_lane(paged_length(table, page_size, offsets, index, used)), None
+        if leftpad is not None:
+            first = fly.minimum(fly.maximum(fly.first_lane(leftpad.load(index)), 0), length)
+            length = length - first
+        row = index if entries is None else fly.first_lane(existing(entries.load(index), table.shape[0]))
+        return PagedSequence(table[row, :], page_size, length, first)
 
     def rows(self, tensor: fly.Tensor, head: Any, columns: int) -> fly.PagedRows:
         """Rows of `columns` elements of one head of (pages, page_size, H, D)."""
-        return fly.PagedRows(tensor[:, :, head, :], self.table, self.length, self.page_size, columns)
+        return fly.PagedRows(tensor[:, :, head, :], self.table, self.length, self.page_size, columns, self.first)
+
+
+def existing(index: Any, count: Any) -> fly.Value:
+    """A number that should be one of `count`, cut to what exists."""
+    return fly.minimum(fly.maximum(index, 0), count - 1)
 
 
 def paged_length(
@@ -305,6 +343,39 @@ def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:
 def grid(batch: int, heads: int, seq_len: int, block_m: int, splits: int = 1) -> tuple[int, int, int]:
     """The grid of a forward kernel; `seq_len` is the longest sequence's number of queries."""
     return -(-seq_len // block_m), heads, batch * splits
+
+
+def fold_grid(grid: tuple[int, int, int]) -> tuple[tuple[int, int, int], dict[str, bool]]:
+    """(the grid to launch, `folded` as a static parameter if it is): `grid` itself, unless y or z is too large.
+
+    A folded grid's blocks in y and z, together, count the slices (heads of sequences) of `grid`, and less than one
+    a z are spare: `slice_of_block` tells. It is for a build of its own, so that others have none of its arithmetic.
+
+    Raises:
+        UnsupportedError: more blocks than can be counted in 31 bits.
+    """
+    blocks, heads, sequences = grid
+    if max(heads, sequences) <= MAX_GRID_YZ:
+        return grid, {}
+    slices = heads * sequences
+    if blocks * slices > _MAX_BLOCKS:
+        raise UnsupportedError(
+            f"{blocks} blocks of rows for each of {heads} heads of {sequences} sequences (times parts of the keys); "
+            f"one launch takes at most {_MAX_BLOCKS} blocks: pass the batch in parts"
+        )
+    z = -(-slices // MAX_GRID_YZ)
+    return (blocks, -(-slices // z), z), {"folded": True}
+
+
+def slice_of_block(slices: Any) -> tuple[fly.Value, fly.Value]:
+    """(this block's slice of a folded grid, whether it has one); of spare blocks it is the last."""
+    place = fly.block_id.y + fly.grid_dim.y * fly.block_id.z
+    return fly.minimum(place, slices - 1), place < slices
+
+
+def sequences_of(tokens: fly.Tensor, offsets: fly.Tensor | None) -> fly.Value:
+    """How many sequences q or out has: its first dimension, or one less than there are `offsets`."""
+    return tokens.shape[0] if offsets is None else offsets.shape[0] - 1
 
 
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing

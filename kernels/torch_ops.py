@@ -1,29 +1,36 @@
 """Flash attention as `torch.library` operations, so that `torch.compile(fullgraph=True)` and export see through it.
 
 `torch.ops.fly.flash_attn` and `torch.ops.fly.flash_attn_out` take what `flydsl_flash_attn_func` takes, by the same
-names, as far as an operation can: tensors and numbers, no functions. `attention` is what callers use: the operation
-costs microseconds on the host and is gone through only where a compiler traces.
+names, as far as an operation can: tensors and numbers, no functions. `caller` is the key of one of
+`callers.CALLERS`, whose names errors have then. `attention` is what callers use: the operation costs
+microseconds on the host and is gone through only where a compiler traces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from kernels.argument_checks import check_gradients
-from kernels.attention_checks import OUT_DTYPES
-from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.kv_cache import append_to_cache
+from fly.errors import FlyError
+
+from .argument_checks import Checks
+from .attention_checks import OUT_DTYPES
+from .callers import CALLERS, Caller
+from .flash_attn_interface import flydsl_flash_attn_func
+from .kv_cache import append_to_cache
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, bool causal"
 _OPTIONS = (
     "float? softmax_scale=None, bool return_lse=False, SymInt num_kv_splits=1, "
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, "
-    "SymInt[]? window_size=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? bias=None, "
-    "Tensor? sink=None, Tensor? seqused_q=None, Tensor? seqused_kv=None, Tensor? block_table=None, "
+    "SymInt[]? window_size=None, SymInt attention_chunk=0, float softcap=0.0, "
+    "Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? sink=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_kv=None, Tensor? block_table=None, "
     "Tensor? cache_leftpad=None, Tensor? kv_batch_idx=None, "
-    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, str? caller=None"
 )
 
 torch.library.define("fly::flash_attn", f"({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -33,36 +40,43 @@ torch.library.define(
     "fly::append_to_cache",
     "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, "
     "Tensor cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
-    "bool rotary_interleaved, *, bool rotate_each_query) -> Tensor",
+    "bool rotary_interleaved, *, bool rotate_each_query, str? caller=None) -> Tensor",
 )
 
 
 def attention(
+    caller: Caller,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
-    *,
+    options: dict[str, Any],
     out: torch.Tensor | None = None,
     return_lse: bool = False,
-    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flydsl_flash_attn_func`, and the same as an operation while torch compiles or exports.
 
-    `options`: its keywords that are tensors or numbers. Returns and raises as it does.
+    `options`: its keywords that are tensors or numbers. Returns and raises as it does, in the `caller`'s names.
     """
     if not torch.compiler.is_compiling():
-        return flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
+        try:
+            return flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
+        except FlyError as error:
+            caller.tell(error)
+            raise
     if torch.is_grad_enabled():
-        check_gradients({"q": q, "k": k, "v": v, "out": out})
+        named = zip(("q", "k", "v", "out"), (q, k, v, out))
+        Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
+    key = caller.key
     if out is None:
-        out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse, **options)
+        out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse, caller=key, **options)
     else:
-        lse = torch.ops.fly.flash_attn_out(q, k, v, causal, out=out, return_lse=return_lse, **options)
+        lse = torch.ops.fly.flash_attn_out(q, k, v, causal, out=out, return_lse=return_lse, caller=key, **options)
     return (out, lse) if return_lse else out
 
 
 def append(
+    caller: Caller,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -72,12 +86,27 @@ def append(
     *places: Any,
     rotate_each_query: bool,
 ) -> torch.Tensor:
-    """`kernels.kv_cache.append_to_cache`, and the same as an operation while torch compiles or exports."""
+    """`append_to_cache`, and the same as an operation while torch compiles or exports."""
     arguments = (q, k_cache, v_cache, k, v, rotary_cos, *places)
     if not torch.compiler.is_compiling():
-        return append_to_cache(*arguments, rotate_each_query=rotate_each_query)
-    rotated = torch.ops.fly.append_to_cache(*arguments, rotate_each_query=rotate_each_query)
+        try:
+            return append_to_cache(*arguments, rotate_each_query=rotate_each_query)
+        except FlyError as error:
+            caller.tell(error)
+            raise
+    rotated = torch.ops.fly.append_to_cache(*arguments, rotate_each_query=rotate_each_query, caller=caller.key)
     return q if rotary_cos is None else rotated
+
+
+@contextmanager
+def _in_names_of(key: str | None) -> Iterator[None]:
+    """Errors in the names of the caller with this key; an operation that was called as such has none."""
+    try:
+        yield
+    except FlyError as error:
+        if key in CALLERS:
+            CALLERS[key].tell(error)
+        raise
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]) -> tuple:
@@ -85,10 +114,10 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, option
         options["window_size"] = tuple(options["window_size"])
     else:
         options.pop("window_size", None)
-    if options.get("return_lse"):
-        return flydsl_flash_attn_func(q, k, v, causal, **options)
+    with _in_names_of(options.pop("caller", None)):
+        result = flydsl_flash_attn_func(q, k, v, causal, **options)
     # an operation has the same number of results in every call
-    return flydsl_flash_attn_func(q, k, v, causal, **options), _lse(q, False)
+    return result if options.get("return_lse") else (result, _lse(q, False))
 
 
 def _lse(q: torch.Tensor, wanted: bool) -> torch.Tensor:
@@ -124,8 +153,9 @@ def _flash_attn_out_fake(
 
 
 @torch.library.impl("fly::append_to_cache", "CompositeExplicitAutograd")
-def _append(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    result = append_to_cache(q, *arguments, **options)
+def _append(q: torch.Tensor, *arguments: Any, caller: str | None = None, **options: Any) -> torch.Tensor:
+    with _in_names_of(caller):
+        result = append_to_cache(q, *arguments, **options)
     return q.new_empty(0) if result is q else result  # an operation's result is not one of its arguments
 
 

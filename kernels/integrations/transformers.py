@@ -1,7 +1,7 @@
 """Flash attention for Hugging Face transformers: `register()`, then `attn_implementation="fly"`.
 
-    from kernels.integrations import transformers as fly_attention
-    fly_attention.register()
+    from fly_attention.integrations import transformers as fly_for_transformers
+    fly_for_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fly", dtype=torch.bfloat16)
 
 A model's masks come as they do for "sdpa": none where a causal mask alone says it all, otherwise a mask for every
@@ -16,10 +16,15 @@ from typing import Any
 import torch
 
 from fly.errors import ArgumentError, UnsupportedError
-from kernels.api_options import attend, refuse_dropout
+
+from ..api_checks import check_dense, check_dropout
+from ..api_options import attend
+from ..argument_checks import Checks
+from ..callers import TRANSFORMERS
 
 NAME = "fly"
-FUNCTION = "transformers' attention"
+FUNCTION = TRANSFORMERS.function
+CHECKS = Checks(FUNCTION)
 
 
 def attention_forward(
@@ -55,7 +60,11 @@ def attention_forward(
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
         UnsupportedError: dropout, a gradient, `output_attentions`, a paged `cache` (a NotImplementedError).
     """
-    refuse_dropout(FUNCTION, dropout)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_dense(FUNCTION, name, tensor)
+        if tensor.dim() != 4:
+            raise ArgumentError(f"{FUNCTION}: {name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
+    check_dropout(FUNCTION, "dropout", dropout)
     if kwargs.get("output_attentions"):
         raise UnsupportedError(f'{FUNCTION}: output_attentions is not available: use attn_implementation="eager"')
     if kwargs.get("cache") is not None:
@@ -68,7 +77,8 @@ def attention_forward(
     options: dict[str, Any] = {"num_kv_splits": 0}
     given = {"softmax_scale": scaling, "softcap": softcap, "sink": s_aux}
     options |= {name: value for name, value in given.items() if value is not None}
-    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    CHECKS.flag("is_causal", is_causal)
     queries, keys = query.shape[2], key.shape[2]
     causal = is_causal and attention_mask is None and queries > 1  # a single query is the last, and sees all keys
     if causal and queries != keys:
@@ -83,12 +93,15 @@ def attention_forward(
         options["bias"] = _bias(attention_mask, query, keys)
     elif sliding_window is not None:
         # both ends of a window included; looking one way, it counts the query's own key
-        options["window_size"] = (sliding_window - 1, -1) if is_causal else (sliding_window, sliding_window)
+        window = CHECKS.integer("sliding_window", sliding_window)
+        CHECKS.whole("sliding_window", window, 1, 2**31 - 1)
+        options["window_size"] = (window - 1, -1) if is_causal else (window, window)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return attend(q, k, v, causal, options), None
+    return attend(TRANSFORMERS, q, k, v, causal, options), None
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, keys: int) -> torch.Tensor:
+    check_dense(FUNCTION, "attention_mask", mask)
     if mask.dim() != 4 or mask.shape[-1] < keys:
         raise ArgumentError(
             f"{FUNCTION}: attention_mask must broadcast to (B, H, Sq, Skv) = "

@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 
-from fly.errors import ArgumentError, UnsupportedError
-from kernels.api_options import PACKED, add_packing, attend, options_of, refuse
+from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-FUNCTION = "vllm.flash_attn_varlen_func"
+from ..api_checks import check_dense
+from ..api_options import PACKED, add_packing, attend, options_of, refuse
+from ..argument_checks import Checks
+from ..callers import VLLM
+from ..feature_checks import NO_WINDOW
+
+FUNCTION = VLLM.function
+CHECKS = Checks(FUNCTION)
 FA_VERSIONS = (2, 3, 4)
 
 
@@ -61,7 +67,8 @@ def flash_attn_varlen_func(
         s_aux: (H,) sinks. num_splits: parts that keys are split into, 0 takes what suits the device.
         q_descale, k_descale, v_descale: (B, Hkv) float32 scales of float8_e4m3fn tensors. vLLM passes them with
             16-bit tensors too, whose scale they are not.
-        The others are as in `kernels.flash_attn_api`.
+        scheduler_metadata: a tensor or None; a hint that changes nothing.
+        The others are as in `fly_attention.flash_attn_api`.
 
     Returns:
         out, or with `return_softmax_lse` (out, softmax_lse (H, total_q)).
@@ -71,27 +78,59 @@ def flash_attn_varlen_func(
         UnsupportedError: what is not available (a NotImplementedError).
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table, fa_version)
-    refuse(FUNCTION, {"qv": q_v, "scheduler_metadata": scheduler_metadata})
-    if return_attn_probs:
+    refuse(FUNCTION, "qv", q_v, "q_v")
+    if return_attn_probs is not False:
+        CHECKS.flag("return_attn_probs", return_attn_probs)
         raise UnsupportedError(f"{FUNCTION}: probabilities are not available: pass return_softmax_lse for the LSE")
-    if cp_world_size != 1 or cp_rank != 0 or cp_tot_seqused_k is not None:
-        raise UnsupportedError(
-            f"{FUNCTION}: context parallelism is not available, got cp_world_size={cp_world_size}: combine the parts "
-            "of the ranks by their softmax_lse"
-        )
-    window = (-1, -1) if window_size is None else tuple(window_size)
-    extras: dict[str, Any] = {"seqused_k": seqused_k, "learnable_sink": s_aux, "num_splits": num_splits}
+    one_rank = isinstance(cp_world_size, int) and isinstance(cp_rank, int) and cp_world_size == 1 and cp_rank == 0
+    if not one_rank or cp_tot_seqused_k is not None:
+        _refuse_ranks(cp_world_size, cp_rank, cp_tot_seqused_k)
+    window = NO_WINDOW if window_size is None else window_size
+    extras: dict[str, Any] = {"seqused_k": seqused_k, "learnable_sink": s_aux}
+    if scheduler_metadata is not None:
+        extras["scheduler_metadata"] = scheduler_metadata
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if isinstance(q, torch.Tensor) and q.element_size() == 1:
-        extras |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    options = options_of(FUNCTION, PACKED, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, extras)
-    add_packing(FUNCTION, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return attend(q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
+        extras |= scales
+    else:
+        for name, scale in scales.items():
+            if scale is not None:
+                check_dense(FUNCTION, name, scale)
+                if scale.dtype is not torch.float32:
+                    CHECKS.fail(f"{name} has dtype {scale.dtype}; accepted: torch.float32", ArgumentTypeError)
+    options = options_of(
+        VLLM,
+        PACKED,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        extras,
+        num_splits,
+    )
+    add_packing(VLLM, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    return attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
+
+
+def _refuse_ranks(cp_world_size: Any, cp_rank: Any, cp_tot_seqused_k: Any) -> None:
+    given = {"cp_world_size": (cp_world_size, 1), "cp_rank": (cp_rank, 0)}
+    wrong = [name for name, (value, alone) in given.items() if CHECKS.integer(name, value) != alone]
+    if cp_tot_seqused_k is not None:
+        wrong.append("cp_tot_seqused_k")
+    if wrong:
+        raise UnsupportedError(
+            f"{FUNCTION}: {wrong[0]} is not available, as context parallelism is not: combine the parts of the ranks "
+            "by their softmax_lse"
+        )
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any, fa_version: Any) -> None:
-    if (cu_seqlens_k is None) == (seqused_k is None):
-        raise ArgumentError(f"{FUNCTION}: pass either cu_seqlens_k, for packed keys, or seqused_k, for pages")
     if (block_table is None) != (seqused_k is None):
         raise ArgumentError(f"{FUNCTION}: block_table and seqused_k go together")
-    if fa_version not in FA_VERSIONS:
+    if (cu_seqlens_k is None) == (seqused_k is None):
+        raise ArgumentError(f"{FUNCTION}: pass either cu_seqlens_k, for packed keys, or seqused_k, for pages")
+    if CHECKS.integer("fa_version", fa_version) not in FA_VERSIONS:
         raise ArgumentError(f"{FUNCTION}: fa_version must be one of {FA_VERSIONS}, got {fa_version!r}")

@@ -19,6 +19,7 @@ def _one(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -43,6 +44,9 @@ def _one(
         scores = scores.masked_fill(distance < -left, -math.inf)
     if right >= 0:
         scores = scores.masked_fill(distance > right, -math.inf)
+    if attention_chunk:
+        chunk = torch.div(position, attention_chunk, rounding_mode="floor")
+        scores = scores.masked_fill(torch.arange(k.shape[0])[None, :] // attention_chunk != chunk, -math.inf)
     if sink is not None:
         column = sink.to(dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores, value = torch.cat([scores, column], -1), torch.nn.functional.pad(value, (0, 0, 0, 1))

@@ -33,3 +33,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         monkeypatch.setenv(config.KERNEL.name, kernel)
 
     return take
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get whatever is on the device, as on a GPU: that they stay inside of the tensors shows only so."""
+    monkeypatch.setenv(config.CHECK_INPUTS.name, "0")

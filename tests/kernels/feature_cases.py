@@ -152,6 +152,7 @@ FEATURES: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
     "window left": lambda x: {"window_size": (10, -1)},
     "window both": lambda x: {"window_size": (7, 3)},
     "window narrow": lambda x: {"window_size": (0, 0)},
+    "window of chunks": lambda x: {"window_size": (7, 3), "attention_chunk": 9},
     "softcap": lambda x: {"softcap": 1.5},
     "alibi heads": lambda x: {"alibi_slopes": x.floats(x.heads).abs()},
     "alibi batch": lambda x: {"alibi_slopes": x.floats(x.batch, x.heads).abs()},

@@ -44,6 +44,7 @@ class Scores:
     causal: bool
     softmax_scale: float
     window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -78,6 +79,8 @@ class Scores:
         if self.score_mod is not None:
             scores = self.score_mod(scores, span.batch, h, i, j, *self.aux_tensors)
         hidden = torch.zeros(scores.shape, dtype=torch.bool, device=device)
+        if self.attention_chunk:
+            hidden |= torch.div(position, self.attention_chunk, rounding_mode="floor") != j // self.attention_chunk
         left, right = self.window_size
         if self.causal or right >= 0:
             hidden |= j > position + (0 if self.causal else right)
@@ -94,7 +97,7 @@ def key_heads(tensor: torch.Tensor, query_heads: int, heads: slice) -> torch.Ten
     return tensor[:, torch.arange(heads.start, heads.stop, device=tensor.device) // group].transpose(0, 1)
 
 
-def _spans(
+def spans(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -143,6 +146,7 @@ def feature_attention(
     sink: torch.Tensor | None = None,
     max_scores: int = MAX_SCORES,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -172,8 +176,19 @@ def feature_attention(
     lse = torch.full((*q.shape[:-3], heads, q.shape[-3]), -math.inf, dtype=dtype, device=q.device)
     used = torch.zeros(q.shape[:-2], dtype=torch.bool, device=q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scoring = Scores(causal, scale, tuple(window_size), softcap, alibi_slopes, bias, score_mod, mask_mod, aux_tensors)
-    for span in _spans(q, k, v, **lengths):
+    scoring = Scores(
+        causal,
+        scale,
+        window_size=tuple(window_size),
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+    )
+    for span in spans(q, k, v, **lengths):
         used[span.queries] = True
         *entry, rows_used = span.queries
         query = q[span.queries].transpose(0, 1).to(dtype)

@@ -187,6 +187,7 @@ PACKED_FLAGS = {
     "seqlens_kv": "and the keys of each; seqlens by default",
 }
 REDUCED_LENGTH = 256
+TIMED_CALLS = {"cuda": 30, "cpu": 0}  # unless --iters says so
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -223,7 +224,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head_dim", type=int, metavar="N", default=128, help="size of a head (128)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="both by default")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
-    parser.add_argument("--iters", type=int, metavar="N", default=30, help="timed calls, 0 for none (30)")
+    parser.add_argument(
+        "--iters",
+        type=int,
+        metavar="N",
+        help="timed calls, 0 for none (30 on a GPU; none in the emulator, whose times say nothing about a GPU)",
+    )
     parser.add_argument("--warmup", type=int, metavar="N", default=5, help="calls before those (5)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the inputs; a fresh one by default")
     parser.add_argument("--compare", action="store_true", help="also run every other provider")
@@ -291,20 +297,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         providers = named(args.provider) if args.provider else PROVIDERS if args.compare else (FLY,)
     except ValueError as error:
         parser.error(str(error))
-    if args.iters < 0 or args.warmup < 0:
+    if (args.iters or 0) < 0 or args.warmup < 0:
         parser.error("--iters and --warmup must not be negative")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     if device == "cpu" and not args.reduced and not _shape_of(args):
         parser.error("the default shapes and sets need a GPU; on the CPU choose a small shape or --reduced")
+    iters = TIMED_CALLS[device] if args.iters is None else args.iters
     with torch.no_grad():
         return run(
             selected,
             providers,
             seed=secrets.randbits(31) if args.seed is None else args.seed,
             device=device,
-            iters=args.iters,
+            iters=iters,
             warmup=args.warmup,
             csv_path=args.csv,
         )

@@ -63,9 +63,15 @@ class Problem:
             pages = torch.randperm(entries, generator=self.generator)[: case.batch * each]
             self.block_table = pages.reshape(case.batch, each).to(torch.int32).to(device)
             shape = (entries, case.page, case.kv_heads)
-        elif case.batch_idx:
-            order = torch.randperm(entries, generator=self.generator)[: case.batch]
+        if case.batch_idx:
+            order = torch.randperm(case.batch + 2, generator=self.generator)[: case.batch]
             self.batch_idx = order.to(torch.int32).to(device)
+            if self.block_table is not None:
+                rows = torch.full(
+                    (case.batch + 2, self.block_table.shape[1]), 2**30, dtype=torch.int32, device=device
+                )
+                rows[order] = self.block_table
+                self.block_table = rows
         self.memory, self.k_cache, self.v_cache = self.caches(shape, case.head_dim, value_dim)
         most = max(case.length - max(case.new, case.queries), 0)
         self.lengths = torch.randint(0, most + 1, (case.batch,), generator=self.generator).tolist()
@@ -137,9 +143,9 @@ class Problem:
         entry = sequence if self.batch_idx is None else int(self.batch_idx[sequence])
         if self.block_table is not None:
             page, position = divmod(position, rows)
-            if page >= self.block_table.shape[1]:
+            if page >= self.block_table.shape[1] or not 0 <= entry < len(self.block_table):
                 return None
-            entry = int(self.block_table[sequence, page])
+            entry = int(self.block_table[entry, page])
         return (entry, position) if 0 <= entry < entries and position < rows else None
 
 

@@ -36,7 +36,7 @@ RAGGED = ((17, 0, 3, 64, 130, 1), (300, 40, 3, 0, 257, 64))  # queries and keys 
 PAGED_KEYS, PAGE_SIZES = (300, 0, 129, 1), (16, 64)
 # names in `FEATURES`, whether causal, and in how many parts the keys are
 ASKED = (
-    ("window both", False, 1),
+    ("window of chunks", False, 1),
     ("softcap", True, 1),
     ("alibi heads", True, 1),
     ("bias", False, 1),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError
 from kernels.block_mask import BlockMask, create_block_mask
-from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 
@@ -22,6 +22,14 @@ def causal(b, h, q, k):
 
 def sliding(b, h, q, k):
     return (k <= q + 60) & (k > q - 30)
+
+
+def of_documents(b, h, q, k, documents, slopes):
+    return documents[q] == documents[k]
+
+
+def sloped(score, b, h, q, k, documents, slopes):
+    return score * 0.5 + slopes[h]
 
 
 def nothing_for_some(b, h, q, k):
@@ -88,6 +96,70 @@ def test_it_is_the_same_as_its_mask_mod(arch, mask_mod, size, options, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
+OTHER_SIZES = [
+    ("gfx942", sliding, (128, 112), {}),
+    ("gfx950", by_sequence_and_head, (64, 48), {"causal": True}),
+    ("gfx942", nothing_for_some, (33, 7), {"num_kv_splits": 2}),
+    ("gfx950", causal, (1, 1000), {"softcap": 2.0}),
+    ("gfx950", everything, 100, {"window_size": (90, -1)}),
+]
+
+
+@pytest.mark.parametrize(("arch", "mask_mod", "size", "options"), OTHER_SIZES)
+def test_blocks_of_any_size(arch, mask_mod, size, options, seed):
+    test_it_is_the_same_as_its_mask_mod(arch, mask_mod, size, options, seed)
+
+
+@pytest.mark.parametrize("kernel", ["", "generic"])
+def test_lists_say_what_is_seen_whatever_the_function_says(kernel, seed, monkeypatch):
+    """Whole blocks need no function, and blocks that are not listed are not seen, also of sizes that no tile has."""
+    monkeypatch.setenv("FLY_KERNEL", kernel)
+    rows, keys, batch = 48, 80, 2
+    inputs = Inputs([180] * batch, [300] * batch, seed=seed)
+    q, k, v = inputs.tensors()
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.randint(0, 3, (batch, 1, 4, 4), generator=generator)  # hidden, in part, whole
+
+    def lists(flags):
+        return flags.sum(-1).int(), torch.argsort((~flags).int(), stable=True).int()
+
+    def odd(b, h, i, j):
+        return (i + j) % 2 == 1
+
+    mask = BlockMask(*lists(state == 1), *lists(state == 2), (rows, keys), (180, 300), odd)
+
+    def listed(b, h, i, j, *aux):
+        own = state[b, 0, i // rows, j // keys]
+        return (own == 2) | ((own == 1) & odd(b, h, i, j))
+
+    out, lse = flydsl_flash_attn_func(q, k, v, False, block_mask=mask, return_lse=True)
+    report = check_used(out, feature_reference(q, k, v, causal=False, mask_mod=listed), lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
+def test_other_auxiliary_tensors_keep_their_places(seed):
+    """A table for the blocks comes behind them, and functions of scores do not get it."""
+    inputs = Inputs([90], [150], seed=seed)
+    q, k, v = inputs.tensors()
+    documents, slopes = torch.arange(150, dtype=torch.int32) // 40, inputs.floats(2)
+    mask = create_block_mask(of_documents, None, None, 90, 150, "cpu", (48, 56), [documents, slopes])
+    options = {"causal": False, "score_mod": sloped, "aux_tensors": [documents, slopes]}
+    out, lse = flydsl_flash_attn_func(q, k, v, block_mask=mask, return_lse=True, **options)
+    report = check_used(out, feature_reference(q, k, v, mask_mod=of_documents, **options), lse)
+    assert report.ok, f"seed {seed}: {report}"
+    assert flydsl_flash_attn_workspace(q, k, v, block_mask=mask, num_kv_splits=2, **options) > 0
+
+
+def test_retiled_lists_are_those_of_the_mask_itself():
+    """Blocks of 128 that see all or nothing in smaller blocks are not seen in part."""
+    mask = create_block_mask(nothing_for_some, None, None, 300, 500, "cpu", (64, 32))
+    found, table = mask.retiled(2, 3)
+    assert table.shape == (2, 3, 5, 16) and found.BLOCK_SIZE == (128, 128)
+    wanted = create_block_mask(nothing_for_some, None, None, 300, 500, "cpu", 128)
+    for ours, theirs in zip(found.tensors[::2], wanted.tensors[::2]):
+        assert torch.equal(ours, theirs)
+
+
 def test_documents(seed):
     """A mask with an auxiliary tensor, for all sequences and heads at once; no score of another document counts."""
     inputs = Inputs([200, 200], [200, 200], seed=seed)
@@ -112,6 +184,7 @@ def test_blocks_that_are_not_listed_are_not_read(seed):
     assert (out[:, 64:128] == 0).all() and (lse[..., 64:128] == -math.inf).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_lists_that_are_wrong_stay_inside(seed):
     """Numbers and indices that no list has are cut; the emulator faults on any access outside of the tensors."""
     q, k, v = Inputs([130], [200], seed=seed).tensors()
@@ -162,11 +235,11 @@ def good(**changes):
 
 COUNTS = torch.zeros(1, 1, 1, dtype=torch.int32)
 MISTAKES = {
-    "a function": (everything, ArgumentTypeError, "block_mask must be a kernels.block_mask.BlockMask, got function"),
+    "a function": (everything, ArgumentTypeError, "block_mask must be a fly_attention.BlockMask, got function"),
     "a flex mask": (
         flex_attention.create_block_mask(everything, None, None, 5, 7, device="cpu"),
         ArgumentTypeError,
-        "block_mask must be a kernels.block_mask.BlockMask, got BlockMask; pass kernels.block_mask.BlockMask.of(it)",
+        "block_mask must be a fly_attention.BlockMask, got BlockMask; pass fly_attention.BlockMask.of(it)",
     ),
     "other lengths": (
         create_block_mask(everything, None, None, 7, 5, "cpu", 64),
@@ -200,12 +273,6 @@ MISTAKES = {
         ArgumentTypeError,
         "block_mask.mask_mod captures the tensor 'COUNTS': pass it in aux_tensors, and it is an argument after key",
     ),
-    "small blocks": (
-        create_block_mask(everything, None, None, 5, 7, "cpu", (64, 16)),
-        UnsupportedError,
-        "a block_mask's BLOCK_SIZE is (64, 16); flash_attn_generic takes multiples of (32, 64) at this head "
-        "dimension: build it with such blocks, or pass its mask_mod as mask_mod",
-    ),
 }
 
 
@@ -234,3 +301,17 @@ def test_what_does_not_go_together():
     for sizes, name in (((0, 7, 64), "Sq"), ((5, 0, 64), "Skv"), ((5, 7, (64, 0)), "BLOCK_SIZE")):
         with pytest.raises(ArgumentError, match=f"create_block_mask: {name} must be at least 1, got 0"):
             create_block_mask(everything, None, None, *sizes[:2], "cpu", sizes[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score_mod": 3}, "score_mod must be a function, got 3"),
+        ({"aux_tensors": 3}, "aux_tensors must be a sequence"),
+    ],
+)
+def test_mistakes_beside_blocks_of_any_size_are_named(options, message):
+    q = torch.zeros(1, 40, 1, 32, dtype=torch.bfloat16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, "cpu", BLOCK_SIZE=(33, 17))
+    with pytest.raises(ArgumentTypeError, match=message):
+        flydsl_flash_attn_func(q, q, q, block_mask=mask, **options)

@@ -81,7 +81,9 @@ def test_masks(mask_mod, is_causal, dims, seed):
         assert found is None, f"seed {seed}, {shape}: {found}"
 
 
-@pytest.mark.parametrize("size", [(64, 64), (256, 128), (128, 64), (64, 256), (192, 192)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(64, 64), (256, 128), (128, 64), (64, 256), (192, 192), (128, 112), (33, 7)], ids=str
+)
 @pytest.mark.parametrize("mask_mod", [sliding, by_sequence_and_head])
 def test_block_sizes(mask_mod, size, seed):
     for shape in SHAPES:

@@ -10,6 +10,7 @@ from fly.backends.target import targets
 from fly.errors import UnsupportedError
 from fly.runtime.cli import main
 from kernels import commands, dispatch
+from kernels.callers import plain
 from tests.kernels.stub import rows
 
 REQUEST = dispatch.Request(
@@ -76,7 +77,7 @@ def test_every_row_names_known_features_and_a_reason():
 def test_missing_features_are_refused_with_an_alternative(feature):
     generic = next(k for k in dispatch.KERNELS if k.name == "generic")
     bare = replace(generic, features=())
-    what, instead = dispatch.FEATURES[feature]
+    what, instead = map(plain, dispatch.FEATURES[feature])
     assert dispatch.refusal(bare, "gfx942", replace(REQUEST, features=(feature,))) == (
         f"does not do {what} yet: {instead}"
     )
@@ -112,10 +113,22 @@ def test_the_reach_of_offsets_is_a_need():
     need = dispatch.keys_within(2**32, ahead=192)
     near, far = (replace(REQUEST, kv_pitch=2**22, seq_len_kv=n) for n in (832, 833))
     assert need.refuses(near) is None
-    assert need.refuses(far) == (
+    assert plain(need.refuses(far)) == (
         "reaches 832 keys whose rows are 4194304 bytes apart, not 833: make k and v contiguous"
     )
     assert need.refuses(replace(far, kv_pitch=0)) is None  # one row for all
+
+
+@pytest.mark.parametrize(("arch", "tuned"), [("gfx950", "gfx950"), ("sm_90a", "sm90")])
+def test_pages_whose_rows_follow_no_pattern_are_the_generic_kernels(arch, tuned):
+    pages = replace(REQUEST, features=("paged",), page_size=16)
+    assert dispatch.choose(arch, pages).name == tuned
+    assert dispatch.choose(arch, replace(pages, features=("paged", "kv_batch_idx"))).name == tuned
+    for other in (
+        *(replace(pages, page_size=size) for size in (1, 8, 24, 768)),
+        replace(pages, features=("paged", "cache_leftpad")),
+    ):
+        assert dispatch.choose(arch, other).name == "generic"
 
 
 def test_the_reach_of_offsets_in_pages_is_a_need():
@@ -127,7 +140,7 @@ def test_the_reach_of_offsets_in_pages_is_a_need():
     assert need.refuses(far) is None
     for changes, most in (({"kv_pitch": 2**22, "page_size": 16}, 2**22), ({"page_size": 1024}, 2**21)):
         wrong = replace(far, **changes)
-        assert need.refuses(wrong) == (
+        assert plain(need.refuses(wrong)) == (
             f"takes keys less than {most} bytes apart in pages of {wrong.page_size}, not {wrong.kv_pitch}: make "
             "k and v contiguous"
         )

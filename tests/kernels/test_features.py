@@ -92,6 +92,7 @@ def test_features_can_have_another_value_dimension(seed):
 @pytest.mark.parametrize(
     ("name", "splits"), [("seqused_q", 2), ("seqused_kv", 1), ("cache_leftpad", 2), ("kv_batch_idx", 1)]
 )
+@pytest.mark.usefixtures("unchecked")
 def test_counts_that_are_wrong_stay_inside(name, splits, seed):
     """Lengths, paddings and entries that leave the tensors are cut; the emulator faults on any other access."""
     inputs = Inputs([9, 9], [70, 70], seed=seed)

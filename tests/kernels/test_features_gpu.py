@@ -24,6 +24,8 @@ WIDE = {
     "window right": lambda x: {"window_size": (-1, 40)},
     "window sink": lambda x: {"window_size": (127, 0), "sink": x.floats(x.heads)},
     "window of used": lambda x: {"window_size": (64, 64), **FEATURES["seqused"](x)},
+    "chunks": lambda x: {"attention_chunk": 150},
+    "chunks, window, sink": lambda x: {"attention_chunk": 300, "window_size": (200, 9), "sink": x.floats(x.heads)},
     "modifiers": lambda x: {
         "softcap": 3.0,
         "alibi_slopes": x.floats(x.heads),

@@ -9,7 +9,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels import flash_attn_api as api
-from kernels.api_options import UNAVAILABLE
+from kernels.api_options import OF_PACKED_CACHE, UNAVAILABLE
 from kernels.integrations import vllm
 
 VALUE, TYPE, UNSUPPORTED = ArgumentError, ArgumentTypeError, UnsupportedError
@@ -100,7 +100,7 @@ MISTAKES = {
         dense,
         {name: tensor(1, 4, 1, 32, dtype=torch.float8_e4m3fn) for name in "qkv"},
         UNSUPPORTED,
-        "takes bf16, f16, not f8e4m3: convert with .to(torch.bfloat16)",
+        "takes q of bf16, f16, not f8e4m3: convert with .to(torch.bfloat16)",
     ),
     "scales of 16 bits": (
         dense,
@@ -124,22 +124,27 @@ MISTAKES = {
         varlen,
         {"q": e4m3(6, 4, 128), "k": e4m3(6, 2, 128), "v": e4m3(6, 2, 128), "v_descale": torch.ones(2, 2)},
         UNSUPPORTED,
-        "the gfx950_fp8 kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_kv) yet: call it once per",
+        "the gfx950_fp8 kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_k) yet: call it once per",
     ),
     "lengths of an 8-bit cache": (
         cached,
         {"q": e4m3(2, 3, 4, 128), "k_cache": e4m3(2, 8, 2, 128), "v_cache": e4m3(2, 8, 2, 128), "cache_seqlens": 4},
         UNSUPPORTED,
-        "the gfx950_fp8 kernel does not do lengths in use (seqused_q, seqused_kv) yet: cut the sequences",
+        "the gfx950_fp8 kernel does not do lengths in use (cache_seqlens) yet: cut the sequences",
     ),
     "new 8-bit keys": (
         cached,
         {"q": e4m3(2, 3, 4, 32), "k": e4m3(2, 3, 2, 32), "v": e4m3(2, 3, 2, 32), "cache_seqlens": 4},
-        TYPE,
-        "append_to_cache: q has dtype torch.float8_e4m3fn; accepted: torch.bfloat16, torch.float16",
+        UNSUPPORTED,
+        "flash_attn_with_kvcache: q has dtype torch.float8_e4m3fn, and appending 8-bit keys is not available: write",
     ),
     "gradient": (dense, {"q": Q.clone().requires_grad_()}, UNSUPPORTED, "q requires a gradient, but the backward is"),
-    "no offsets of keys": (varlen, {"cu_seqlens_k": None}, VALUE, "cu_seqlens_q and cu_seqlens_kv go together"),
+    "no offsets of keys": (
+        varlen,
+        {"cu_seqlens_k": None},
+        VALUE,
+        "cu_seqlens_q and cu_seqlens_k go together, got only",
+    ),
     "pages under two names": (
         varlen,
         {"k": PAGES, "v": PAGES, "block_table": TABLE, "page_table": TABLE},
@@ -150,7 +155,7 @@ MISTAKES = {
         varlen,
         {"k": PAGES, "v": PAGES, "block_table": TABLE, "cu_seqlens_k": None},
         VALUE,
-        "block_table needs the sequences' lengths: pass seqused_kv",
+        "block_table needs the sequences' lengths: pass seqused_k, (B,) int32",
     ),
     "q of a cache is None": (
         cached,
@@ -172,7 +177,7 @@ MISTAKES = {
         "k_cache's last dimension must be contiguous (stride 1), got strides (512, 64, 1, 2)",
     ),
     "negative length": (cached, {"cache_seqlens": -1}, VALUE, "cache_seqlens must be from 0 to 2147483647, got -1"),
-    "length is True": (cached, {"cache_seqlens": True}, TYPE, "cache_seqlens must be an int, got True"),
+    "length is True": (cached, {"cache_seqlens": True}, TYPE, "cache_seqlens must be an int or (B,) int32, got True"),
     "k without v": (cached, {"k": K, "cache_seqlens": 1}, VALUE, "k and v go together, got only k"),
     "new keys without lengths": (cached, {"k": K, "v": K}, VALUE, "k and v need cache_seqlens"),
     "rotary without keys": (
@@ -181,50 +186,25 @@ MISTAKES = {
         VALUE,
         "rotary_cos and rotary_sin need k and v",
     ),
-    "index of pages": (
+    "pages of no keys": (
         cached,
-        {
-            "k_cache": PAGES,
-            "v_cache": PAGES,
-            "k": K,
-            "v": K,
-            "cache_seqlens": 1,
-            "block_table": TABLE,
-            "cache_batch_idx": int32(0, 1),
-        },
+        {"k_cache": tensor(4, 0, 2, 32), "v_cache": tensor(4, 0, 2, 32), "block_table": TABLE, "cache_seqlens": 1},
         VALUE,
-        "cache_batch_idx is not for pages",
-    ),
-    "left padding of pages": (
-        cached,
-        {
-            "k_cache": PAGES,
-            "v_cache": PAGES,
-            "cache_seqlens": 1,
-            "block_table": TABLE,
-            "cache_leftpad": int32(0, 1),
-        },
-        VALUE,
-        "cache_leftpad does not go with block_table",
-    ),
-    "pages of 24 keys": (
-        cached,
-        {"k_cache": tensor(4, 24, 2, 32), "v_cache": tensor(4, 24, 2, 32), "block_table": TABLE},
-        VALUE,
-        "pages of k and v must have a power of two of at least 16 keys, got 24",
+        "pages of k_cache and v_cache must have at least one key",
     ),
     "dropout of a cache": (cached, {"dropout_p": 0.1}, TYPE, "unexpected keyword argument 'dropout_p'"),
     "vllm: no lengths": (
         paged,
-        {"seqused_k": None},
+        {"seqused_k": None, "block_table": None},
         VALUE,
         "pass either cu_seqlens_k, for packed keys, or seqused_k",
     ),
+    "vllm: no lengths of pages": (paged, {"seqused_k": None}, VALUE, "block_table and seqused_k go together"),
     "vllm: two lengths": (paged, {"cu_seqlens_k": OFFSETS}, VALUE, "pass either cu_seqlens_k, for packed keys, or"),
     "vllm: no pages": (paged, {"block_table": None}, VALUE, "block_table and seqused_k go together"),
     "vllm: version": (paged, {"fa_version": 1}, VALUE, "fa_version must be one of (2, 3, 4), got 1"),
-    "vllm: metadata": (paged, {"scheduler_metadata": OFFSETS}, UNSUPPORTED, "scheduler_metadata is not available"),
-    "vllm: q_v": (paged, {"q_v": Q}, UNSUPPORTED, "vllm.flash_attn_varlen_func: qv is not available"),
+    "vllm: metadata": (paged, {"scheduler_metadata": 1}, TYPE, "scheduler_metadata must be a torch.Tensor, got int"),
+    "vllm: q_v": (paged, {"q_v": Q}, UNSUPPORTED, "vllm.flash_attn_varlen_func: q_v is not available"),
     "vllm: dropout": (
         paged,
         {"dropout_p": 0.5},
@@ -257,7 +237,7 @@ def test_mistakes_say_what_is_wrong(name, monkeypatch):
     assert type(caught.value) is error
 
 
-OWN = {varlen: ("cu_seqlens_q", "max_seqlen_q")}  # arguments that the function has itself
+OWN = {varlen: OF_PACKED_CACHE[:2], cached: OF_PACKED_CACHE}  # arguments that the function has itself
 LATER = [(call, name) for call in (dense, varlen, cached) for name in UNAVAILABLE if name not in OWN.get(call, ())]
 
 

@@ -82,6 +82,7 @@ def test_packed_sequences(dtype, causal, splits, seed):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.usefixtures("unchecked")
 def test_neighbours_do_not_leak(splits, seed):
     """NaN in one sequence, and around all of them, changes no other; and nothing else is written."""
     q, k, v = inputs(seed, "f16", (120,), (260,), largest=1.0)
@@ -217,7 +218,7 @@ REQUEST = {
         ({"kv_pitch": 1 << 20, "seq_len_kv": 3897}, "reaches 3896 keys whose rows are 1048576 bytes apart, not 3897"),
         ({"seq_len_kv": 64, "alignment": 2}, "takes tensors whose addresses and strides are multiples of 4 bytes"),
         ({"seq_len_kv": 64, "head_dim": 96}, "takes head_dim 64, 128, not 96"),
-        ({"seq_len_kv": 64, "dtype": "f32"}, "takes bf16, f16, not f32"),
+        ({"seq_len_kv": 64, "dtype": "f32"}, "takes q of bf16, f16, not f32"),
     ],
 )
 def test_what_it_refuses(change, message, monkeypatch):

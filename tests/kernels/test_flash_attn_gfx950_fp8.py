@@ -272,7 +272,7 @@ def test_what_is_refused_names_an_alternative(monkeypatch):
         ({"features": ("paged",)}, "the gfx950_fp8 kernel does not do keys in pages .*: gather"),
         ({"features": ("softcap",)}, "the gfx950_fp8 kernel does not do softcap yet: a score_mod"),
         ({"head_dim": 64}, "the gfx950_fp8 kernel takes head_dim 128, not 64: pad q, k and v with zeros to"),
-        ({"dtype": "f8e5m2"}, "the gfx950_fp8 kernel takes f8e4m3, not f8e5m2: convert with"),
+        ({"dtype": "f8e5m2"}, "the gfx950_fp8 kernel takes q of f8e4m3, not f8e5m2: convert with"),
         (
             {"tuning": {"dualwave_swp_lazy_rescale": True}},
             "the gfx950_fp8 kernel has no tuning option dualwave_swp_lazy_rescale on gfx950: leave it out",
@@ -281,7 +281,7 @@ def test_what_is_refused_names_an_alternative(monkeypatch):
     ]:  # fmt: skip
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("gfx950", replace(REQUEST, **change))
-    with pytest.raises(UnsupportedError, match="takes bf16, f16, not f8e4m3: convert with"):
+    with pytest.raises(UnsupportedError, match="takes q of bf16, f16, not f8e4m3: convert with"):
         dispatch.choose("gfx942", REQUEST)
 
 

@@ -133,6 +133,26 @@ def test_new_keys_are_written_and_seen(caches, entries, lengths):
         assert given.tolist() == list(lengths)  # the caller's own stay as they are
 
 
+@pytest.mark.parametrize("dims", [(59, 59), (16, 12), (1, 100)], ids=str)
+@pytest.mark.parametrize("size", [None, 6], ids=["dense", "pages"])
+def test_new_keys_of_any_head_dimension(dims, size):
+    """They are written in place into the caller's own cache, and seen."""
+    dim, value_dim = dims
+    q, k, v = random(2, 3, HEADS, dim), random(2, LENGTH, KV_HEADS, dim), random(2, LENGTH, KV_HEADS, value_dim)
+    new_k, new_v = random(2, 3, KV_HEADS, dim), random(2, 3, KV_HEADS, value_dim)
+    k_after, v_after = appended(k, new_k, (5, 17)), appended(v, new_v, (5, 17))
+    order = torch.randperm(8).tolist()
+    (k_given, table), (v_given, _) = (
+        ((k, None), (v, None)) if size is None else (paged(x, size, order) for x in (k, v))
+    )
+    result = flash_attn_with_kvcache(
+        q, k_given, v_given, new_k, new_v, cache_seqlens=int32(5, 17), block_table=table, causal=True
+    )
+    for given, after in ((k_given, k_after), (v_given, v_after)):
+        assert torch.equal(given if size is None else given[table.long()].flatten(1, 2), after)
+    right(result, dense(q, k_after, v_after, causal=True, keys=[(0, 8), (0, 20)]))
+
+
 def test_new_rows_that_are_not_contiguous(caches):
     q, k, v = caches
     new_k, new_v, q = (random(2, DIM, heads, 3).permute(0, 3, 2, 1) for heads in (KV_HEADS, KV_HEADS, HEADS))
@@ -207,3 +227,29 @@ def test_new_keys_are_written_into_pages():
     for pages, after in ((k_pages, k_after), (v_pages, v_after)):
         assert torch.equal(pages[table.long()].flatten(1, 2), after)
     right(result, dense(q, k_after, v_after, causal=True, keys=[(0, 17), (0, 3)]))
+
+
+@pytest.mark.parametrize("size", [16, 24, 1])
+def test_pages_with_entries_and_left_padding(size):
+    """`cache_batch_idx` names rows of the table, and padding moves where a sequence's keys begin in its pages."""
+    q, k, v = random(2, 3, HEADS, DIM), random(2, 48, KV_HEADS, DIM), random(2, 48, KV_HEADS, DIM)
+    new_k, new_v = random(2, 3, KV_HEADS, DIM), random(2, 3, KV_HEADS, DIM)
+    order = torch.randperm(96 // size).tolist()
+    (k_pages, table), (v_pages, _) = (paged(cache, size, order) for cache in (k, v))
+    k_after, v_after = appended(k, new_k, (23, 9)), appended(v, new_v, (23, 9))
+    result = flash_attn_with_kvcache(
+        q,
+        k_pages,
+        v_pages,
+        new_k,
+        new_v,
+        cache_seqlens=int32(23, 9),
+        cache_leftpad=int32(17, 2),
+        cache_batch_idx=int32(2, 0),
+        block_table=torch.stack([table[1], torch.full_like(table[0], -1), table[0]]),
+        causal=True,
+        return_softmax_lse=True,
+    )
+    for pages, after in ((k_pages, k_after), (v_pages, v_after)):
+        assert torch.equal(pages[table.long()].flatten(1, 2), after)
+    right(result, dense(q, k_after, v_after, causal=True, keys=[(17, 26), (2, 12)]))

@@ -40,8 +40,8 @@ OPERANDS = dict.fromkeys(DESCALES, TensorSpec("f32", 2, 4, False)) | {"block_tab
 
 @functools.cache
 def build(options: Fp8Options, split: bool = False, form: str = "dense"):
-    """One build, as `prepare` has it compiled; `form`: dense or packed queries."""
-    packed = form == "packed"
+    """One build, as `prepare` has it compiled; `form`: dense or packed queries, or packed ones of a dense cache."""
+    packed = form != "dense"
     rank = 4 - packed + split
     maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
     results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
@@ -51,7 +51,7 @@ def build(options: Fp8Options, split: bool = False, form: str = "dense"):
     whole = (None, None)
     if options.combines:
         whole = (TensorSpec("bf16", rank - 1, 16, True), TensorSpec("f32", rank - 2, 4, True))
-    of_keys = None if options.page_size else offsets
+    of_keys = None if options.page_size or form == "packed of a cache" else offsets
     specs = (*maps, *results, offsets, of_keys, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
     kernel = flash_attn_sm90_fp8.flash_attn_sm90_fp8
     return compile_kernel(kernel, specs, {"options": options}, "sm_90a", (options.threads, 1, 1))
@@ -103,6 +103,7 @@ CACHES = [
     (("seqused_kv", "block_table", "v_descale"), 128, "packed", True),
     (("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *DESCALES), None, "dense", True),
     ((), None, "packed", False),
+    (("seqused_kv", "cache_leftpad", "kv_batch_idx"), None, "packed of a cache", True),
     (("seqused_kv",), None, "dense", False),
 ]
 
@@ -308,7 +309,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
         ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
         ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
         ({"dtype": "bf16"}, "the generic kernel does not do scales of 8-bit inputs"),
-        ({"dtype": "f8e5m2"}, "takes f8e4m3, not f8e5m2: convert with"),
+        ({"dtype": "f8e5m2"}, "takes q of f8e4m3, not f8e5m2: convert with"),
     ]:  # fmt: skip
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("sm_90a", replace(REQUEST, **change))
@@ -321,7 +322,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
         )
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("sm_90a", replace(cached, seq_len=queries + 1))
-    with pytest.raises(UnsupportedError, match="the generic kernel takes bf16, f16, not f8e4m3: convert with"):
+    with pytest.raises(UnsupportedError, match="the generic kernel takes q of bf16, f16, not f8e4m3: convert with"):
         dispatch.choose("sm_80", REQUEST)
 
 

@@ -113,6 +113,7 @@ def test_heads_share_keys(arch, heads, kv_heads, seed):
 
 @archs
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.usefixtures("unchecked")
 def test_neighbours_do_not_leak(arch, splits, seed):
     """NaN in one sequence, and around all of them, changes no other; and nothing else is written."""
     q, k, v = inputs(seed, "f16", (120,), (260,))
@@ -131,6 +132,7 @@ def test_neighbours_do_not_leak(arch, splits, seed):
 
 @archs
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.usefixtures("unchecked")
 def test_offsets_that_are_wrong_stay_inside(arch, splits, seed):
     """The emulator faults on any access outside of the tensors."""
     q, k, v = inputs(seed, "bf16", (50,), (90,))
@@ -140,6 +142,7 @@ def test_offsets_that_are_wrong_stay_inside(arch, splits, seed):
 
 
 @archs
+@pytest.mark.usefixtures("unchecked")
 def test_queries_past_the_longest_sequence_given_are_left_out(arch, seed):
     """What a wrong max_seqlen_q costs: whole blocks of queries, and nothing else."""
     q, k, v = inputs(seed, "bf16", (300,), (50,))

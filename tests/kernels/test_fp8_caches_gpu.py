@@ -107,6 +107,20 @@ def test_packed_sequences(dim, splits, generator):
 
 @dims
 @pytest.mark.parametrize("splits", [1, 2, 0])
+def test_packed_queries_of_a_cache(dim, splits, generator):
+    queries, lengths, skipped, entries = [1, 8, 0, 3], [700, 1, 129, 900], [0, 0, 100, 513], [5, 0, 3, 2]
+    q, k, v = random(generator, sum(queries), 16, dim), *(random(generator, 6, 900, 2, dim) for _ in range(2))
+    parts = [[x[e, a:b] for e, a, b in zip(entries, skipped, lengths)] for x in (k, v)]
+    numbers = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (lengths, entries, skipped))
+    options = dict(zip(("cache_seqlens", "cache_batch_idx", "cache_leftpad"), numbers)) | scales_of(generator, 4)
+    scales = {name: options[name] for name in DESCALES}
+    options |= {"cu_seqlens_q": offsets(queries, "cuda"), "max_seqlen_q": 8, "num_splits": splits}
+    out, lse = flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True, **options)
+    assert wrong(generator, out, lse, q.split(queries), *parts, True, **scales) is None
+
+
+@dims
+@pytest.mark.parametrize("splits", [1, 2, 0])
 def test_caches(dim, splits, generator):
     """Lengths, padding at the left and entries of a cache, as FlashAttention's function takes them."""
     lengths, skipped, entries = [700, 1, 129, 900], [0, 0, 100, 513], [5, 0, 3, 2]

@@ -66,6 +66,17 @@ def sweep(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.parametrize(("flags", "calls"), [((), 1), (("--iters", "2", "--warmup", "1"), 4)])
+def test_on_the_cpu_nothing_is_timed_unless_asked_for(flags, calls, monkeypatch, capsys):
+    made = []
+    counted = provider("counted", lambda *given: made.append(given) or right(*given))
+    monkeypatch.setattr(harness, "PROVIDERS", (counted,))
+    small = "--device cpu --compare --seq_len 8 --num_heads 1 --head_dim 16 --dtype f16 --causal"
+    assert harness.main([*small.split(), *flags]) == 0
+    assert len(made) == calls
+    assert ("TFLOP/s" in capsys.readouterr().out) == bool(flags)
+
+
 def test_right_results_are_checked_timed_and_written(sweep):
     code, printed, rows = sweep([RIGHT], "--seed", "7")
     assert code == 0

@@ -116,7 +116,7 @@ MISTAKES = {
     "all fp8": (
         qkv(B, SQ, H, D, dtype=torch.float8_e4m3fn),
         UNSUPPORTED,
-        "the generic kernel takes bf16, f16, not f8e4m3: convert with .to(torch.bfloat16)",
+        "the generic kernel takes q of bf16, f16, not f8e4m3: convert with .to(torch.bfloat16)",
     ),
     # shapes
     "k and v differ": (

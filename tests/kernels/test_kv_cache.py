@@ -57,12 +57,20 @@ CASES = [
     Case(head_dim=128, page=64, length=130, new=4),
     Case(page=1, new=4),
     Case(rotary_dim=16, batch_idx=True),
+    Case(rotary_dim=16, batch_idx=True, page=16),
+    Case(batch_idx=True, page=5, new=12),
     Case(rotary_dim=16, one_length=True),
     Case(rotary_dim=16, one_length=True, page=16),
     Case(one_length=True, batch_idx=True, new=1),
     # V of its own head dimension, one tensor for both caches, addresses that are not aligned
     Case(head_dim=128, head_dim_v=64, rotary_dim=64, interleaved=True, dtype=F16),
     Case(head_dim=24, head_dim_v=40),
+    # the last piece of a row has fewer than 8 elements
+    Case(head_dim=59),
+    Case(head_dim=59, rotary_dim=48, interleaved=True, dtype=F16),
+    Case(head_dim=59, rotary_dim=32, page=7, head_dim_v=111),
+    Case(head_dim=4, head_dim_v=1, new=9),
+    Case(head_dim=20, rotary_dim=16, layout="by token", each_query=False),
     Case(rotary_dim=16, layout="by token"),
     Case(rotary_dim=16, layout="by entry", page=16),
     Case(rotary_dim=16, layout="by head", page=16, new=20),
@@ -111,6 +119,7 @@ def test_random_calls(device, seed):
 @everywhere
 @pytest.mark.parametrize("rotary_dim", [0, 16])
 @pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.usefixtures("unchecked")
 def test_what_has_no_place_is_not_written(rotary_dim, page, device, seed):
     """Lengths that are full, nearly full, far too large, negative, and at the ends of 32 bits."""
     lengths = [48, 46, 49, 1000, -2, -5, 2**31 - 1, 2**31 - 3, -(2**31), 3]
@@ -120,6 +129,7 @@ def test_what_has_no_place_is_not_written(rotary_dim, page, device, seed):
 
 @everywhere
 @pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.usefixtures("unchecked")
 def test_short_tables(page, device, seed):
     """Keys and values whose position the tables lack are not written, queries there are NaN."""
     case = Case(rotary_dim=16, page=page, new=5, queries=5)
@@ -131,6 +141,7 @@ def test_short_tables(page, device, seed):
 
 
 @everywhere
+@pytest.mark.usefixtures("unchecked")
 def test_entries_that_do_not_exist(device, seed):
     problem = Problem(Case(rotary_dim=16, batch_idx=True, batch=5), seed, device)
     problem.batch_idx[:4] = torch.tensor([-1, len(problem.k_cache), 2**31 - 1, -(2**31)], dtype=torch.int32)
@@ -138,6 +149,15 @@ def test_entries_that_do_not_exist(device, seed):
 
 
 @everywhere
+@pytest.mark.usefixtures("unchecked")
+def test_rows_of_the_table_that_do_not_exist(device, seed):
+    problem = Problem(Case(rotary_dim=16, page=8, batch_idx=True, batch=5), seed, device)
+    problem.batch_idx[:3] = torch.tensor([-1, 7, 2**31 - 1], dtype=torch.int32)
+    assert failures(problem) == [], f"seed {seed}"
+
+
+@everywhere
+@pytest.mark.usefixtures("unchecked")
 def test_pages_that_do_not_exist(device, seed):
     problem = Problem(Case(rotary_dim=16, page=8, batch=4, new=30), seed, device, [0, 3, 5, 7])
     wrong = torch.tensor([-1, len(problem.k_cache), 2**31 - 1, -(2**31)], dtype=torch.int32)
@@ -146,6 +166,7 @@ def test_pages_that_do_not_exist(device, seed):
 
 
 @everywhere
+@pytest.mark.usefixtures("unchecked")
 def test_no_cache_at_all(device, seed):
     """A cache without a row: the queries are rotated all the same."""
     problem = Problem(Case(rotary_dim=16), seed, device)

@@ -46,7 +46,7 @@ class Simulated:
 
         def launch(addresses: list[int], stream: int) -> None:
             assert addresses == [x.data_ptr() for x in operands if x is not None] and stream == 0
-            Machine(program)(flat(*arrays), (*grid, 1))
+            Machine(program)(flat(*arrays), grid)
 
         return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=int))
 

@@ -59,7 +59,7 @@ def softmax(
         output = output.map(lambda o, r, c, p=probabilities: o + p.tiles[r][c])
         loop.next(state, output)
     state, output = loop.results
-    inverse, row_lse = state.finish(scale_log2)
+    inverse, row_lse = state.finish()
     for value, (row, column) in zip(output.scale_rows(inverse).tiles[0][0], places, strict=True):
         weights.store(value, row, column)
     for value, row in zip(row_lse.values[0], row_lse.rows().values[0], strict=True):

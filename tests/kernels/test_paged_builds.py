@@ -43,6 +43,17 @@ WAYS = [
     ("sm_80", 64, 128, {"overlap": True, "stages": 3}),
     ("sm_80", 64, 16, {"vector": 4}),
     ("sm_80", 64, 32, {"stages": 1}),
+    # every row looked up
+    ("gfx942", 64, 24, {"stages": 1, "waves": 4, "block_m": 128}),
+    ("gfx950", 64, 5, {"stages": 1}),
+    ("sm_80", 64, 24, {}),
+    ("sm_80", 64, 1, {"stages": 3, "queries": "shared", "lazy": True}),
+    ("sm_80", 40, 3, {"waves": 4, "block_n": 64}),
+    ("sm_80", 128, 100, {"stages": 1, "alternate": True}),
+    ("sm_80", 64, 7, {"overlap": True}),
+    ("sm_80", 64, 12, {"vector": 4}),
+    ("sm_80", 64, 24, {"stages": 1}),
+    ("sm_80", 40, 9, {"stages": 1}),
 ]
 
 

@@ -65,6 +65,47 @@ def test_packed_queries(kernel, head_dims, page_size, told_by, seed):
     assert failure(q, paged, queries, out, lse, True) is None, f"seed {seed}"
 
 
+@pytest.mark.parametrize("kernel", ["generic"])
+@pytest.mark.parametrize("page_size", [1, 24, 100, 768])
+@pytest.mark.parametrize(
+    ("head_dims", "seq_len", "splits"), [((128, 128), 1, 3), ((64, 64), 70, 1), ((192, 128), 9, 1)]
+)
+def test_pages_of_any_number_of_keys(kernel, page_size, head_dims, seq_len, splits, seed):
+    paged = Paged.of(KEYS, page_size, 2, head_dims, torch.bfloat16, seed, device=DEVICE)
+    q = queries_of((len(KEYS), seq_len, 8, head_dims[0]), torch.bfloat16, seed)
+    options = paged.options | {"return_lse": True, "num_kv_splits": splits}
+    out, lse = flydsl_flash_attn_func(q, paged.k, paged.v, True, **options)
+    out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    assert failure(q.flatten(0, 1), paged, [seq_len] * len(KEYS), out, lse, True) is None, f"seed {seed}"
+
+
+@kernels
+@pytest.mark.parametrize("seq_len", [1, 200])
+def test_rows_of_a_table(kernel, seq_len, seed):
+    paged = Paged.of(KEYS, 64, 2, (128, 128), torch.bfloat16, seed, device=DEVICE)
+    order = torch.randperm(9, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed))[: len(KEYS)]
+    table = torch.full((9, paged.table.shape[1]), 2**30, dtype=torch.int32, device=DEVICE)
+    table[order] = paged.table
+    q = queries_of((len(KEYS), seq_len, 8, 128), torch.bfloat16, seed)
+    options = {"block_table": table, "kv_batch_idx": order.to(torch.int32), "seqused_kv": paged.lengths}
+    out, lse = flydsl_flash_attn_func(q, paged.k, paged.v, True, return_lse=True, **options)
+    out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    assert failure(q.flatten(0, 1), paged, [seq_len] * len(KEYS), out, lse, True) is None, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kernel", ["generic"])
+@pytest.mark.parametrize("page_size", [16, 40])
+def test_padding_at_the_left_of_pages(kernel, page_size, seed):
+    """What contiguous keys give, bit by bit."""
+    paged = Paged.of(KEYS, page_size, 2, (128, 128), torch.bfloat16, seed, device=DEVICE)
+    q = queries_of((len(KEYS), 3, 8, 128), torch.bfloat16, seed)
+    options = {"cache_leftpad": torch.tensor([5, 0, 700, 3, 128, 63], dtype=torch.int32, device=DEVICE)}
+    found = flydsl_flash_attn_func(q, paged.k, paged.v, True, return_lse=True, **paged.options, **options)
+    options["seqused_kv"] = paged.lengths
+    wanted = flydsl_flash_attn_func(q, *paged.padded(), True, return_lse=True, **options)
+    assert all(map(torch.equal, found, wanted)), f"seed {seed}"
+
+
 @kernels
 def test_a_captured_graph_follows_lengths_and_tables(kernel, seed):
     first, second = (

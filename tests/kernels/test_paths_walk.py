@@ -15,6 +15,7 @@ from fly.errors import UnsupportedError
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch
+from kernels.callers import plain
 from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Request
 from kernels.feature_checks import DESCALES
 from kernels.features import NUMBERS, OPERANDS, Features, Mod
@@ -68,7 +69,7 @@ def combination(kernel: dispatch.Kernel, request: Request) -> list[str]:
         return [f"not ({request.head_dim}, {request.value_dim}): pad v"]
     missing = [name for name in request.features if name not in kernel.features]
     if missing:
-        return [part for name in missing for part in FEATURES[name]]
+        return [plain(part) for name in missing for part in FEATURES[name]]
     if set(request.tuning) - set(kernel.tuning):
         return [*request.tuning, "leave it out"]
     return [f"not of {request.alignment}: make them contiguous"] if request.alignment < 16 else []

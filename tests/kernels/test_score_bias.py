@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,3 +123,14 @@ def test_every_score_gets_its_element_and_nothing_else_is_read(data):
         used_queries,
         draw(st.integers(0, keys)),
     )
+
+
+@pytest.mark.parametrize("arch", THREADS)
+@pytest.mark.parametrize(("queries", "alignment"), [(5, 2), (None, 16)])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_tile_that_ends_with_the_tensor_or_one_key_past_it(arch, queries, alignment, missing):
+    """Its last key is the tensor's last element, or the first that is none."""
+    keys = 2 * COLUMNS - missing
+    padding = -keys % (alignment // 2)
+    for ahead in (False, True):
+        Memory("f16", queries, keys, padding, alignment).run(arch, ahead, 1, 0, COLUMNS, queries or 40, keys)

@@ -95,6 +95,12 @@ class Problem:
     left: int | None
     right: int | None
     lengths: dict[str, tuple[int, ...]]
+    dense_keys: bool = False  # packed queries of a (B, Skv, Hkv, D) cache
+    before: int = 0  # packed queries before the first sequence's
+
+    @property
+    def packed_keys(self) -> bool:
+        return self.packed and not self.dense_keys
 
     @property
     def features(self) -> Features:
@@ -127,17 +133,21 @@ class Problem:
     def tiles(self, block_m: int, block_n: int) -> np.ndarray:
         """What `walk` finds."""
         i32 = np.int32
-        offsets = [np.cumsum((0, *x), dtype=i32) if self.packed else None for x in (self.queries, self.keys)]
+        sides = ((self.queries, self.packed), (self.keys, self.packed_keys))
+        offsets = [np.cumsum((0, *x), dtype=i32) if packed else None for x, packed in sides]
+        if self.packed:
+            offsets[0] += i32(self.before)
         operands = [np.array(x, i32) for x in self.lengths.values()]
-        sides = [x for x in (self.left, self.right) if x is not None]
-        total = [sum(x) if self.packed else x[0] for x in (self.queries, self.keys)]
+        window = [x for x in (self.left, self.right) if x is not None]
+        total = [sum(x) if packed else x[0] for x, packed in sides]
+        total[0] += self.before
         numbers = (*total, self.heads, len(self.queries), self.splits)
         optional = [None if x is None else matrix("i32") for x in offsets]
         specs = [matrix("i32", 2), matrix("i32"), *optional, *["i32"] * 5, *[matrix("i32")] * len(operands)]
         statics = {"features": self.features, "causal": self.causal, "block_m": block_m, "block_n": block_n}
-        module = trace(walk, *specs, *["i32"] * len(sides), arch="sm_90a", block=1, **statics)
+        module = trace(walk, *specs, *["i32"] * len(window), arch="sm_90a", block=1, **statics)
         out = np.full((4096, len(FIELDS) + 3), -7, i32)
-        given = flat(out, np.zeros(4, i32), *offsets, *numbers, *operands, *sides)
+        given = flat(out, np.zeros(4, i32), *offsets, *numbers, *operands, *window)
         Machine(Program(module, SM90))(given, (1, 1, 1))
         return out[: int((out[:, 0] != -7).sum())]
 
@@ -152,14 +162,18 @@ def problems(draw) -> Problem:
     batch, packed = draw(some(3, 1)), draw(st.booleans())
     size = batch if packed else 1
     queries, keys = (tuple(draw(some(40)) for _ in range(size)) for _ in range(2))
+    dense_keys = packed and draw(st.booleans())
+    if dense_keys:
+        keys = keys[:1] * batch
     if not packed:
         queries, keys = (max(1, queries[0]),) * batch, keys * batch
-    names = [n for n in LENGTHS[: 2 if packed else 4] if draw(st.booleans())]
+    names = [n for n in LENGTHS[: 2 if packed and not dense_keys else 4] if draw(st.booleans())]
     lengths = {n: tuple(draw(some(50, -3)) for _ in range(batch)) for n in names}
     causal = draw(st.booleans())
     sides = [draw(st.none() | some(30)) for _ in range(2)]
     heads, splits = draw(some(2, 1)), draw(some(3, 1))
-    return Problem(queries, keys, packed, causal, splits, heads, sides[0], None if causal else sides[1], lengths)
+    window = (sides[0], None if causal else sides[1])
+    return Problem(queries, keys, packed, causal, splits, heads, *window, lengths, dense_keys)
 
 
 @settings(max_examples=25, deadline=None)
@@ -174,13 +188,17 @@ def test_tiles_cover_what_is_seen_once_and_need_no_mask_where_they_say_so(proble
         queries, keys, stop = found[len(FIELDS) :].tolist()
         b, h = tile["batch"], tile["head"]
         used, skipped, count = problem.in_use(b)
-        starts = (sum(problem.queries[:b]), sum(problem.keys[:b])) if problem.packed else (0, 0)
+        starts = (
+            sum(problem.queries[:b]) if problem.packed else 0,
+            sum(problem.keys[:b]) if problem.packed_keys else 0,
+        )
         assert (queries, keys) == (used, count)
         assert (tile["q_first"], tile["k_first"]) == (starts[0], starts[1] + skipped)
         entry = problem.lengths["kv_batch_idx"][b] if "kv_batch_idx" in problem.lengths else b
-        assert tile["entry"] == (0 if problem.packed else entry)
+        assert tile["entry"] == (0 if problem.packed_keys else entry)
         assert tile["first"] < tile["last"] and tile["first"] <= tile["whole"] and tile["full"] <= tile["last"]
         first = tile["first_row"]
+        assert 0 <= first < queries
         assert (b, h, first, tile["split"]) not in rows
         rows.add((b, h, first, tile["split"]))
         sees = problem.sees(b)[first : first + block_m]
@@ -195,6 +213,21 @@ def test_tiles_cover_what_is_seen_once_and_need_no_mask_where_they_say_so(proble
     if not problem.packed and "seqused_q" not in problem.lengths:
         blocks = -(-problem.queries[0] // block_m)
         assert len(rows) == blocks * problem.heads * len(problem.queries) * problem.splits
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [{}, {"seqused_q": (5, 0, 0, 17, 1, 0)}], ids=["all", "in use"])
+@pytest.mark.parametrize("before", [0, 40])
+def test_packed_tiles_are_never_empty(causal, lengths, before):
+    """Sequences have more slots than blocks: those left over, before a sequence's first row or behind its last one,
+    are no tiles. What such a tile would write is another sequence's."""
+    queries, keys, block_m = (5, 0, 0, 33, 1, 16), (40, 7, 0, 20, 9, 3), 16
+    problem = Problem(queries, keys, True, causal, 1, 2, None, None, lengths, before=before)
+    found = [dict(zip((*FIELDS, "queries"), row.tolist())) for row in problem.tiles(block_m, 8)]
+    used = lengths.get("seqused_q", queries)
+    wanted = {(b, h, first) for b, n in enumerate(used) for h in range(2) for first in range(0, n, block_m)}
+    assert {(tile["batch"], tile["head"], tile["first_row"]) for tile in found} == wanted
+    assert len(found) == len(wanted) and all(tile["queries"] == used[tile["batch"]] for tile in found)
 
 
 KEYS = 32
@@ -281,7 +314,7 @@ def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
         {} if names else {"score_mod": shifted, "mask_mod": pattern, "aux_tensors": (torch.from_numpy(table),)}
     )
     softcap = 1.5 if "softcap" in names else 0.0
-    reference = Scores(False, 1.0, sides, softcap, **torch_of, **functions)
+    reference = Scores(False, 1.0, sides, softcap=softcap, **torch_of, **functions)
     for row in range(64):
         query, head = (first_row + row) // pack, (row % pack + pack if pack > 1 else 1)
         if query >= queries:

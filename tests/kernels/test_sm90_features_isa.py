@@ -63,6 +63,8 @@ def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
         (replace(options_of(LONG), pack_gqa=8), "packed", Features(("seqused_kv", "window_left", "sink"))),
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "alibi_slopes"))),
         (decode_options(64, 64, False, 8), "dense", Features(("window_left", "softcap", "sink"))),
+        (options_of(LONG), "dense", Features(("attention_chunk",))),
+        (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "attention_chunk"))),
         (replace(decode_options(128, 128, False, 8), combines=True), "split", Features(("seqused_kv", "sink"))),
     ],
     ids=lambda x: "+".join(x.operands) or "function" if isinstance(x, Features) else None,

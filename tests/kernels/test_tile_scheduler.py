@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
-from kernels.tile_scheduler import MAX_SPLITS, Sequence, automatic_splits, block_work, grid, shared_keys_place
+from kernels.tile_scheduler import (
+    MAX_SPLITS,
+    PagedSequence,
+    Sequence,
+    automatic_splits,
+    block_work,
+    grid,
+    shared_keys_place,
+)
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -77,6 +85,37 @@ def test_offsets_never_leave_the_tensor(offsets, wanted):
     tokens = np.zeros((10, 1, 1), np.int16)
     Machine(Program(module, target("sm_80")))(flat(np.array(offsets, np.int32), tokens, found), (len(wanted), 1, 1))
     assert [tuple(row) for row in found.tolist()] == wanted
+
+
+def paged_span(table: fly.Tensor, offsets: fly.Tensor | None, used: fly.Tensor | None, found: fly.Tensor):
+    """found[b] = length of sequence b, whose keys are in pages of `PAGE_SIZE`."""
+    found.store(PagedSequence.of(table, PAGE_SIZE, offsets, fly.block_id.x, used).length, fly.block_id.x)
+
+
+PAGES, PAGE_SIZE = 4, 3  # of each sequence: 12 keys
+
+
+@pytest.mark.parametrize(
+    ("used", "offsets", "wanted"),
+    [
+        ([0, 5, 12], None, [0, 5, 12]),
+        ([13, 2**30, 2**31 - 1], None, [12, 12, 12]),  # more than there are pages for
+        ([-1, -(2**31), 1], None, [0, 0, 1]),
+        (None, [0, 3, 3, 15], [3, 0, 12]),
+        (None, [0, 2**30, 5, 2**31 - 1], [12, 0, 12]),  # long, decreasing, long
+        ([5, 5, 2**30], [0, 3, 10, 2**30], [3, 5, 12]),  # the smaller one
+        (None, None, [12, 12, 12]),
+    ],
+)
+def test_lengths_never_leave_the_pages(used, offsets, wanted):
+    """A length that is too large is a loop over keys that are not there, which ends after hours."""
+    specs = [None if given is None else matrix("i32", 1) for given in (offsets, used)]
+    module = trace(paged_span, matrix("i32", 2), *specs, matrix("i32", 1), arch="sm_80")
+    found = np.full(len(wanted), -1, np.int32)
+    given = [None if values is None else np.array(values, np.int32) for values in (offsets, used)]
+    table = np.zeros((len(wanted), PAGES), np.int32)
+    Machine(Program(module, target("sm_80")))(flat(table, *given, found), (len(wanted), 1, 1))
+    assert found.tolist() == wanted
 
 
 def tiles(q: fly.Tensor, k: fly.Tensor, out: fly.Tensor, lse: fly.Tensor, found: fly.Tensor, *, causal: bool):

@@ -17,30 +17,37 @@ EXAMPLES = settings(max_examples=200, deadline=None)
 
 
 @functools.cache
-def key_range(causal: bool, left: bool, right: bool, stop: bool) -> Evaluator:
-    """(first row, row, queries, keys, left, right, stop) to tiles, skipped, limit and start."""
+def key_range(causal: bool, left: bool, right: bool, stop: bool, chunk: bool) -> Evaluator:
+    """(first row, row, queries, keys, left, right, stop, chunk) to tiles, skipped, limit and start."""
 
-    def found(first_row, row, queries, keys, left_, right_, stop_):
+    def found(first_row, row, queries, keys, left_, right_, stop_, chunk_):
         seen = KeyRange(
-            queries, keys, causal, stop_ if stop else None, left_ if left else None, right_ if right else None
+            queries,
+            keys,
+            causal,
+            stop_ if stop else None,
+            left_ if left else None,
+            right_ if right else None,
+            chunk=chunk_ if chunk else None,
         )
-        start = seen.start(row) if left else row
+        start = seen.start(row) if left or chunk else row
         return (*seen.tiles(first_row, ROWS, TILE), *seen.skipped(first_row, ROWS, TILE), seen.limit(row), start)
 
-    return Evaluator(found, ("i32",) * 7)
+    return Evaluator(found, ("i32",) * 8)
 
 
 @EXAMPLES
 @given(
-    st.tuples(*[st.booleans()] * 4),
+    st.tuples(*[st.booleans()] * 5),
     st.integers(1, 60),
     st.integers(0, 60),
     st.integers(0, 70),
     st.integers(0, 70),
+    st.integers(1, 80) | st.just(2**31 - 1),
     st.data(),
 )
-def test_tiles_that_are_skipped_seen_and_seen_whole(kinds, queries, keys, left, right, data):
-    causal, has_left, has_right, has_stop = kinds
+def test_tiles_that_are_skipped_seen_and_seen_whole(kinds, queries, keys, left, right, chunk, data):
+    causal, has_left, has_right, has_stop, has_chunk = kinds
     has_right = has_right and not causal
     first_row = data.draw(st.integers(0, (queries - 1) // ROWS)) * ROWS
     stop = data.draw(st.integers(0, keys))
@@ -51,12 +58,13 @@ def test_tiles_that_are_skipped_seen_and_seen_whole(kinds, queries, keys, left, 
         position = i + keys - queries
         after = not has_left or j >= position - left
         before = position if causal else position + right if has_right else keys
-        return after and j <= before and j < (stop if has_stop else keys)
+        beside = not has_chunk or j // chunk == position // chunk  # both rounded down
+        return after and beside and j <= before and j < (stop if has_stop else keys)
 
-    found = key_range(causal, has_left, has_right, has_stop)(first_row, row, queries, keys, left, right, stop)
+    found = key_range(*kinds[:2], has_right, *kinds[3:])(first_row, row, queries, keys, left, right, stop, chunk)
     full, last, unseen, partial, limit, start = (int(x) for x in found)
     seen = [j for j in range(keys) if sees(row, j)]
-    assert seen == list(range(start if has_left else 0, max(limit, 0)))
+    assert seen == list(range(start if has_left or has_chunk else 0, max(limit, 0)))
     assert 0 <= unseen <= partial <= last and 0 <= full <= last
     whole = [
         t
