@@ -1,4 +1,4 @@
-"""What inline PTX means in `tests.simulator`: of the instructions that its tests run."""
+"""What operations of the `hopper` dialect mean in `tests.simulator`: those that its tests run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,11 @@ class Block(Protocol):
         """16 bytes of shared memory at each thread's address, loaded or stored."""
 
 
-def execute(block: Block, text: str, *operands: np.ndarray) -> Any:
-    """The results of an instruction: a value, or a list with the tuple of several."""
-    for opcode, rule in _RULES.items():
-        if text.startswith(opcode):
-            return rule(block, *operands)
-    raise AssertionError(f"the simulator does not know {text}")
-
-
-def _ldmatrix(block: Block, address: np.ndarray) -> list[list[np.ndarray]]:
+def _ldmatrix(block: Block, address: np.ndarray) -> list[np.ndarray]:
     """Four matrices of 8 rows of 16 bytes; lane 4 c + t has column c of rows 2 t and 2 t + 1 of each."""
     pairs = block.matrix_rows("ldmatrix", address).view(np.uint16).reshape(-1, 4, 4, 2, 8)  # wave, matrix, t, half, c
     words = np.ascontiguousarray(pairs.transpose(1, 0, 4, 2, 3)).view(np.int32)
-    return [[word.reshape(block.threads) for word in words]]
+    return [word.reshape(block.threads) for word in words]
 
 
 def _stmatrix(block: Block, address: np.ndarray, *words: np.ndarray) -> None:
@@ -44,9 +36,9 @@ def _prmt(block: Block, low: np.ndarray, high: np.ndarray, selector: np.ndarray)
     return np.take_along_axis(bytes_, which, axis=1).copy().view(np.int32).reshape(block.threads)
 
 
-_RULES: dict[str, Callable[..., Any]] = {
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": _ldmatrix,
-    "stmatrix.sync.aligned.m8n8.x4.shared.b16": _stmatrix,
-    "prmt.b32": _prmt,
-    "fence.proxy.async": lambda block: None,
+RULES: dict[str, Callable[..., Any]] = {
+    "hopper.ldmatrix_turned": _ldmatrix,
+    "hopper.stmatrix": _stmatrix,
+    "hopper.prmt": _prmt,
+    "hopper.fence_async_shared": lambda block: None,
 }

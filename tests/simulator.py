@@ -284,13 +284,13 @@ def _intrinsic(b: _Block, node: Node) -> None:
     assert name in _PACE, f"the simulator does not know {name}"
 
 
-def _ptx(b: _Block, node: Node, *operands: np.ndarray) -> Any:
-    return ptx.execute(b, node.attributes["asm_string"], *operands)
-
-
 _PACE = {
     f"llvm.amdgcn.{name}" for name in ("s.barrier", "s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
 }
+
+
+def _hopper(rule: Callable[..., Any], b: _Block, node: Node, *operands: np.ndarray) -> Any:
+    return rule(b, *operands)
 
 
 def _shuffle(b: _Block, node: Node, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
@@ -544,8 +544,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fly.rcp": _same(lambda x: 1 / x),
     "fly.sched": lambda b, node: None,
     "llvm.ptrtoint": _cast,
-    "llvm.inline_asm": _ptx,
-    "llvm.extractvalue": lambda b, node, values: values[node.attributes["position"][0]],
+    **{name: functools.partial(_hopper, rule) for name, rule in ptx.RULES.items()},
     "llvm.call_intrinsic": lambda b, node, *operands: _intrinsic(b, node),
     "llvm.load": _load,
     "llvm.store": _store,

@@ -110,6 +110,8 @@ def bits(type_: ir.Type) -> int:
     return type_.width
 
 
+OURS = ("fly", "hopper")  # the dialects that nothing but a lowering takes away
+
 Rule = Callable[[ir.Operation, Builder], "ir.Value | tuple[ir.Value, ...] | None"]
 
 
@@ -118,7 +120,10 @@ class Lower:
     """Replace every operation named in `rules` by what its rule builds.
 
     A rule returns the value (or values) that stand for the operation's results, or None if it has none.
-    Postcondition: no operation of the `fly` dialect is left.
+    Postcondition: no operation of this project's dialects is left.
+
+    Raises:
+        CompileError: an operation of theirs that no rule is for.
     """
 
     name: str
@@ -129,7 +134,7 @@ class Lower:
         for op in operations(kernel_function(module).regions[0].blocks[0]):
             rule = self.rules.get(op.name)
             if rule is None:
-                if op.name.startswith("fly."):
+                if op.name.partition(".")[0] in OURS:
                     raise CompileError(f"{self.name}: no rule for {op.name}")
                 continue
             result = rule(op, Builder(op, self.target))

@@ -179,13 +179,18 @@ irdl.dialect @fly {
 """
 
 
-def load(ctx: ir.Context) -> None:
-    """Register the dialect with an MLIR context."""
+def declare(ctx: ir.Context, name: str, source: str) -> None:
+    """Register a dialect, given as IRDL, with an MLIR context."""
     with ctx, ir.Location.unknown():
-        irdl.load_dialects(ir.Module.parse(_IRDL))
+        irdl.load_dialects(ir.Module.parse(source))
     # For each operation they touch, the bindings look for a Python module of its dialect. Finding an empty one
     # is quick; not finding any searches the import path again every time.
-    sys.modules.setdefault("mlir.dialects.fly", types.ModuleType("mlir.dialects.fly"))
+    sys.modules.setdefault(f"mlir.dialects.{name}", types.ModuleType(f"mlir.dialects.{name}"))
+
+
+def load(ctx: ir.Context) -> None:
+    """Register the dialect with an MLIR context."""
+    declare(ctx, "fly", _IRDL)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from mlir import ir
 
 import fly
 from fly.backends.nvvm import intrinsics, tma
@@ -17,6 +18,7 @@ from fly.errors import DTypeError, ShapeError, TargetError
 from fly.lang.signature import ScalarSpec, TensorMapSpec
 from tests.backends.builds import build, needs_ptxas, run_ptxas
 from tests.backends.hopper import SMALL, artefact
+from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
 from tests.simulator import Machine, Program, flat
 from tests.tracing import ARCHS, matrix, trace
@@ -24,13 +26,13 @@ from tests.tracing import ARCHS, matrix, trace
 MAP = TensorMapSpec("f16", (1, 8, 64), 128)
 
 
-def emitted(body, arch: str = "sm_90a", block: int = 256) -> str:
+def emitted(body, arch: str = "sm_90a", block: int = 256) -> ir.Module:
     """The trace of `body(map, tensor, n)`."""
 
     def kernel(box: fly.TensorMap, x: fly.Tensor, n: fly.i32):
         body(box, x, n)
 
-    return str(trace(kernel, MAP, matrix("i32"), "i32", arch=arch, block=block))
+    return trace(kernel, MAP, matrix("i32"), "i32", arch=arch, block=block)
 
 
 def shared() -> fly.Pointer:
@@ -131,7 +133,10 @@ EMITTED = {
 @pytest.mark.parametrize("name", EMITTED)
 def test_an_intrinsic_is_this_instruction(name):
     body, wanted = EMITTED[name]
-    filecheck(emitted(body), f"CHECK: llvm.inline_asm has_side_effects asm_dialect = att\nCHECK-SAME: {wanted}")
+    filecheck(
+        instructions(emitted(body)),
+        f"CHECK: llvm.inline_asm has_side_effects asm_dialect = att\nCHECK-SAME: {wanted}",
+    )
 
 
 def test_mbarriers():
@@ -142,12 +147,11 @@ def test_mbarriers():
         barriers.arrive_expecting(1, 4096)
         barriers.wait(1, n)
 
+    module = emitted(body)
+    filecheck(str(module), "CHECK: fly.alloc_shared\nCHECK-SAME: align = 8\nCHECK-SAME: bytes = 16")
     filecheck(
-        emitted(body),
+        instructions(module),
         r"""
-        CHECK: fly.alloc_shared
-        CHECK-SAME: align = 8
-        CHECK-SAME: bytes = 16
         CHECK: "mbarrier.init.shared::cta.b64 [$0], $1;", "r,r,~{memory}" %{{.*}}, %c4_i32
         CHECK: "mbarrier.init.shared::cta.b64 [$0], $1;"
         CHECK-NOT: mbarrier.init
@@ -175,13 +179,13 @@ def test_a_ring_waits_for_the_other_side():
         ring.release(at)
 
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         """
         CHECK: scf.if
         CHECK-COUNT-6: mbarrier.init
         CHECK: fence.mbarrier_init.release.cluster;
         CHECK: }
-        CHECK: fly.barrier
+        CHECK: "llvm.nvvm.barrier.cta.sync.aligned.all"
         CHECK: %[[FREE:.*]] = arith.xori %arg3, %{{.*}} : i32
         CHECK: mbarrier.try_wait.parity
         CHECK-SAME: %[[FREE]] :
@@ -205,7 +209,7 @@ def test_warps_fill_a_ring_by_stores():
         ring.publish(at)
 
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         """
         CHECK: %[[FREE:.*]] = arith.xori %arg3, %{{.*}} : i32
         CHECK: mbarrier.try_wait.parity

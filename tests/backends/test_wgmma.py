@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlir import ir
 
 import fly
 from fly.backends.nvvm import wgmma
@@ -17,6 +18,7 @@ from fly.backends.target import target
 from fly.errors import AtomError, LayoutError, ShapeError
 from fly.lang.fragment import AccumulatorLayout
 from fly.lang.signature import TensorSpec
+from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -253,13 +255,13 @@ def test_products_that_do_not_exist(n, dtype, text):
 # what is emitted
 
 
-def emitted(body, **arguments) -> str:
+def emitted(body, **arguments) -> ir.Module:
     """The trace of a kernel with one warpgroup."""
 
     def kernel(x: fly.Tensor):
         body(x)
 
-    return str(trace(kernel, matrix("bf16", 2), arch="sm_90a", block=128, **arguments))
+    return trace(kernel, matrix("bf16", 2), arch="sm_90a", block=128, **arguments)
 
 
 def shared(rows: int, columns: int, along_rows: bool = False) -> Operand:
@@ -272,7 +274,7 @@ def test_a_product_of_two_tiles():
         wgmma.wait(0, wgmma.issue(WarpgroupAtom(8, "bf16"), shared(64, 32), shared(8, 32), 2))
 
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         r"""
         CHECK: llvm.ptrtoint
         CHECK: %[[B:.*]] = arith.ori
@@ -303,7 +305,7 @@ def test_a_product_with_registers_onto_an_accumulator():
 
     d = ", ".join(f"${i}" for i in range(8))
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         rf"""
         CHECK: llvm.inline_asm has_side_effects asm_dialect = att
         CHECK-SAME: setp.eq.b32 first, 0, 0;
@@ -323,7 +325,7 @@ def test_a_descriptor_keeps_18_bits_of_the_address():
 
     bits = 1 << 16 | 64 << 32 | 1 << 62
     filecheck(
-        emitted(body),
+        str(emitted(body)),
         f"""
         CHECK: %[[AT:.*]] = llvm.ptrtoint %{{{{.*}}}} : !llvm.ptr<3> to i32
         CHECK: %[[MASK:.*]] = arith.constant 262143 : i32
@@ -346,7 +348,7 @@ def test_a_wait_for_several_accumulators_after_other_work():
         assert [len(v) for v in waited] == [4, 4]
 
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         r"""
         CHECK: wgmma.mma_async
         CHECK: wgmma.mma_async

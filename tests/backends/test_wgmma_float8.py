@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from mlir import ir
 
 import fly
 from fly.backends.nvvm import wgmma
@@ -14,6 +15,7 @@ from fly.errors import DTypeError, LayoutError, ShapeError
 from fly.lang.fragment import AccumulatorLayout
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
+from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
 from tests.simulator import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -112,13 +114,13 @@ def test_accumulators_become_registers_without_an_exchange(n):
     np.testing.assert_array_equal(a.view(np.uint8), source.astype(E4M3)[:, order].view(np.uint8))
 
 
-def emitted(body) -> str:
+def emitted(body) -> ir.Module:
     """The trace of a kernel with one warpgroup."""
 
     def kernel(x: fly.Tensor):
         body(x)
 
-    return str(trace(kernel, matrix("f32", 2), arch="sm_90a", block=128))
+    return trace(kernel, matrix("f32", 2), arch="sm_90a", block=128)
 
 
 def shared(rows: int, columns: int, element_bytes: int = 1) -> Operand:
@@ -134,7 +136,7 @@ def test_products_have_no_way_to_lie():
         wgmma.wait(0, wgmma.issue(atom, (registers, registers), b, 2, product))
 
     filecheck(
-        emitted(body),
+        instructions(emitted(body)),
         r"""
         CHECK: m64n8k32.f32.e4m3.e4m3 {$0, $1, $2, $3}, da, db, first, 1, 1;
         CHECK-SAME: add.s64 db, $4, 2;

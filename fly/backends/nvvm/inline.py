@@ -1,18 +1,15 @@
-"""Inline PTX from a trace: what the intrinsics of this backend are made of."""
+"""Inline PTX: what the `hopper` dialect lowers to, and for authors an instruction that no operation has."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from mlir import ir
 
-from fly.errors import DTypeError, TargetError
-from fly.ir.context import context, current, emit
-from fly.ir.dtypes import i32
-from fly.ir.memory import Pointer
-from fly.ir.value import Traced, Value
+from fly.backends.nvvm.emit import require_hopper
+from fly.ir.context import context, emit
+from fly.ir.value import Traced
 
 
 @functools.cache
@@ -30,14 +27,20 @@ def ptx(text: str, constraints: str, operands: Sequence[Traced], results: Sequen
     Raises:
         TargetError: the kernel is traced for a target without Hopper's instructions.
     """
-    target = current().target
-    if not target.hopper:
-        raise TargetError(f"{target.arch} has no TMA, mbarriers, WGMMA or named barriers of fly's; sm_90a has")
-    if not results:
-        types = []
-    elif len(results) == 1:
-        types = list(results)
-    else:
+    require_hopper()
+    return assembly(emit, text, constraints, [o.ir for o in operands], results)
+
+
+def assembly(
+    build: Callable[..., ir.Operation],
+    text: str,
+    constraints: str,
+    operands: Sequence[ir.Value],
+    results: Sequence[ir.Type] = (),
+) -> list[ir.Value]:
+    """`ptx` on values of the compiler's IR: `build(name, operands, results, attributes)` makes each operation."""
+    types = list(results)
+    if len(types) > 1:
         types = [ir.Type.parse(f"!llvm.struct<({', '.join(str(t) for t in results)})>", context())]
     attributes = {
         "asm_string": ir.StringAttr.get(text, context()),
@@ -45,36 +48,12 @@ def ptx(text: str, constraints: str, operands: Sequence[Traced], results: Sequen
         "has_side_effects": ir.UnitAttr.get(context()),
         "asm_dialect": _att_syntax(),
     }
-    op = emit("llvm.inline_asm", [o.ir for o in operands], types, attributes)
+    op = build("llvm.inline_asm", list(operands), types, attributes)
     if len(results) < 2:
         return list(op.results)
     return [
-        emit(
+        build(
             "llvm.extractvalue", [op.results[0]], [type_], {"position": ir.DenseI64ArrayAttr.get([i], context())}
         ).results[0]
         for i, type_ in enumerate(results)
     ]
-
-
-def shared_address(pointer: Pointer) -> Value:
-    """A shared-memory pointer as the 32-bit address that instructions take.
-
-    Raises:
-        DTypeError: no pointer to shared memory.
-    """
-    if not isinstance(pointer, Pointer) or pointer.space != "shared":
-        raise DTypeError(f"{pointer!r} is no pointer to shared memory")
-    return Value(emit("llvm.ptrtoint", [pointer.ir], [i32.mlir]).results[0], i32)
-
-
-def as_i32(value: Any, what: str) -> Value:
-    """A number or a traced i32 as an operand; `what` names it in errors.
-
-    Raises:
-        DTypeError: anything else.
-    """
-    if isinstance(value, int):
-        return i32(value)
-    if not isinstance(value, Value) or value.dtype is not i32 or value.length is not None:
-        raise DTypeError(f"{what} is {value!r}; expected an integer or a traced i32")
-    return value

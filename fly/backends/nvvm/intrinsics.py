@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fly.backends.nvvm.inline import as_i32, ptx, shared_address
+from fly.backends.nvvm.emit import as_i32, operation, shared_address
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
@@ -34,22 +34,18 @@ def _threads(threads: int) -> Value:
 
 def barrier_sync(barrier: Any, threads: int) -> None:
     """Wait at named barrier 1 to 15 (static or traced i32) until `threads` threads have arrived, these included."""
-    ptx("barrier.cta.sync.aligned $0, $1;", "r,r", [_barrier_id(barrier), _threads(threads)])
+    operation("barrier_sync", [_barrier_id(barrier), _threads(threads)])
 
 
 def barrier_arrive(barrier: Any, threads: int) -> None:
     """Count towards `barrier_sync` of the same barrier, and go on."""
-    ptx("barrier.cta.arrive.aligned $0, $1;", "r,r", [_barrier_id(barrier), _threads(threads)])
+    operation("barrier_arrive", [_barrier_id(barrier), _threads(threads)])
 
 
 def barrier_any(barrier: Any, threads: int, condition: Value) -> Value:
     """`barrier_sync`, and whether the condition (i1) holds in any of the threads, in all of them."""
-    text = (
-        "{\n.reg .pred p, q;\nsetp.ne.u32 p, $3, 0;\n"
-        "barrier.cta.red.or.pred.aligned q, $1, $2, p;\nselp.u32 $0, 1, 0, q;\n}"
-    )
     operands = [_barrier_id(barrier), _threads(threads), select(condition, 1, 0)]
-    (held,) = ptx(text, "=r,r,r,r", operands, [i32.mlir])
+    (held,) = operation("barrier_any", operands, [i32.mlir])
     return Value(held, i32) != 0
 
 
@@ -66,12 +62,12 @@ def setmaxnreg_dec(registers: int) -> None:
 def _setmaxnreg(action: str, registers: int) -> None:
     if not 24 <= registers <= 256 or registers % 8:
         raise ShapeError(f"setmaxnreg of {registers} registers; expected a multiple of 8 from 24 to 256")
-    ptx(f"setmaxnreg.{action}.sync.aligned.u32 {registers};", "", [])
+    operation("setmaxnreg", attributes={"action": action, "registers": registers})
 
 
 def elect_one() -> Value:
     """True (i1) in one thread of the warp, the same one each time."""
-    (chosen,) = ptx("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}", "=r", [], [i32.mlir])
+    (chosen,) = operation("elect", results=[i32.mlir])
     return Value(chosen, i32) != 0
 
 
@@ -82,11 +78,11 @@ def warpgroup_id() -> Value:
     return first_lane(linear_thread() // WARPGROUP)
 
 
-def _atomic(order: str, operation: str, pointer: Pointer, operand: Any) -> Value:
+def _atomic(order: str, kind: str, pointer: Pointer, operand: Any) -> Value:
     if not isinstance(pointer, Pointer) or pointer.space != "global":
         raise DTypeError(f"atomic of {pointer!r}; expected a pointer to global memory")
-    text = f"atom.{order}.gpu.global.{operation}.u32 $0, [$1], $2;"
-    (before,) = ptx(text, "=r,l,r", [pointer, as_i32(operand, "operand of an atomic")], [i32.mlir])
+    operands = [pointer, as_i32(operand, "operand of an atomic")]
+    (before,) = operation("atomic", operands, [i32.mlir], {"order": order, "operation": kind})
     return Value(before, i32)
 
 
@@ -106,8 +102,7 @@ def load_matrices_turned(pointer: Pointer) -> tuple[Value, Value, Value, Value]:
     Lane 8 i + r gives the address of row r of matrix i, 16 bytes. A word of lane 4 c + t is column c of rows 2 t (its
     low half) and 2 t + 1.
     """
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    words = ptx(text, "=r,=r,=r,=r,r", [shared_address(pointer)], [i32.mlir] * 4)
+    words = operation("ldmatrix_turned", [shared_address(pointer)], [i32.mlir] * 4)
     first, second, third, fourth = (Value(word, i32) for word in words)
     return first, second, third, fourth
 
@@ -123,27 +118,26 @@ def store_matrices(pointer: Pointer, words: Sequence[Value]) -> None:
     """
     if len(words) != 4:
         raise ShapeError(f"{len(words)} words of matrices to store; expected 4")
-    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-    ptx(text, "r,r,r,r,r", [shared_address(pointer), *words])
+    operation("stmatrix", [shared_address(pointer), *words])
 
 
 def permute_bytes(low: Value, high: Value, selector: Any) -> Value:
     """A word of any four of the eight bytes of two (i32): byte i is the one that the selector's hex digit i names."""
     operands = [low, high, as_i32(selector, "selector of bytes")]
-    (word,) = ptx("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", operands, [i32.mlir])
+    (word,) = operation("prmt", operands, [i32.mlir])
     return Value(word, i32)
 
 
 def sync_warp() -> None:
     """All lanes of a warp arrive before any goes on; memory accesses are ordered across it."""
-    ptx("bar.warp.sync 0xffffffff;", "", [])
+    operation("sync_warp")
 
 
 def fence_async_shared() -> None:
     """This thread's shared-memory stores become visible to TMA and WGMMA reads that follow a barrier."""
-    ptx("fence.proxy.async.shared::cta;", "", [])
+    operation("fence_async_shared")
 
 
 def fence_mbarrier_init() -> None:
     """Initialised mbarriers become visible to TMA and to the cluster."""
-    ptx("fence.mbarrier_init.release.cluster;", "", [])
+    operation("fence_mbarrier_init")

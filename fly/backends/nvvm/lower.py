@@ -1,4 +1,4 @@
-"""`lower-to-nvvm`: the `fly` dialect as NVPTX intrinsics.
+"""`lower-to-nvvm`: the `fly` dialect as NVPTX intrinsics, and the `hopper` dialect as inline PTX.
 
 Instruction behaviour: PTX ISA; intrinsics: LLVM's NVPTX usage guide.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from mlir import ir
 
 from fly.backends.lowering import Builder, Lower, each_element, per_element
+from fly.backends.nvvm import lower_hopper
 from fly.backends.target import Target
 from fly.passes.walk import integer, string
 
@@ -207,6 +208,7 @@ _RULES = {
     "math.log2": per_element("llvm.nvvm.lg2.approx.ftz.f"),
     "math.rsqrt": per_element("llvm.nvvm.rsqrt.approx.f"),
     "math.tanh": each_element(_tanh),
+    **lower_hopper.RULES,
 }
 
 

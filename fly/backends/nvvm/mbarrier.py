@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fly.backends.nvvm.inline import as_i32, ptx, shared_address
+from fly.backends.nvvm.emit import as_i32, operation, shared_address
 from fly.backends.nvvm.intrinsics import fence_async_shared, fence_mbarrier_init, sync_warp
 from fly.errors import ShapeError
 from fly.ir import memory
@@ -21,14 +21,6 @@ from fly.lang.ids import linear_thread
 from fly.lang.sync import barrier
 
 BYTES = 8
-_WAIT = """{
-.reg .pred p;
-again:
-mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
-@p bra done;
-bra again;
-done:
-}"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Mbarriers:
     def init(self) -> None:
         """To be run by one thread, before a `fence_mbarrier_init` and a barrier of the block."""
         for i in range(self.count):
-            ptx("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", [self.at(i), i32(self.arrivals)])
+            operation("mbarrier_init", [self.at(i), i32(self.arrivals)])
 
     def at(self, index: Any) -> Value:
         """The shared-memory address (i32) of one barrier, by static or traced i32 index.
@@ -67,20 +59,16 @@ class Mbarriers:
 
     def arrive(self, index: Any) -> None:
         """This thread's arrival."""
-        ptx("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [$0];\n}", "r", [self.at(index)])
+        operation("mbarrier_arrive", [self.at(index)])
 
     def arrive_expecting(self, index: Any, count: Any) -> None:
         """This thread's arrival, and `count` more bytes (static or traced i32) that the phase waits for."""
         count = as_i32(count, "byte count")
-        ptx(
-            "{\n.reg .b64 s;\nmbarrier.arrive.expect_tx.shared::cta.b64 s, [$0], $1;\n}",
-            "r,r",
-            [self.at(index), count],
-        )
+        operation("mbarrier_arrive_expect", [self.at(index), count])
 
     def wait(self, index: Any, parity: Any) -> None:
         """Until the phase with this parity bit (i32, 0 or 1) has completed."""
-        ptx(_WAIT, "r,r", [self.at(index), as_i32(parity, "parity")])
+        operation("mbarrier_wait", [self.at(index), as_i32(parity, "parity")])
 
 
 @dataclass(frozen=True)

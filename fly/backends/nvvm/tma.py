@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fly.backends.nvvm.inline import as_i32, ptx, shared_address
+from fly.backends.nvvm.emit import as_i32, operation, shared_address
 from fly.errors import ShapeError
 from fly.ir.memory import Pointer
 from fly.ir.value import Value
@@ -28,37 +28,26 @@ def _coordinates(tensor_map: TensorMap, coordinates: Sequence[Any]) -> list[Valu
 
 def prefetch(tensor_map: TensorMap) -> None:
     """Bring a tensor map into the cache that copies read it from."""
-    ptx("prefetch.tensormap [$0];", "l", [tensor_map.pointer])
+    operation("tma_prefetch", [tensor_map.pointer])
 
 
 def load(tensor_map: TensorMap, destination: Pointer, coordinates: Sequence[Any], barrier: Value) -> None:
     """One thread starts the copy of a box to shared memory (aligned to 128 bytes); its bytes arrive at `barrier`."""
     at = _coordinates(tensor_map, coordinates)
-    places = ", ".join(f"${3 + i}" for i in range(len(at)))
-    ptx(
-        f"cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$0], [$1, {{{places}}}], [$2];",
-        ",".join(["r", "l", "r"] + ["r"] * len(at)),
-        [shared_address(destination), tensor_map.pointer, as_i32(barrier, "barrier"), *at],
-    )
+    operation("tma_load", [shared_address(destination), tensor_map.pointer, as_i32(barrier, "barrier"), *at])
 
 
 def store(tensor_map: TensorMap, source: Pointer, coordinates: Sequence[Any]) -> None:
     """One thread starts the copy of a box from shared memory; see `commit` and `wait_read`."""
     at = _coordinates(tensor_map, coordinates)
-    places = ", ".join(f"${2 + i}" for i in range(len(at)))
-    ptx(
-        f"cp.async.bulk.tensor.{len(at)}d.global.shared::cta.bulk_group [$1, {{{places}}}], [$0];",
-        ",".join(["r", "l"] + ["r"] * len(at)),
-        [shared_address(source), tensor_map.pointer, *at],
-    )
+    operation("tma_store", [shared_address(source), tensor_map.pointer, *at])
 
 
 def commit() -> None:
     """Close this thread's group of stores."""
-    ptx("cp.async.bulk.commit_group;", "", [])
+    operation("tma_commit")
 
 
 def wait_read(newer: int = 0) -> None:
     """Until all but the `newer` last groups of this thread have read their shared memory."""
-    ptx(f"cp.async.bulk.wait_group.read {newer};", "", [])
+    operation("tma_wait_read", attributes={"newer": newer})

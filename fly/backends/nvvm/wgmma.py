@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fly.backends.nvvm.inline import ptx, shared_address
+from fly.backends.nvvm.dialect import MOST_WAITED
+from fly.backends.nvvm.emit import operation, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
 from fly.ir.dtypes import DType, dtype, f32, i32, i64
 from fly.ir.memory import Pointer
@@ -247,58 +248,41 @@ def issue(
     count = atom.values("c")
     if accumulator is not None and (accumulator.dtype is not f32 or accumulator.length != count):
         raise ShapeError(f"the accumulator of WGMMA with n = {atom.n} is {accumulator!r}; expected {count} x f32")
-    operands: list[Value] = []
-    text = ["{", ".reg .pred first;", ".reg .b64 da, db;"]
-    if accumulator is None:
-        text.append("setp.ne.b32 first, 0, 0;")
-    else:
-        text.append("setp.eq.b32 first, 0, 0;")
-    result = ", ".join(f"${i}" for i in range(count))
-    ties = count if accumulator is not None else 0
-    place = count + ties  # operands are numbered results, tied accumulators, inputs
-    b_place = place
-    inputs: list[Value] = [b.descriptor()]
-    constraints = ["l"]
-    kind = DTYPES[atom.dtype]
-    shape = f"m{M}n{atom.n}k{atom.k}.f32.{kind}.{kind}"
-    if isinstance(a, Operand):
-        a_place = b_place + 1
-        inputs.append(a.descriptor())
-        constraints.append("l")
+    from_memory = isinstance(a, Operand)
+    operands = [] if accumulator is None else [accumulator]
+    operands.append(b.descriptor())
+    if from_memory:
+        operands.append(a.descriptor())
         a_steps = a.steps(steps, M)
-        turned = f", {int(a.layout.transposed)}, {int(b.layout.transposed)}"
     else:
-        if len(a) != steps:
-            raise ShapeError(f"{len(a)} register operands for {steps} steps of WGMMA; expected one each")
-        for operand in a:
-            if operand.dtype is not dtype(atom.dtype) or operand.length != atom.values("a"):
-                wanted = f"{atom.values('a')} x {atom.dtype}"
-                raise ShapeError(f"a register operand of WGMMA is {operand!r}; expected {wanted}")
-        registers = [word for operand in a for word in operand.bitcast(i32)]
-        inputs += registers
-        constraints += ["r"] * len(registers)
-        turned = f", {int(b.layout.transposed)}"
-    if b.k != atom.k or (isinstance(a, Operand) and a.k != atom.k):
+        operands += _registers(atom, a, steps)
+        a_steps = ()
+    if b.k != atom.k or (from_memory and a.k != atom.k):
         raise ShapeError(f"a tile of WGMMA of {atom.dtype} has elements of {b.tile.element_bytes} bytes")
-    if atom.k != K:
-        turned = ""  # 8-bit operands lie one way only
-    text.append("wgmma.fence.sync.aligned;")
-    for t, b_step in enumerate(b.steps(steps, atom.n)):
-        text.append(f"add.s64 db, ${b_place}, {b_step};")
-        if isinstance(a, Operand):
-            text.append(f"add.s64 da, ${a_place}, {a_steps[t]};")
-            first = "da"
-        else:
-            first = "{" + ", ".join(f"${b_place + 1 + 4 * t + i}" for i in range(4)) + "}"
-        # only the first step may start from zero
-        predicate = "first" if t == 0 else "1"
-        text.append(f"wgmma.mma_async.sync.aligned.{shape} {{{result}}}, {first}, db, {predicate}, 1, 1{turned};")
-    text += ["wgmma.commit_group.sync.aligned;", "}"]
-    if accumulator is not None:
-        operands += list(accumulator)
-    all_constraints = ["=f" if ties else "=&f"] * count + [str(i) for i in range(ties)] + constraints
-    values = ptx("\n".join(text), ",".join(all_constraints), [*operands, *inputs], [f32.mlir] * count)
-    return from_elements([Value(v, f32) for v in values])
+    attributes = {
+        "n": atom.n,
+        "dtype": atom.dtype,
+        "accumulates": int(accumulator is not None),
+        "a_registers": int(not from_memory),
+        "a_transposed": int(from_memory and a.layout.transposed),
+        "b_transposed": int(b.layout.transposed),
+        "a_steps": a_steps,
+        "b_steps": b.steps(steps, atom.n),
+    }
+    groups = (attributes["accumulates"], 1, 1 if from_memory else steps)
+    (result,) = operation("wgmma", operands, [f32.vector(count)], attributes, operand_groups=groups)
+    return Value(result, f32, count)
+
+
+def _registers(atom: WarpgroupAtom, a: Sequence[Value], steps: int) -> Sequence[Value]:
+    """A in registers, one operand a step."""
+    if len(a) != steps:
+        raise ShapeError(f"{len(a)} register operands for {steps} steps of WGMMA; expected one each")
+    for operand in a:
+        if operand.dtype is not dtype(atom.dtype) or operand.length != atom.values("a"):
+            wanted = f"{atom.values('a')} x {atom.dtype}"
+            raise ShapeError(f"a register operand of WGMMA is {operand!r}; expected {wanted}")
+    return a
 
 
 def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[Value]:
@@ -306,33 +290,23 @@ def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[
 
     Only what this returns may be read: it is what keeps a use from moving before the wait. `after`: f32 values, never
     below zero, that are computed before the wait begins, so that their work hides behind the products.
+
+    Raises:
+        ShapeError: more accumulators than a wait can have.
     """
-    elements = [element for accumulator in accumulators for element in accumulator]
-    count = len(elements)
-    text = [f"wgmma.wait_group.sync.aligned {newer};"]
-    if after:
-        # ptxas moves arithmetic past a wait as it likes, but not past what the wait comes after: a trap that
-        # depends on it
-        first = 2 * count
-        tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(len(after))]
-        text = [
-            "{",
-            ".reg .pred p;",
-            "setp.ne.b32 p, 0, 0;",
-            *tests,
-            "vote.sync.any.pred p, p, -1;",
-            "@p trap;",
-            *text,
-            "}",
-        ]
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(after)
-    values = ptx("\n".join(text), ",".join(constraints), [*elements, *after], [f32.mlir] * count)
-    result, start = [], 0
-    for accumulator in accumulators:
-        end = start + accumulator.length
-        result.append(from_elements([Value(v, f32) for v in values[start:end]]))
-        start = end
-    return result
+    count = len(accumulators)
+    if count > MOST_WAITED:
+        raise ShapeError(f"a wait for {count} accumulators of WGMMA; expected at most {MOST_WAITED}")
+    there = [int(i < count) for i in range(MOST_WAITED)]
+    results = operation(
+        "wgmma_wait",
+        [*accumulators, *after],
+        [accumulator.type for accumulator in accumulators],
+        {"newer": newer, "accumulators": count},
+        operand_groups=[*there, len(after)],
+        result_groups=there,
+    )
+    return [accumulator.with_ir(result) for accumulator, result in zip(accumulators, results, strict=True)]
 
 
 PAIRS = Layout((2, 2, 4), (1, 8, 2))
