@@ -17,6 +17,7 @@ LAZY_LOG2 = 8.0  # how far a row's maximum may grow before a lazy rescale, in lo
 # multiples of 1 in float32.
 EXACT_BELOW = 2.0**23
 LARGE = 8 * EXACT_BELOW  # moves them by at most 4, for which 16 bits have room beside a lazy maximum
+EXPONENT = 0x7F800000  # the bits of a float32's exponent
 LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is not a score, in log2 units: infinities would make NaN
 
 
@@ -49,7 +50,8 @@ class OnlineSoftmax:
         `LAZY_LOG2`; probabilities are below 2 ** LAZY_LOG2 instead of 1, which f32 and 16-bit operands hold as
         well.
         """
-        maximum = self._raised(scores, scale_log2)
+        tile_max = scores.row_max().reduce_lanes(fly.maximum)
+        maximum = self._raised(tile_max, scale_log2)
 
         def rescaled() -> tuple[fly.RowVector, fly.RowVector, fly.Fragment]:
             factor = self._factor(_pivot(maximum, masked))
@@ -61,7 +63,7 @@ class OnlineSoftmax:
             )
         else:
             maximum, total, output = rescaled()
-        probabilities = _probabilities(scores, scale_log2, _pivot(maximum, masked), LARGE)
+        probabilities = _probabilities(scores, scale_log2, tile_max, _pivot(maximum, masked), LARGE)
         total = total.map(lambda t, p: t + p, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, output
 
@@ -74,20 +76,20 @@ class OnlineSoftmax:
         None unless lazy, is the same in every lane of the wave. Probabilities and sums are 2 ** offset times what
         they are, the maxima less by `offset`.
         """
-        maximum = self._raised(scores, scale_log2, offset)
+        tile_max = scores.row_max().reduce_lanes(fly.maximum)
+        maximum = self._raised(tile_max, scale_log2, offset)
         needed = None
         if lazy:
             needed = self._grown(maximum)
             maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
         pivot = _pivot(maximum, masked)
-        probabilities = _probabilities(scores, scale_log2, pivot, EXACT_BELOW if offset else LARGE)
+        probabilities = _probabilities(scores, scale_log2, tile_max, pivot, EXACT_BELOW if offset else LARGE)
         factor = self._factor(pivot)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, factor, needed
 
-    def _raised(self, scores: fly.Fragment, scale_log2: fly.Value, offset: float = 0.0) -> fly.RowVector:
-        """The maxima with a tile of raw scores: rounding keeps their order."""
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
+    def _raised(self, tile_max: fly.RowVector, scale_log2: fly.Value, offset: float = 0.0) -> fly.RowVector:
+        """The maxima with those of a tile's raw scores: rounding keeps their order."""
         return self.maximum.map(
             fly.maximum, tile_max.map(lambda m: m * scale_log2 - offset if offset else m * scale_log2)
         )
@@ -112,8 +114,12 @@ class OnlineSoftmax:
         if sink is not None:
             sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
             return finish_with_sink(self.maximum, total, sinks)
-        inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-        lse = self.maximum.map(lambda m, t: fly.select(t == 0.0, -math.inf, (m + fly.log2(t)) * math.log(2)), total)
+        # not those whose sum is 0: next to a maximum that overflowed, it is, and that is to be NaN
+        empty = self.maximum.map(lambda m: m == -math.inf)
+        inverse = total.map(lambda t, e: fly.select(e, 0.0, fly.rcp(t)), empty)
+        lse = self.maximum.map(
+            lambda m, t, e: fly.select(e, -math.inf, (m + fly.log2(t)) * math.log(2)), total, empty
+        )
         return inverse, lse
 
 
@@ -138,23 +144,37 @@ def finish_with_sink(
     return inverse, lse
 
 
-def _probabilities(scores: fly.Fragment, scale_log2: fly.Value, pivot: fly.RowVector, large: float) -> fly.Fragment:
+def _probabilities(
+    scores: fly.Fragment, scale_log2: fly.Value, tile_max: fly.RowVector, pivot: fly.RowVector, large: float
+) -> fly.Fragment:
     """exp2(score * scale - pivot): the scale is applied once, in f32, inside one FMA per score.
 
-    The FMA does not round the product, and the pivot was rounded. Where pivots are `large`, exponents of the row are
-    divided by a power of two, so that the largest one is small and not one that overflows: equal scores stay equal,
-    and others stay as far below as float32 can tell them apart.
+    The FMA does not round the product, and the pivot was rounded. Where a tile's maximum is `large`, exponents of the
+    row are divided by a power of two, so that the largest one is small and not one that overflows: equal scores stay
+    equal, and others stay as far below as float32 can tell them apart.
     """
-    bound = _bits(large)
-    exponent = pivot.map(lambda p: fly.maximum(p.bitcast(fly.i32) & 0x7F800000, bound))
-
-    def divided(number: fly.Value, exponent: fly.Value) -> fly.Value:
-        """By the power of two that `exponent` is above the bound: integers take fewer instructions for it."""
-        return (number.bitcast(fly.i32) + bound - exponent).bitcast(fly.f32)
-
-    scale = exponent.map(lambda e: divided(scale_log2, e))
-    addend = pivot.map(lambda p, e: -divided(p, e), exponent)
+    negated = _negated_divisors(scale_log2, tile_max, large)
+    addend = pivot.map(lambda p, n: p * n, negated)
+    # A scale that is divided stays far above what is subnormal. As integers, the product takes fewer registers.
+    start = scale_log2.bitcast(fly.i32) - _bits(-1.0)
+    scale = negated.map(lambda n: (start + n.bitcast(fly.i32)).bitcast(fly.f32))
     return scores.fma_rows(scale, addend).map(lambda tile, r, c: fly.exp2(tile))
+
+
+def _negated_divisors(scale_log2: fly.Value, tile_max: fly.RowVector, large: float) -> fly.RowVector:
+    """-2**-n for each row: with the least n >= 0 for which the exponents of `tile_max` and of the scale are together
+    below that of `large`, so that their product over 2**n is below 2 * large.
+
+    From the tile's raw maximum, which is there before the pivot is. A pivot of that size is divided enough. Beside a
+    larger one, and beside any where the tile's maximum is far below zero, the tile's exponents are far below zero
+    whatever divides them. A small pivot may underflow then, which is why nothing is subtracted from its bits. For
+    -inf, the maximum of a row that is masked, it is not zero either.
+    """
+    bound = _bits(-large / 4) - (scale_log2.bitcast(fly.i32) & EXPONENT)
+    bound = fly.select(bound == _bits(-0.0), bound - _bits(2.0**-126), bound)
+    # Numbers below 1, negated, have the lowest integers for their bits: what does not fit, of products that overflow
+    # anyway and of -inf with scales from large / 4 on, wraps to the highest ones.
+    return tile_max.map(lambda m: fly.minimum((~m.bitcast(fly.i32) & EXPONENT) + bound, _bits(-1.0)).bitcast(fly.f32))
 
 
 def _bits(number: float) -> int:
