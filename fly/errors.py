@@ -182,3 +182,15 @@ class EmulatorReportError(EmulatorError):
     def __init__(self, message: str, reports: tuple = ()):
         super().__init__(message)
         self.reports = reports
+
+
+class SimulatorError(FlyError, RuntimeError):
+    """A kernel that the simulator of NVIDIA GPUs cannot execute."""
+
+
+class SimulatorReportError(SimulatorError):
+    """What the simulator's checks found in a kernel; `.reports` holds one `Report` per finding."""
+
+    def __init__(self, message: str, reports: tuple = ()):
+        super().__init__(message)
+        self.reports = reports

@@ -1,0 +1,138 @@
+"""What roles of a block wait at: mbarriers, named barriers, and the registers that warpgroups give and take.
+
+PTX ISA, "mbarrier", "barrier", "setmaxnreg". Each hands on what those who arrive know to those who wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fly.simulator.report import Finding
+
+_MOST_BYTES = (1 << 20) - 1  # of a phase
+REGISTERS = 65536  # of a multiprocessor
+
+
+@dataclass
+class Mbarrier:
+    """One mbarrier: a phase is complete when `pending` arrivals and `bytes` are there.
+
+    `component`: whose time its phases are; `made`: the warp that initialised it, and when. `clocks`: what those know
+    who arrive in this phase; `done`: what those learn who wait for the last one.
+    """
+
+    name: str
+    arrivals: int
+    component: int
+    made: tuple[int, int]
+    clocks: np.ndarray
+    done: np.ndarray
+    phase: int = 0
+    pending: int = 0
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending = self.arrivals
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase with this parity has completed, as a wait sees it."""
+        return (self.phase & 1) != parity
+
+    def arrive(self, count: int, clocks: np.ndarray) -> None:
+        """Raises a Finding for more arrivals than the phase has."""
+        if count > self.pending:
+            raise Finding(
+                "mbarrier-count",
+                f"arrives at {self.name}, where phase {self.phase} has all of its {self.arrivals} arrivals",
+            )
+        self.pending -= count
+        np.maximum(self.clocks, clocks, out=self.clocks)
+
+    def expect(self, count: int) -> None:
+        """Raises a Finding for more bytes than the counter holds."""
+        if not 0 <= count <= _MOST_BYTES - self.bytes:
+            raise Finding("mbarrier-bytes", f"{self.name} expects {count} more bytes; it holds up to {_MOST_BYTES}")
+        self.bytes += count
+
+    def landed(self, count: int, clocks: np.ndarray) -> None:
+        """Bytes of a copy are there. Raises a Finding for more than were announced."""
+        if count > self.bytes:
+            raise Finding(
+                "mbarrier-bytes",
+                f"a copy of {count} bytes completes on {self.name}, whose phase {self.phase} expects {self.bytes}",
+            )
+        self.bytes -= count
+        np.maximum(self.clocks, clocks, out=self.clocks)
+
+    def advance(self) -> None:
+        """Complete the phase if all is there."""
+        if self.pending or self.bytes:
+            return
+        self.phase += 1
+        self.pending = self.arrivals
+        self.clocks[0, self.component] = self.phase
+        np.maximum(self.done, self.clocks, out=self.done)
+
+    def __str__(self) -> str:
+        missing = [f"{self.pending} of {self.arrivals} arrivals"] if self.pending else []
+        missing += [f"{self.bytes} bytes"] if self.bytes else []
+        return f"{self.name}, phase {self.phase}, which lacks {' and '.join(missing) or 'nothing'}"
+
+
+@dataclass
+class NamedBarrier:
+    """One named barrier: a generation is complete when `threads` have arrived."""
+
+    number: int
+    threads: int = 0
+    arrived: set[int] = field(default_factory=set)  # warps of the block
+    generation: int = 0
+    any: bool = False
+    held: bool = False  # what the last generation's threads said, in any of them
+    clocks: np.ndarray | None = None
+    done: np.ndarray | None = None
+
+    def arrive(self, warps: list[int], threads: int, clocks: np.ndarray, condition: bool = False) -> None:
+        """Count warps; `clocks` is what they know together.
+
+        Raises:
+            Finding: warps that do not agree about the number of threads, that come twice, or are too many.
+        """
+        if self.arrived and threads != self.threads:
+            raise Finding("named-barrier", f"barrier {self.number} of {threads} threads, others said {self.threads}")
+        twice = self.arrived.intersection(warps)
+        if twice:
+            raise Finding("named-barrier", f"warp {min(twice)} comes to barrier {self.number} twice before others come")
+        self.threads = threads
+        self.arrived.update(warps)
+        if 32 * len(self.arrived) > threads:
+            came = 32 * len(self.arrived)
+            raise Finding("named-barrier", f"{came} threads come to barrier {self.number}, which is of {threads}")
+        self.any = self.any or condition
+        self.clocks = clocks if self.clocks is None else np.maximum(self.clocks, clocks)
+        if 32 * len(self.arrived) == threads:
+            self.done, self.held = self.clocks, self.any
+            self.clocks, self.any = None, False
+            self.arrived = set()
+            self.generation += 1
+
+    def __str__(self) -> str:
+        return f"barrier {self.number}, where {32 * len(self.arrived)} of {self.threads} threads are"
+
+
+@dataclass
+class Registers:
+    """Registers of a block's warpgroups, each a number a thread."""
+
+    held: list[int]
+
+    @staticmethod
+    def of(threads: int, warpgroups: int) -> Registers:
+        """What a launch gives all threads alike."""
+        return Registers([min(255, REGISTERS // threads) // 8 * 8] * warpgroups)
+
+    def free(self) -> int:
+        """Registers a thread of one warpgroup more that there are."""
+        return REGISTERS // 128 - sum(self.held)

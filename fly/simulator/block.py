@@ -1,0 +1,142 @@
+"""One block: its shared memory, barriers and registers, what its warps know, and its copies that are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fly.simulator.barriers import Mbarrier, NamedBarrier, Registers
+from fly.simulator.memory import GlobalMemory
+from fly.simulator.program import Program
+from fly.simulator.report import Finding
+from fly.simulator.role import Role
+from fly.simulator.shared import SharedMemory
+
+WARP, WARPGROUP = 32, 128
+MAX_MBARRIERS = 128
+
+
+@dataclass(frozen=True)
+class Components:
+    """Which components of the launch's clocks a block has: warps, products and bulk stores of each role, mbarriers."""
+
+    first: int
+    warps: int
+    roles: int
+
+    @staticmethod
+    def count(warps: int, roles: int) -> int:
+        return warps + 2 * roles + MAX_MBARRIERS
+
+    def warp(self, number: int) -> int:
+        return self.first + number
+
+    def products(self, role: int) -> int:
+        return self.first + self.warps + role
+
+    def stores(self, role: int) -> int:
+        return self.first + self.warps + self.roles + role
+
+    def mbarrier(self, number: int) -> int:
+        return self.first + self.readers + number
+
+    @property
+    def readers(self) -> int:
+        """How many, from the first, may read shared memory."""
+        return self.warps + 2 * self.roles
+
+    def described(self, component: int, mbarriers: Sequence[Mbarrier]) -> str:
+        """For messages."""
+        number = component - self.first
+        if number < self.warps:
+            return f"warp {number}"
+        if number < self.warps + self.roles:
+            return f"a product of warpgroup {number - self.warps}"
+        if number < self.readers:
+            return f"a bulk store of warpgroup {number - self.warps - self.roles}"
+        return f"a bulk copy that completes on {mbarriers[number - self.readers].name}"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A bulk copy on its way; `land` does it."""
+
+    block: Block
+    role: Role
+    location: str
+    land: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Block:
+    """`number`: among the blocks that are resident; `components` of the launch's clocks, `time` of all."""
+
+    program: Program
+    index: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    memory: GlobalMemory
+    policy: Any
+    components: Components
+    time: int
+    mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
+    named: dict[int, NamedBarrier] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        x, y, z = self.program.block
+        self.threads = x * y * z
+        parts = self.components
+        self.shared = SharedMemory(self.program.target.shared_bytes, parts.roles, parts.first, parts.readers)
+        self.shared.who = lambda component: parts.described(component, list(self.mbarriers.values()))
+        # of each warp: what it knows, and what the asynchronous proxy may see through it
+        self.clocks = np.zeros((parts.warps, 2, self.time), np.int32)
+        for warp in range(parts.warps):
+            self.clocks[warp, 0, parts.warp(warp)] = 1
+        self.registers = Registers.of(self.threads, parts.roles)
+        self.roles = [Role(self, number) for number in range(parts.roles)]
+
+    def mbarrier(self, address: int, clocks: np.ndarray) -> Mbarrier:
+        """The mbarrier at an address, used by who has these clocks.
+
+        Raises:
+            Finding: there is none, or it was initialised with nothing since that orders that before its use.
+        """
+        barrier = self.mbarriers.get(address)
+        if barrier is None:
+            raise Finding("mbarrier-init", f"{self.shared.named(address)} is no mbarrier that was initialised")
+        component, when = barrier.made
+        if clocks[component] < when:
+            raise Finding("mbarrier-init", f"uses {barrier.name}, whose initialisation nothing orders before that")
+        return barrier
+
+    def make_mbarrier(self, address: int, arrivals: int, made: tuple[int, int]) -> None:
+        """Raises a Finding for an address that is not in a buffer, or has one in use, or a count out of range."""
+        buffer = self.shared.buffer(address, address + 8)
+        if address % 8 or not 0 < arrivals < 1 << 20:
+            raise Finding("mbarrier-init", f"{self.shared.named(address)} for {arrivals} arrivals")
+        if address in self.mbarriers:
+            raise Finding("mbarrier-init", f"{self.mbarriers[address].name} is initialised again")
+        if len(self.mbarriers) == MAX_MBARRIERS:
+            raise Finding("mbarrier-init", f"more than {MAX_MBARRIERS} mbarriers in a block")
+        name = f"mbarrier {buffer.name}[{(address - buffer.start) // 8}]"
+        component = self.components.mbarrier(len(self.mbarriers))
+        empty = [np.zeros((2, self.time), np.int32) for _ in range(2)]
+        self.mbarriers[address] = Mbarrier(name, arrivals, component, made, *empty)
+
+    def named_barrier(self, number: int) -> NamedBarrier:
+        """Raises a Finding for a number that there is not."""
+        if not 0 <= number < 16:
+            raise Finding("named-barrier", f"barrier {number}; there are 0 to 15")
+        return self.named.setdefault(number, NamedBarrier(number))
+
+    def check_end(self) -> None:
+        """Raises a Finding where the block ends with something unfinished."""
+        for barrier in self.mbarriers.values():
+            if barrier.bytes:
+                raise Finding("unfinished", f"the block ends while {barrier.name} expects {barrier.bytes} bytes")
+        for barrier in self.named.values():
+            if barrier.arrived:
+                raise Finding("unfinished", f"the block ends with {barrier}")

@@ -1,0 +1,120 @@
+"""Who knows of what: vector clocks, and for each word of memory who wrote it last and who has read it since.
+
+Flanagan and Freund, "FastTrack" (2009). A component of a clock belongs to somebody who does things to memory: the
+host, a warp, a warpgroup's products, its bulk stores, or the copies that complete on one mbarrier. An access is right
+where the clock of who does it has reached that of the accesses it must come after, in whatever order they happened to
+run here. So a missing wait is found in every schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+HOST = 0  # the component of what was there before the launch
+WORD = 4  # bytes whose accesses are told apart
+NOBODY = -1
+ASYNC = 0  # layer of bulk copies and of the host; generic writes have one for each role
+
+Words = np.ndarray | slice
+
+
+@dataclass(frozen=True)
+class Party:
+    """A warp's share of an access: which of its addresses, what the warp knows, who it is and its own time."""
+
+    lanes: np.ndarray | slice
+    clocks: np.ndarray
+    component: int
+    now: int
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An access that another is not ordered before: `by` is its component, `word` the first word concerned."""
+
+    word: int
+    by: int
+
+
+class Shadow:
+    """For each word of a memory: last writers, by layers, and readers (components from `first_reader` on).
+
+    Several roles may write the same value without an order between them; such a write is kept beside the others, in
+    its role's layer, and who reads must know of one of them. `written`: the host wrote all of it.
+    """
+
+    def __init__(self, words: int, layers: int, readers: int = 0, first_reader: int = 0, written: bool = False):
+        self.writer = np.full((layers, words), NOBODY, np.int32)
+        self.clock = np.zeros((layers, words), np.int32)
+        self.reads = np.zeros((readers, words), np.int32)
+        self.first_reader = first_reader
+        if written:
+            self.writer[ASYNC] = HOST
+
+    def unwritten(self, words: Words) -> int | None:
+        """The first word of an access that nobody has written."""
+        return _first((self.writer[:, words] == NOBODY).all(axis=0), words)
+
+    def unseen(self, words: Words, clocks: np.ndarray, generic: np.ndarray | None = None) -> Conflict | None:
+        """The first word whose last writers are all unknown to `clocks`.
+
+        `generic`: clocks that count for what roles wrote, where they are others than for bulk copies.
+        """
+        seen = self._knows(ASYNC, words, clocks)
+        if seen.all():
+            return None
+        for layer in range(1, len(self.writer)):
+            seen = seen | self._knows(layer, words, clocks if generic is None else generic)
+        return self._conflict(~seen & (self.writer[:, words] != NOBODY).any(axis=0), words)
+
+    def _knows(self, layer: int, words: Words, clocks: np.ndarray) -> np.ndarray:
+        writer = self.writer[layer, words]
+        return (clocks[writer] >= self.clock[layer, words]) & (writer != NOBODY)
+
+    def unordered(self, words: Words, clocks: np.ndarray) -> Conflict | None:
+        """The first word with a writer or a reader that `clocks` does not know of."""
+        for layer in range(len(self.writer)):
+            writer = self.writer[layer, words]
+            late = (clocks[writer] < self.clock[layer, words]) & (writer != NOBODY)
+            if late.any():
+                return self._conflict(late, words)
+        if not len(self.reads):
+            return None
+        known = clocks[self.first_reader : self.first_reader + len(self.reads)]
+        late = self.reads[:, words] > known[:, None]
+        if not late.any():
+            return None
+        row, place = (int(x) for x in np.argwhere(late)[0])
+        return Conflict(_word(words, place), self.first_reader + row)
+
+    def _conflict(self, bad: np.ndarray, words: Words) -> Conflict | None:
+        word = _first(bad, words)
+        return None if word is None else Conflict(word, int(self.writer[:, word].max()))
+
+    def wrote(self, words: Words, layer: int, by: int, clock: int) -> None:
+        """Words have a new value."""
+        self.writer[:, words] = NOBODY
+        self.wrote_same(words, layer, by, clock)
+
+    def wrote_same(self, words: Words, layer: int, by: int, clock: int) -> None:
+        """Words were written with the value that they had."""
+        self.writer[layer, words], self.clock[layer, words] = by, clock
+
+    def read(self, words: Words, by: int, clock: int) -> None:
+        """Words were read."""
+        self.reads[by - self.first_reader, words] = clock
+
+
+def words_of(offsets: np.ndarray, size: int) -> np.ndarray:
+    """The words of accesses of `size` bytes, aligned to that or to a word, one after the other."""
+    return (offsets[:, None] // WORD + np.arange(max(1, size // WORD))).ravel()
+
+
+def _word(words: Words, place: int) -> int:
+    return words.start + place if isinstance(words, slice) else int(words[place])
+
+
+def _first(bad: np.ndarray, words: Words) -> int | None:
+    return _word(words, int(np.flatnonzero(bad)[0])) if bad.any() else None

@@ -1,0 +1,172 @@
+"""One launch: which blocks are resident, and who of their roles and copies goes on next."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fly.simulator.block import WARP, WARPGROUP, Block, Components, Copy
+from fly.simulator.memory import GlobalMemory, Region
+from fly.simulator.program import Program
+from fly.simulator.report import Finding, error
+from fly.simulator.role import Role
+
+RESIDENT = 4  # blocks that run at a time
+
+
+class Policy:
+    """Who goes on next, by a seed: in order, copies at once (0), copies as late as can be (1), or by chance.
+
+    Those by chance differ in how often roles are interrupted, how long copies take, and when products read.
+    """
+
+    def __init__(self, seed: int):
+        self.seed, self.random = seed, random.Random(seed)
+        self.interrupts = 0.0 if seed < 2 else self.random.choice((0.0, 0.1, 0.5))
+        self.copies = {0: 1.0, 1: 0.0}.get(seed, self.random.choice((0.02, 0.2, 0.5)))
+        self.late_products = seed == 1 or (seed > 1 and self.random.random() < 0.5)
+
+    def interrupt(self) -> bool:
+        """Whether a role that could go on lets others go first."""
+        return self.interrupts > 0 and self.random.random() < self.interrupts
+
+    def copy_first(self) -> bool:
+        """Whether a copy lands before any role goes on."""
+        return self.copies == 1.0 or (self.copies > 0 and self.random.random() < self.copies)
+
+    def choose(self, among: Sequence[Any]) -> Any:
+        """One of those that may go on."""
+        return among[0] if self.seed < 2 else self.random.choice(among)
+
+
+@dataclass
+class Launch:
+    """A grid of blocks of a program, over flat arguments: addresses, numbers, and `TensorMap`s.
+
+    `seed` chooses the schedule; results of a right kernel do not depend on it.
+    """
+
+    program: Program
+    grid: tuple[int, int, int]
+    regions: Sequence[Region]
+    arguments: Sequence[Any]
+    seed: int = 0
+    blocks_done: int = field(default=0, init=False)
+
+    def run(self) -> None:
+        """Until all blocks have ended.
+
+        Raises:
+            SimulatorReportError: the checks found something.
+            SimulatorError: an operation that the simulator does not know.
+        """
+        self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
+        self.atomics: dict[int, np.ndarray] = {}  # what those know who counted at an address
+        self.values = self._values()
+        waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
+        free = list(range(RESIDENT))
+        live: list[Block] = []
+        with np.errstate(all="ignore"):
+            while True:
+                for index in itertools.islice(waiting, len(free)):
+                    live.append(self._start(index, free.pop(0)))
+                if not live:
+                    return
+                self._step(live)
+                for block in [b for b in live if all(role.ended for role in b.roles) and not b.copies]:
+                    self._end(block)
+                    live.remove(block)
+                    free.append((block.components.first - 1) // self._per_block)
+
+    @property
+    def _per_block(self) -> int:
+        return Components.count(*self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        x, y, z = self.program.block
+        threads = x * y * z
+        return -(-threads // WARP), -(-threads // WARPGROUP)
+
+    def _values(self) -> list[Any]:
+        """Arguments as the kernel's values."""
+        values = []
+        for value, type_ in zip(self.arguments, self.program.argument_types, strict=True):
+            if type_.dtype is not None:
+                values.append(type_.dtype.type(value))
+            else:
+                values.append(np.int64(value) if isinstance(value, int) else value)
+        return values
+
+    def _start(self, index: tuple[int, int, int], place: int) -> Block:
+        time = 1 + RESIDENT * self._per_block
+        components = Components(1 + place * self._per_block, *self._sizes)
+        block = Block(self.program, index, self.grid, self.memory, self.policy, components, time)
+        block.atomics = self.atomics
+        for role in block.roles:
+            role.start(self.program.translated.run(role, *self.values))
+        return block
+
+    def _step(self, live: list[Block]) -> None:
+        """Let one role go on, or one copy land."""
+        copies = [copy for block in live for copy in block.copies]
+        if copies and self.policy.copy_first():
+            self._land(self.policy.choose(copies))
+            return
+        ready = [role for block in live for role in block.roles if role.ready()]
+        if ready:
+            self._advance(self.policy.choose(ready))
+        elif copies:
+            self._land(self.policy.choose(copies))
+        else:
+            raise self._deadlock(live)
+
+    def _advance(self, role: Role) -> None:
+        try:
+            role.advance()
+        except Finding as finding:
+            location = self.program.translated.raised_at(finding)
+            raise self._error(finding, role, location) from None
+
+    def _land(self, copy: Copy) -> None:
+        copy.block.copies.remove(copy)
+        try:
+            copy.land()
+        except Finding as finding:
+            raise self._error(finding, copy.role, copy.location) from None
+
+    def _end(self, block: Block) -> None:
+        try:
+            block.check_end()
+            for role in block.roles:
+                role.check_end()
+        except Finding as finding:
+            raise self._error(finding, block.roles[0], "") from None
+        self.blocks_done += 1
+
+    def _error(self, finding: Finding, role: Role, location: str) -> Exception:
+        warp = role.first_warp + (finding.warp or 0)
+        return error(finding.kind, self.program.name, location, role.block.index, warp, finding.message)
+
+    def _deadlock(self, live: list[Block]) -> Exception:
+        """Nobody can go on: who waits for what."""
+        waits = []
+        for block in live:
+            for role in block.roles:
+                if not role.ended:
+                    place = self.program.translated.location(role.line)
+                    waits.append((role, place, f"block {block.index} warpgroup {role.number} at {place}: {role.waits_for()}"))
+        role, place, _ = waits[0]
+        return error(
+            "deadlock",
+            self.program.name,
+            place,
+            role.block.index,
+            role.first_warp,
+            "nobody can go on; " + "; ".join(text for *_, text in waits),
+        )

@@ -1,0 +1,150 @@
+"""Global memory: the host's own, seen through the regions that a launch may touch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fly.simulator.clocks import WORD, Conflict, Party, Shadow, words_of
+from fly.simulator.report import Finding
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that a kernel may touch: `nbytes` bytes from `address`; `name` is for reports."""
+
+    address: int
+    nbytes: int
+    name: str
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
+class GlobalMemory:
+    """Regions as arrays of bytes, those that overlap as one, and who wrote each word of them."""
+
+    def __init__(self, regions: Sequence[Region]):
+        self.regions = [region for region in regions if region.nbytes]
+        self.spans = [Span(*ends) for ends in _merged(self.regions)]
+        self.starts = np.array([span.start for span in self.spans], np.int64)
+
+    def span(self, low: int, high: int) -> Span:
+        """The memory that holds bytes `low` to `high`.
+
+        Raises:
+            Finding: they are not all in the regions of the launch.
+        """
+        place = int(np.searchsorted(self.starts, low, "right")) - 1
+        if place < 0 or high > self.spans[place].end:
+            raise Finding("out-of-bounds", self._described(low, high))
+        return self.spans[place]
+
+    def _described(self, low: int, high: int) -> str:
+        """Where an address is, by the region that it is nearest to."""
+        text = f"{high - low} bytes of global memory at {low:#x}"
+        if not self.regions:
+            return f"{text}, and the launch has no memory"
+        near = min(self.regions, key=lambda r: max(r.address - low, high - r.end))
+        return f"{text}, byte {low - near.address} of {near.name}, which has {near.nbytes}"
+
+    def read(self, addresses: np.ndarray, size: int, align: int, parties: Sequence[Party]) -> np.ndarray:
+        """(lanes, size) bytes at addresses, of which each of `parties` reads its own."""
+        check_alignment(addresses, align)
+        data = np.empty((len(addresses), size), np.uint8)
+        for span, lanes in self._apart(addresses, size):
+            offsets = addresses[lanes] - span.start
+            data[lanes] = gather(span.bytes, offsets, size)
+        for party in parties:
+            for span, lanes in self._apart(addresses[party.lanes], size):
+                if span.written:
+                    words = words_of(addresses[party.lanes][lanes] - span.start, size)
+                    self._check(span.shadow.unseen(words, party.clocks), span, "reads")
+        return data
+
+    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Sequence[Party]) -> None:
+        """Store (lanes, size) bytes, of which each of `parties` stores its own."""
+        check_alignment(addresses, align)
+        for party in parties:
+            own, values = addresses[party.lanes], data[party.lanes]
+            for span, lanes in self._apart(own, data.shape[1]):
+                offsets = own[lanes] - span.start
+                words = words_of(offsets, data.shape[1])
+                if (gather(span.bytes, offsets, data.shape[1]) != values[lanes]).any():
+                    self._check(span.shadow.unordered(words, party.clocks), span, "writes")
+                span.written = True
+                span.shadow.wrote(words, 1, party.component, party.now)
+                scatter(span.bytes, offsets, values[lanes])
+
+    def _apart(self, addresses: np.ndarray, size: int) -> list[tuple[Span, np.ndarray | slice]]:
+        """The memory of each access: (memory, which accesses)."""
+        if not len(addresses):
+            return []
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        places = np.searchsorted(self.starts, addresses, "right") - 1
+        if (places == places[0]).all():
+            return [(self.span(low, high), slice(None))]
+        found = []
+        for place in np.unique(places):
+            lanes = np.flatnonzero(places == place)
+            found.append((self.span(int(addresses[lanes].min()), int(addresses[lanes].max()) + size), lanes))
+        return found
+
+    def _check(self, conflict: Conflict | None, span: Span, does: str) -> None:
+        if conflict is None:
+            return
+        address = span.start + conflict.word * WORD
+        inside = next((r for r in self.regions if r.address <= address < r.end), None)
+        place = f"byte {address - inside.address} of {inside.name}" if inside else f"{address:#x}"
+        raise Finding("global-race", f"{does} {place}, which another warp wrote with nothing that orders the two")
+
+
+class Span:
+    """One stretch of memory. Its words are only looked at once the kernel has written some."""
+
+    def __init__(self, start: int, end: int):
+        self.start, self.end = start, end
+        self.bytes = np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
+        self.written = False
+        self._shadow: Shadow | None = None
+
+    @property
+    def shadow(self) -> Shadow:
+        if self._shadow is None:
+            self._shadow = Shadow((self.end - self.start) // WORD + 2, 2, written=True)
+        return self._shadow
+
+
+def _merged(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Starts and ends of the memory that regions cover; those that only touch stay apart."""
+    ends: list[tuple[int, int]] = []
+    for region in sorted(regions, key=lambda r: r.address):
+        if ends and region.address < ends[-1][1]:
+            ends[-1] = ends[-1][0], max(ends[-1][1], region.end)
+        else:
+            ends.append((region.address, region.end))
+    return ends
+
+
+def check_alignment(addresses: np.ndarray, align: int) -> None:
+    """Raises a Finding for an address that is no multiple of `align`."""
+    wrong = addresses % align != 0
+    if wrong.any():
+        raise Finding("misaligned", f"address {int(addresses[wrong][0]):#x}; expected a multiple of {align}")
+
+
+def gather(memory: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
+    """(len(offsets), size) bytes of memory."""
+    if size in (1, 2, 4, 8) and not (offsets % size).any():
+        words = memory[: len(memory) // size * size].view(f"u{size}")
+        return words[offsets // size][:, None].view(np.uint8)
+    return memory[offsets[:, None] + np.arange(size)]
+
+
+def scatter(memory: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> None:
+    """Store (len(offsets), size) bytes."""
+    memory[offsets[:, None] + np.arange(data.shape[1])] = data

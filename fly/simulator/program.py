@@ -1,0 +1,180 @@
+"""A traced module as data: operations with numbered values, element types and source lines; read once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from mlir import ir
+
+from fly.backends.target import Target
+from fly.errors import SimulatorError
+from fly.ir.context import LOCK, context
+from fly.passes.walk import kernel_function
+
+if TYPE_CHECKING:
+    from fly.simulator.translate import Translated
+
+DTYPES = {
+    "i1": np.dtype(np.bool_),
+    "i8": np.dtype(np.int8),
+    "i16": np.dtype(np.int16),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True)
+class Type:
+    """An element type (None of pointers and tokens), a vector's length, and whether it points to shared memory."""
+
+    dtype: np.dtype | None
+    length: int | None = None
+    shared: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * (self.length or 1)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: its values as numbers, and its place in `Program.locations`."""
+
+    name: str
+    place: int
+    operands: tuple[int, ...]
+    operand_types: tuple[Type, ...]
+    results: tuple[int, ...]
+    types: tuple[Type, ...]
+    attributes: dict[str, Any]
+    regions: tuple[tuple[tuple[int, ...], tuple[Node, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel: its operations, and as many arguments of its function as there are flat ones.
+
+    `locations`: the author's file and line of each operation, "" where there is none.
+    """
+
+    name: str
+    target: Target
+    block: tuple[int, int, int]
+    arguments: tuple[int, ...]
+    argument_types: tuple[Type, ...]
+    nodes: tuple[Node, ...]
+    locations: tuple[str, ...]
+
+    @staticmethod
+    def of(module: ir.Module, target: Target) -> Program:
+        """Read a traced module.
+
+        Raises:
+            SimulatorError: a type that the simulator does not know.
+        """
+        with LOCK, context():
+            return _Reader().program(module, target)
+
+    @staticmethod
+    def parse(bytecode: bytes, target: Target) -> Program:
+        """The same of a module's bytecode."""
+        with LOCK, context():
+            return Program.of(ir.Module.parse(bytecode), target)
+
+    @functools.cached_property
+    def translated(self) -> Translated:
+        """The kernel as a Python function."""
+        from fly.simulator.translate import translate
+
+        return translate(self)
+
+
+class _Reader:
+    """Numbers the values of one module."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[ir.Value, int] = {}
+        self.types: list[Type] = []
+        self.locations: list[str] = []
+        self.known: dict[Any, str] = {}
+
+    def program(self, module: ir.Module, target: Target) -> Program:
+        function = kernel_function(module)
+        body = function.regions[0].blocks[0]
+        arguments = self.of_all(body.arguments)
+        nodes = self.nodes(body)
+        return Program(
+            name=ir.StringAttr(function.attributes["sym_name"]).value,
+            target=target,
+            block=tuple(ir.DenseI32ArrayAttr(function.attributes["fly.block"])),
+            arguments=arguments,
+            argument_types=self.types_of(arguments),
+            nodes=nodes,
+            locations=tuple(self.locations),
+        )
+
+    def number(self, value: ir.Value) -> int:
+        number = self.numbers.setdefault(value, len(self.numbers))
+        if number == len(self.types):
+            self.types.append(_type(value.type))
+        return number
+
+    def of_all(self, values: Any) -> tuple[int, ...]:
+        return tuple(self.number(value) for value in values)
+
+    def types_of(self, numbers: tuple[int, ...]) -> tuple[Type, ...]:
+        return tuple(self.types[number] for number in numbers)
+
+    def nodes(self, block: ir.Block) -> tuple[Node, ...]:
+        return tuple(self.node(op.operation) for op in block.operations)
+
+    def node(self, op: ir.Operation) -> Node:
+        place = len(self.locations)
+        self.locations.append(self.location(op.location))
+        regions = tuple((self.of_all(b.arguments), self.nodes(b)) for r in op.regions for b in list(r.blocks)[:1])
+        operands, results = self.of_all(op.operands), self.of_all(op.results)
+        attributes = {name: _attribute(op.attributes[name]) for name in op.attributes}
+        types = self.types_of(operands), self.types_of(results)
+        return Node(op.name, place, operands, types[0], results, types[1], attributes, regions)
+
+    def location(self, location: ir.Location) -> str:
+        if location not in self.known:
+            file = location.is_a_file()
+            self.known[location] = f"{location.filename}:{location.start_line}" if file else ""
+        return self.known[location]
+
+
+@functools.cache
+def _named_type(text: str) -> Type:
+    if text in DTYPES:
+        return Type(DTYPES[text])
+    if text.startswith("!llvm.ptr"):
+        return Type(None, None, text == "!llvm.ptr<3>")
+    if text == "!fly.token":
+        return Type(None)
+    raise SimulatorError(f"the simulator does not know values of type {text}")
+
+
+def _type(type_: ir.Type) -> Type:
+    if isinstance(type_, ir.VectorType):
+        return Type(_named_type(str(type_.element_type)).dtype, type_.shape[0])
+    return _named_type(str(type_))
+
+
+def _attribute(attribute: ir.Attribute) -> Any:
+    if isinstance(attribute, ir.DenseI64ArrayAttr):
+        return list(attribute)
+    if isinstance(attribute, ir.DenseElementsAttr):
+        if attribute.is_splat:
+            return attribute.get_splat_value().value
+        integers = isinstance(attribute.type.element_type, ir.IntegerType)
+        return list((ir.DenseIntElementsAttr if integers else ir.DenseFPElementsAttr)(attribute))
+    return getattr(attribute, "value", None)
