@@ -80,6 +80,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError("expected a whole number from 0 on")
+    return int(text)
+
+
 def _megabytes(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("expected a positive whole number of megabytes")
@@ -90,7 +96,7 @@ def _directory(text: str) -> Path:
     return Path(text).expanduser()
 
 
-ARCH = Variable("FLY_ARCH", "gfx950", str, "AMD architecture that is emulated for CPU tensors")
+ARCH = Variable("FLY_ARCH", "gfx950", str, "architecture that CPU tensors run on: gfx942, gfx950 (emulated), or one of NVIDIA's (simulated)")
 DUMP = Variable("FLY_DUMP", "", str, "dump the IR after a pass: a pass name, or 'all'")
 DUMP_DIR = Variable("FLY_DUMP_DIR", "fly_dump", _directory, "directory that dumps are written to")
 EMULATOR_CHECKS = Variable(
@@ -98,6 +104,9 @@ EMULATOR_CHECKS = Variable(
 )
 EMULATOR_TRACE = Variable(
     "FLY_EMULATOR_TRACE", "", str, "a wave, such as 0,1,0:3: what it executes is printed to stderr (workgroup:wave)"
+)
+SIMULATOR_SEED = Variable(
+    "FLY_SIMULATOR_SEED", "0", _natural, "which schedule the simulator of NVIDIA GPUs runs kernels in: 0, 1, ..."
 )
 PRINT_SIZE = Variable(
     "FLY_PRINT_SIZE_MB", "4", _megabytes, "size of the log that fly.print and fly.check write to, megabytes"

@@ -29,7 +29,9 @@ class TileCounters:
         self.device = device
         self._sets, self._size = _SETS[arrivals], FIRST_ARRIVAL + arrivals
         self._memory = torch.zeros(self._sets * self._size, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)
+        self._on_gpu = device.type == "cuda"  # else a simulated one
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
         self._streams: dict[int | tuple[int, int], int] = {}
         self._used = 0
         self._lock = threading.Lock()
@@ -45,7 +47,7 @@ class TileCounters:
         Raises:
             DeviceError: 65536 launches have been captured into graphs, or 16384 that put parts together.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return self._new()
         # a handle below 3 may be the default stream of each thread
         key = stream if stream >= 3 else (stream, threading.get_ident())

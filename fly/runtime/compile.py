@@ -17,13 +17,14 @@ from fly.backends.artefact import Artefact
 from fly.backends.target import target as find_target
 from fly.errors import ArgumentError
 from fly.lang.messages import LOG_FIELD, METADATA_KEY
-from fly.lang.signature import ScalarSpec, Spec, TensorMapSpec, TensorSpec
+from fly.lang.signature import Field, ScalarSpec, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import describe_all
 from fly.runtime.cache import cache_key, get_or_build
-from fly.runtime.device import Dim3, device_for
+from fly.runtime.device import Dim3, device_for, is_traced
 from fly.runtime.exported import export_metadata
 from fly.runtime.packing import check_block, dim3
 
+STAGE, TRACED = "stage", "traced"  # in an artefact's metadata: what its binary is, if no machine code
 # what else decides the generated code; the first of each group that is installed counts
 _TOOLCHAIN = (("xtc-mlir-python-bindings", "mlir-python-bindings"), ("llvmlite",), ("ziglang",))
 _COMPILER = ("passes", "backends")
@@ -58,7 +59,7 @@ def compile_kernel(
 ) -> Artefact:
     """The artefact of one configuration.
 
-    The kernel is always traced: the disk cache is keyed by what was traced, so it cannot be stale. A hit runs no
+    `target`: a device's `build`. The kernel is always traced: the disk cache is keyed by what was traced, so it cannot be stale. A hit runs no
     pass. With `observe` (see `fly.backends.compile`) or a dump flag the cache is left alone.
 
     Raises:
@@ -67,13 +68,16 @@ def compile_kernel(
     """
     from fly.lang.debug import messages_of
 
-    description = find_target(target)
+    arch, only_traced = is_traced(target)
+    description = find_target(arch)
     module = kernel.trace(specs, statics, description, block)
     fields = kernel.signature.flatten(specs)
     extra = export_metadata(kernel.signature, specs)
     messages = messages_of(module)
     if messages is not None:
         fields, extra = (*fields, LOG_FIELD), {**extra, METADATA_KEY: messages}
+    if only_traced:
+        return _as_traced(module, kernel.name, arch, fields, block, {**extra, STAGE: TRACED})
 
     def build() -> Artefact:
         from fly.backends.compile import compile_module
@@ -101,6 +105,20 @@ def compile_kernel(
         }
     )
     return get_or_build(key, build, fits)
+
+
+def _as_traced(
+    module: Any, name: str, arch: str, fields: tuple[Field, ...], block: Dim3, metadata: dict[str, str]
+) -> Artefact:
+    """An artefact of a traced module itself: what the simulator runs, and what takes no compiler."""
+    from fly.ir.context import LOCK, context
+    from fly.passes.written import written_arguments
+
+    bytecode = io.BytesIO()
+    with LOCK, context():
+        written = tuple(fields[i].name for i in written_arguments(module) if fields[i].kind == "ptr")
+        module.operation.write_bytecode(bytecode)
+    return Artefact(name, arch, bytecode.getvalue(), "", fields, block, metadata=metadata, written=written)
 
 
 def compile(

@@ -90,7 +90,7 @@ class CudaDevice:
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self.context_address = int(self._context)
         capability = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
-        self.target = arch_for_capability(*capability)
+        self.target = self.build = arch_for_capability(*capability)
         self.compute_units = self._attribute("MULTIPROCESSOR_COUNT")
         self.limits = Limits(
             device=f"cuda:{ordinal} ({self.target})",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fly import config
 from fly.backends.artefact import Artefact
+from fly.backends.target import targets
 from fly.errors import DeviceError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 DeviceKey = tuple[str, int]
 """("cuda", ordinal) for a GPU of either vendor, as torch names them; ("cpu", 0) for host memory."""
 
+_TRACED = ":traced"
 CPU: DeviceKey = ("cpu", 0)
 Dim3 = tuple[int, int, int]
 _EMULATOR = ("tinygrad", "tqdm")  # what it imports that is not always installed
@@ -65,6 +67,9 @@ class Device(Protocol):
     needs_allocations: bool
     """Whether launches must be told which memory each tensor spans."""
 
+    build: str
+    """What kernels are built for: `target`, or `traced(target)` where a device runs what they are traced to."""
+
     def load(self, artefact: Artefact) -> LoadedKernel:
         """Load a kernel compiled for this device's target; it stays loaded for the life of the process.
 
@@ -91,12 +96,23 @@ class Device(Protocol):
         ...
 
 
+def traced(arch: str) -> str:
+    """What kernels are built for to be run as they are traced for an architecture."""
+    return arch + _TRACED
+
+
+def is_traced(build: str) -> tuple[str, bool]:
+    """(architecture, whether kernels are only traced) of a device's `build`."""
+    return build.removesuffix(_TRACED), build.endswith(_TRACED)
+
+
 _devices: dict[tuple[object, ...], Device] = {}
 _lock = threading.Lock()
 
 
 def device_for(key: DeviceKey) -> Device:
-    """The device that tensors with this device key live on; host memory belongs to the emulated `FLY_ARCH`.
+    """The device that tensors with this device key live on; host memory belongs to the `FLY_ARCH` that is emulated
+    (AMD) or simulated (NVIDIA).
 
     Raises:
         DeviceError: the device, its driver, or the emulator is missing.
@@ -114,6 +130,8 @@ def device_for(key: DeviceKey) -> Device:
 
 def _open(kind: str, ordinal: int) -> Device:
     if kind == "cpu":
+        if any(t.arch == config.ARCH.get() and t.backend == "nvvm" for t in targets()):
+            return importlib.import_module("fly.runtime.simulated").SimulatedDevice(config.ARCH.get())
         for module in _EMULATOR:
             if importlib.util.find_spec(module) is None:
                 raise MissingPackageError("emulating a GPU for CPU tensors", module, "; or pass tensors on a GPU")

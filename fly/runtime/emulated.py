@@ -38,7 +38,7 @@ class EmulatedDevice:
     def __init__(self, arch: str):
         if arch not in EMULATED:
             raise DeviceError(f"FLY_ARCH={arch!r} is not emulated; CPU tensors run on one of {', '.join(EMULATED)}")
-        self.target = arch
+        self.target = self.build = arch
         self.limits = amd_limits("the emulated GPU", arch)
         self.compute_units = target(arch).compute_units
         self.last: RunResult | None = None
@@ -130,8 +130,8 @@ class EmulatedKernel:
 class Progress:
     """A tqdm bar over workgroups that appears when a run turns out to be long."""
 
-    def __init__(self, total: int, title: str):
-        self.total, self.title, self.done = total, title, 0
+    def __init__(self, total: int, title: str, doing: str = "emulating"):
+        self.total, self.title, self.done, self.doing = total, title, 0, doing
         self.begin = time.monotonic()
         self.bar: object | None = None
 
@@ -148,6 +148,6 @@ class Progress:
         if self.bar is None and time.monotonic() - self.begin > _QUIET_SECONDS and self.done < self.total:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=self.total, initial=self.done, desc=f"emulating {self.title}", unit="workgroup")
+            self.bar = tqdm(total=self.total, initial=self.done, desc=f"{self.doing} {self.title}", unit="workgroup")
         elif self.bar is not None:
             self.bar.update(workgroups)  # type: ignore[attr-defined]

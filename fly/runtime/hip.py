@@ -122,6 +122,7 @@ class HipDevice:
         if not 0 <= ordinal < count.value:
             raise DeviceError(f"cuda:{ordinal}: there are {count.value} HIP devices")
         self.target, self.compute_units = self._properties(topology)
+        self.build = self.target
         self.limits = amd_limits(f"cuda:{ordinal}", self.target)
 
     def _properties(self, topology: Path) -> tuple[str, int]:

@@ -33,7 +33,7 @@ class KernelLike(Protocol):
 
 
 Compile = Callable[[Any, tuple[Spec, ...], dict[str, Any], str, Dim3], Artefact]
-"""(kernel, specs, all static values, target, block) -> artefact; called under the kernel's lock."""
+"""(kernel, specs, all static values, a device's `build`, block) -> artefact; called under the kernel's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Launcher:
             if entry is None:
                 artefact = self._artefacts.get(specialised)
                 if artefact is None:
-                    artefact = compile(self._kernel, specs, statics, device.target, block)
+                    artefact = compile(self._kernel, specs, statics, device.build, block)
                     _check_artefact(artefact, device.target, block)
                     self._artefacts[specialised] = artefact
                 fixed = _fixed_values(artefact, signature, specs)

@@ -70,12 +70,19 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
         raise ArgumentError(
             f"tensor map box has {line} bytes in its last dimension; accepted: the swizzle, {swizzle}"
         )
-    if argument.device == CPU:
-        raise DeviceError("tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them")
     device = device_for(argument.device)
+    simulated = device.build != device.target
+    if argument.device == CPU and not simulated:
+        raise DeviceError(
+            "tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them, and a simulated "
+            "one (FLY_ARCH=sm_90a)"
+        )
     if not target(device.target).hopper:
         raise DeviceError(f"tensor map of a tensor on {device.target}, which cannot copy through them; sm_90a can")
-    data = encode(device, spec, address, shape, strides)
+    if simulated:
+        data = device.encode_tensor_map(spec, size, address, shape, strides)
+    else:
+        data = encode(device, spec, address, shape, strides)
     return EncodedMap(spec, data, argument.device, argument.allocation.address, argument.allocation.nbytes)
 
 

@@ -87,39 +87,37 @@ class NamedBarrier:
 
     number: int
     threads: int = 0
-    arrived: set[int] = field(default_factory=set)  # warps of the block
+    arrived: int = 0  # threads; a warp may come several times
     generation: int = 0
     any: bool = False
     held: bool = False  # what the last generation's threads said, in any of them
     clocks: np.ndarray | None = None
     done: np.ndarray | None = None
 
-    def arrive(self, warps: list[int], threads: int, clocks: np.ndarray, condition: bool = False) -> None:
-        """Count warps; `clocks` is what they know together.
+    def arrive(self, count: int, threads: int, clocks: np.ndarray, condition: bool = False) -> None:
+        """Count threads; `clocks` is what they know together.
 
         Raises:
-            Finding: warps that do not agree about the number of threads, that come twice, or are too many.
+            Finding: threads that do not agree about how many there are to be, or are too many.
         """
         if self.arrived and threads != self.threads:
             raise Finding("named-barrier", f"barrier {self.number} of {threads} threads, others said {self.threads}")
-        twice = self.arrived.intersection(warps)
-        if twice:
-            raise Finding("named-barrier", f"warp {min(twice)} comes to barrier {self.number} twice before others come")
         self.threads = threads
-        self.arrived.update(warps)
-        if 32 * len(self.arrived) > threads:
-            came = 32 * len(self.arrived)
-            raise Finding("named-barrier", f"{came} threads come to barrier {self.number}, which is of {threads}")
+        self.arrived += count
+        if self.arrived > threads:
+            raise Finding(
+                "named-barrier", f"{self.arrived} threads come to barrier {self.number}, which is of {threads}"
+            )
         self.any = self.any or condition
         self.clocks = clocks if self.clocks is None else np.maximum(self.clocks, clocks)
-        if 32 * len(self.arrived) == threads:
+        if self.arrived == threads:
             self.done, self.held = self.clocks, self.any
             self.clocks, self.any = None, False
-            self.arrived = set()
+            self.arrived = 0
             self.generation += 1
 
     def __str__(self) -> str:
-        return f"barrier {self.number}, where {32 * len(self.arrived)} of {self.threads} threads are"
+        return f"barrier {self.number}, where {self.arrived} of {self.threads} threads are"
 
 
 @dataclass

@@ -137,6 +137,3 @@ class Block:
         for barrier in self.mbarriers.values():
             if barrier.bytes:
                 raise Finding("unfinished", f"the block ends while {barrier.name} expects {barrier.bytes} bytes")
-        for barrier in self.named.values():
-            if barrier.arrived:
-                raise Finding("unfinished", f"the block ends with {barrier}")

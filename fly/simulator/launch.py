@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Policy:
 class Launch:
     """A grid of blocks of a program, over flat arguments: addresses, numbers, and `TensorMap`s.
 
-    `seed` chooses the schedule; results of a right kernel do not depend on it.
+    `seed` chooses the schedule; results of a right kernel do not depend on it. `progress` is told of finished blocks.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class Launch:
     regions: Sequence[Region]
     arguments: Sequence[Any]
     seed: int = 0
-    blocks_done: int = field(default=0, init=False)
+    progress: Callable[[int], None] = lambda blocks: None
 
     def run(self) -> None:
         """Until all blocks have ended.
@@ -147,7 +147,7 @@ class Launch:
                 role.check_end()
         except Finding as finding:
             raise self._error(finding, block.roles[0], "") from None
-        self.blocks_done += 1
+        self.progress(1)
 
     def _error(self, finding: Finding, role: Role, location: str) -> Exception:
         warp = role.first_warp + (finding.warp or 0)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 from mlir import ir
 
+from fly.backends.nvvm import dialect
 from fly.backends.target import Target
 from fly.errors import SimulatorError
 from fly.ir.context import LOCK, context
@@ -86,6 +87,7 @@ class Program:
     @staticmethod
     def parse(bytecode: bytes, target: Target) -> Program:
         """The same of a module's bytecode."""
+        dialect.load()
         with LOCK, context():
             return Program.of(ir.Module.parse(bytecode), target)
 

@@ -388,9 +388,8 @@ class Role:
     def _arrive(self, m: Mask, number: Any, threads: Any, condition: bool = False) -> tuple[Any, list[int]]:
         warps = self.whole_warps(m, "a named barrier")
         barrier = self.block.named_barrier(self.uniform(m, number, "a barrier's number"))
-        numbers = [self.first_warp + warp for warp in warps]
         count = self.uniform(m, threads, "a barrier's threads")
-        barrier.arrive(numbers, count, self.released(warps), condition)
+        barrier.arrive(_WARP * len(warps), count, self.released(warps), condition)
         return barrier, warps
 
     def _sync(self, node: Node, m: Mask, number: Any, threads: Any, condition: bool = False) -> Waiting:

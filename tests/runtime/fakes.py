@@ -61,6 +61,10 @@ class Device:
     loaded: list[Artefact] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
 
+    @property
+    def build(self) -> str:
+        return self.target
+
     def load(self, artefact: Artefact) -> LoadedKernel:
         self.loaded.append(artefact)
         return LoadedKernel(self)

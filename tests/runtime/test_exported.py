@@ -106,7 +106,7 @@ import numpy as np
 from fly.runtime import launch, load
 
 class Device:
-    target, needs_allocations = "gfx950", False
+    target, build, needs_allocations = "gfx950", "gfx950", False
     def load(self, artefact):
         return self
     def launch(self, grid, block, arguments, stream, allocations):
