@@ -96,7 +96,12 @@ def _directory(text: str) -> Path:
     return Path(text).expanduser()
 
 
-ARCH = Variable("FLY_ARCH", "gfx950", str, "architecture that CPU tensors run on: gfx942, gfx950 (emulated), or one of NVIDIA's (simulated)")
+ARCH = Variable(
+    "FLY_ARCH",
+    "gfx950",
+    str,
+    "architecture that CPU tensors run on: gfx942, gfx950 (emulated), or one of NVIDIA's (simulated)",
+)
 DUMP = Variable("FLY_DUMP", "", str, "dump the IR after a pass: a pass name, or 'all'")
 DUMP_DIR = Variable("FLY_DUMP_DIR", "fly_dump", _directory, "directory that dumps are written to")
 EMULATOR_CHECKS = Variable(

@@ -31,7 +31,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "fly.passes": (*BASE, "fly.ir"),
     "fly.backends": (*BASE, "fly.ir", "fly.lang", "fly.passes"),
     "fly.emulator": (*BASE, *COMPILER),
-    "fly.runtime": ("fly", *BASE, *COMPILER, "fly.emulator"),
+    "fly.simulator": (*BASE, *COMPILER),
+    "fly.runtime": ("fly", *BASE, *COMPILER, "fly.emulator", "fly.simulator"),
     "fly.__init__": (*BASE, *COMPILER, "fly.runtime"),
     "fly.__main__": ("fly.runtime",),
     "kernels": ("fly",),
@@ -47,7 +48,7 @@ EXCEPTIONS = {
 }
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
-    "mlir": COMPILER,
+    "mlir": (*COMPILER, "fly.simulator"),
     "llvmlite": ("fly.backends", "fly.emulator"),
     "torch": ("fly.runtime", "kernels"),
     "cuda": ("fly.runtime",),

@@ -59,8 +59,9 @@ def compile_kernel(
 ) -> Artefact:
     """The artefact of one configuration.
 
-    `target`: a device's `build`. The kernel is always traced: the disk cache is keyed by what was traced, so it cannot be stale. A hit runs no
-    pass. With `observe` (see `fly.backends.compile`) or a dump flag the cache is left alone.
+    `target`: a device's `build`. The kernel is always traced: the disk cache is keyed by what was traced, so it
+    cannot be stale. A hit runs no pass. With `observe` (see `fly.backends.compile`) or a dump flag the cache is left
+    alone.
 
     Raises:
         AuthorError: a mistake in the kernel.

@@ -5,7 +5,7 @@ PTX ISA, "mbarrier", "barrier", "setmaxnreg". Each hands on what those who arriv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 

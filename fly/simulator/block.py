@@ -21,7 +21,7 @@ MAX_MBARRIERS = 128
 
 @dataclass(frozen=True)
 class Components:
-    """Which components of the launch's clocks a block has: warps, products and bulk stores of each role, mbarriers."""
+    """Which components of the launch's clocks a block has: warps, each role's products and stores, mbarriers."""
 
     first: int
     warps: int

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fly.layout import Layout
 from fly.simulator.arithmetic import is_array
+from fly.simulator.products import places
 from fly.simulator.report import Finding
 
 _WARP = 32
@@ -62,7 +61,7 @@ def permute_bytes(low: Any, high: Any, selector: Any) -> Any:
 
 
 def turned_matrices(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Four matrices of 8 rows of 16 bytes, a row a lane; lane 4 c + t has column c of rows 2 t and 2 t + 1 of each."""
+    """Of four matrices of 8 rows of 16 bytes, a row a lane: lane 4 c + t has column c of rows 2 t and 2 t + 1."""
     pairs = np.ascontiguousarray(rows).view(np.uint16).reshape(-1, 4, 4, 2, 8)  # warp, matrix, t, half, c
     words = np.ascontiguousarray(pairs.transpose(1, 0, 4, 2, 3)).view(np.int32)
     return tuple(word.reshape(len(rows)) for word in words)
@@ -75,22 +74,15 @@ def matrix_rows(words: Sequence[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(rows).view(np.uint8)
 
 
-@functools.cache
-def _indices(layout: Layout) -> np.ndarray:
-    """A (lane, value) layout as an array."""
-    lanes, values = (mode.size for mode in layout)
-    return np.array([[layout((lane, v)) for v in range(values)] for lane in range(lanes)])
-
-
 def load_matrix(load: Any, runs: np.ndarray) -> np.ndarray:
     """An operand's elements, from the run at each lane's address."""
     warps = runs.reshape(-1, load.lanes * load.run)
-    return warps[:, _indices(load.table)].reshape(len(runs), load.values)
+    return warps[:, places(load.table)].reshape(len(runs), load.values)
 
 
 def mma(atom: Any, a: Any, b: Any, c: Any, lanes: int) -> np.ndarray:
     """A warp's product; the index of C is row + m * column."""
-    ia, ib, ic = _indices(atom.a), _indices(atom.b), _indices(atom.c)
+    ia, ib, ic = places(atom.a), places(atom.b), places(atom.c)
     a, b, c = (np.broadcast_to(v, (lanes, v.shape[1])) for v in (a, b, c))
     result = np.empty(c.shape, np.float32)
     for first in range(0, lanes, _WARP):
@@ -99,4 +91,3 @@ def mma(atom: Any, a: Any, b: Any, c: Any, lanes: int) -> np.ndarray:
         left.flat[ia], right.flat[ib] = a[warp], b[warp]
         result[warp] = c[warp] + (right.T @ left).ravel()[ic]
     return result
-

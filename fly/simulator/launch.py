@@ -160,7 +160,9 @@ class Launch:
             for role in block.roles:
                 if not role.ended:
                     place = self.program.translated.location(role.line)
-                    waits.append((role, place, f"block {block.index} warpgroup {role.number} at {place}: {role.waits_for()}"))
+                    waits.append(
+                        (role, place, f"block {block.index} warpgroup {role.number} at {place}: {role.waits_for()}")
+                    )
         role, place, _ = waits[0]
         return error(
             "deadlock",

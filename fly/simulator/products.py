@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fly.backends.nvvm.wgmma import K_BYTES, M, WarpgroupAtom
+from fly.int_tuple import leaves
 from fly.layout import Layout
 from fly.simulator.arithmetic import FLOAT8
 from fly.simulator.report import Finding
@@ -20,6 +21,9 @@ from fly.simulator.shared import CHUNK
 from fly.simulator.tensor_map import swizzled
 
 _LINES = {1: 128, 2: 64, 3: 32}  # a descriptor's layout type -> bytes of a swizzled line
+# rows of B times k: up to here OpenBLAS uses one thread, and small products by several take 100 times as long on
+# processors that have other work
+_ROWS_AT_ONCE = (1 << 18) // M
 _PERIOD = 1024  # bytes after which swizzles repeat
 
 
@@ -132,35 +136,43 @@ def widened(data: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @functools.cache
-def _places(layout: Layout) -> np.ndarray:
+def places(layout: Layout) -> np.ndarray:
     """A (lane, value) layout as an array."""
-    lanes, values = (mode.size for mode in layout)
-    return np.array([[layout((lane, v)) for v in range(values)] for lane in range(lanes)])
+    lanes, values = (_offsets(mode) for mode in layout)
+    return lanes[:, None] + values
+
+
+def _offsets(layout: Layout) -> np.ndarray:
+    offsets = np.zeros(1, np.int64)
+    for extent, stride in zip(leaves(layout.shape), leaves(layout.stride), strict=True):
+        offsets = ((np.arange(extent) * stride)[:, None] + offsets).ravel()
+    return offsets
 
 
 @functools.cache
 def _from_registers(atom: WarpgroupAtom) -> np.ndarray:
     """The place in (lane, value) of each element of A, (row, column)."""
-    places = _places(atom.a)
-    inverse = np.empty(places.size, np.int64)
-    inverse[places.ravel()] = np.arange(places.size)
+    numbers = places(atom.a)
+    inverse = np.empty(numbers.size, np.int64)
+    inverse[numbers.ravel()] = np.arange(numbers.size)
     return inverse.reshape(atom.k, M).T
 
 
 def registers_as_rows(atom: WarpgroupAtom, steps: list[np.ndarray]) -> np.ndarray:
     """A from registers, a vector of every lane a step: (64, k) in float32."""
     dtype = atom.dtype
-    places = _from_registers(atom)
+    found = _from_registers(atom)
     parts = []
     for values in steps:
         data = np.ascontiguousarray(np.broadcast_to(values, (atom.lanes, values.shape[1])))
-        parts.append(widened(data.view(np.uint8), dtype).ravel()[places])
+        parts.append(widened(data.view(np.uint8), dtype).ravel()[found])
     return np.concatenate(parts, axis=1)
 
 
 def multiply(atom: WarpgroupAtom, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray | None) -> np.ndarray:
     """(lanes, n / 2) accumulators with a (64, k) times b (n, k) added."""
-    with np.errstate(all="ignore"):
-        product = b @ a.T  # (n, 64): element row + 64 * column, as the atom numbers them
-        result = product.ravel()[_places(atom.c)]
-        return result if accumulator is None else accumulator + result
+    rows = _ROWS_AT_ONCE // a.shape[1] or 8
+    rows = max(n for n in range(8, atom.n + 1, 8) if atom.n % n == 0 and n <= max(8, rows))
+    product = b.reshape(-1, rows, b.shape[1]) @ a.T  # (n, 64): element row + 64 * column, as the atom numbers them
+    result = np.take(product, places(atom.c))
+    return result if accumulator is None else accumulator + result

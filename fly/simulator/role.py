@@ -202,7 +202,9 @@ class Role:
     def alloc_shared(self, node: Node, m: Mask, *, name: str, bytes: int, align: int) -> np.int64:
         return np.int64(self.block.shared.allocate(node.place, name, bytes, align))
 
-    def read(self, shared: bool, m: Mask, address: Any, size: int, align: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(
+        self, shared: bool, m: Mask, address: Any, size: int, align: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """(bytes at each address, the lanes that they are for; None: all have the same)."""
         memory = self.block.shared if shared else self.block.memory
         if not is_array(address):
@@ -229,7 +231,7 @@ class Role:
         return self.spread(data, indices, type_)
 
     def store(self, node: Node, m: Mask, value: Any, address: Any, *, alignment: int) -> None:
-        type_, pointer = node.operand_types
+        _, pointer = node.operand_types
         self.write(pointer.shared, m, bitcast_rows(value), address, alignment)
 
     def write(self, shared: bool, m: Mask, data: np.ndarray, address: Any, align: int) -> None:
@@ -259,7 +261,9 @@ class Role:
             data = np.repeat(data, len(indices), axis=0)
         return self.spread(data, indices, type_)
 
-    def store_bounded(self, node: Node, m: Mask, value: Any, base: Any, offset: Any, bound: Any, *, align: int) -> None:
+    def store_bounded(
+        self, node: Node, m: Mask, value: Any, base: Any, offset: Any, bound: Any, *, align: int
+    ) -> None:
         type_, pointer, *_ = node.operand_types
         inside = self.inside(m, offset, bound, type_.bytes)
         if inside is not False:
@@ -468,7 +472,9 @@ class Role:
             raise Finding("divergence", f"{self.lanes if m is None else int(m.sum())} lanes start a bulk copy each")
         return int(self.warp_of[m][0])
 
-    def tma_load(self, node: Node, m: Mask, destination: Any, tensor_map: TensorMap, mbarrier: Any, *at: Any) -> Waiting:
+    def tma_load(
+        self, node: Node, m: Mask, destination: Any, tensor_map: TensorMap, mbarrier: Any, *at: Any
+    ) -> Waiting:
         yield from self.pause()
         warp, block = self._one_lane(m), self.block
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
@@ -609,4 +615,3 @@ def bitcast_rows(value: Any) -> np.ndarray:
     if not is_array(value) or value.ndim == 1:
         value = np.reshape(value, (-1, 1))
     return np.ascontiguousarray(value).view(np.uint8)
-

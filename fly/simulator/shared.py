@@ -50,7 +50,9 @@ class SharedMemory:
             start = -(-(end + GAP) // align) * align
             self.used = -(-self.used // align) * align + nbytes
             if self.used > self.limit or start + nbytes > _ADDRESSES:
-                raise Finding("out-of-bounds", f"buffer {name!r} ends at byte {self.used} of {self.limit} of shared memory")
+                raise Finding(
+                    "out-of-bounds", f"buffer {name!r} ends at byte {self.used} of {self.limit} of shared memory"
+                )
             self.places[place] = Buffer(name, start, nbytes)
             self.buffers.append(self.places[place])
         return self.places[place].start
@@ -88,7 +90,9 @@ class SharedMemory:
             self.shadow.read(words, party.component, party.now)
         return gather(self.bytes, addresses, size)
 
-    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Sequence[Party], layer: int) -> None:
+    def write(
+        self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Sequence[Party], layer: int
+    ) -> None:
         """Store (lanes, size) bytes, of which each of `parties` stores its own; `layer`: of its role."""
         size = data.shape[1]
         self._bounds(addresses, size, align)
