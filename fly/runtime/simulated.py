@@ -69,8 +69,8 @@ class SimulatedKernel:
     def __init__(self, device: SimulatedDevice, artefact: Artefact):
         if artefact.metadata.get(STAGE) != TRACED:
             raise DeviceError(
-                f"{artefact.kernel}: compiled to machine code of {artefact.target}, and the simulator runs what kernels "
-                "are traced to; launch the kernel itself"
+                f"{artefact.kernel}: compiled to machine code of {artefact.target}, and the simulator runs what "
+                "kernels are traced to; launch the kernel itself"
             )
         self.device, self.artefact = device, artefact
         self.program = Program.parse(artefact.binary, target(artefact.target))

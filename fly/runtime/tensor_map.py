@@ -74,8 +74,8 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
     simulated = device.build != device.target
     if argument.device == CPU and not simulated:
         raise DeviceError(
-            "tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them, also simulated "
-            "ones (FLY_ARCH=sm_90a)"
+            "tensor map of a CPU tensor; only NVIDIA GPUs of compute capability 9.0 copy through them, and "
+            "simulated ones (FLY_ARCH=sm_90a)"
         )
     if not target(device.target).hopper:
         raise DeviceError(f"tensor map of a tensor on {device.target}, which cannot copy through them; sm_90a can")

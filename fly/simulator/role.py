@@ -1,7 +1,6 @@
-"""A role: up to four warps that go through the kernel together, and what its operations do.
+"""A role: up to four warps and the units that work for them: copies, barriers, bulk copies and products.
 
-Lanes that take different branches are told apart by masks: None stands for all lanes. Methods are named by
-`translate`; those that may have to wait are generators, which yield what they wait for.
+What may have to wait for others is a generator, which yields what it waits for.
 """
 
 from __future__ import annotations
@@ -12,327 +11,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.simulator import lanes as lane_operations
-from fly.simulator.arithmetic import below, is_array
 from fly.simulator.barriers import Mbarrier
-from fly.simulator.clocks import Party
 from fly.simulator.products import InFlight, Located, multiply, registers_as_rows
-from fly.simulator.program import Node, Type
+from fly.simulator.program import Node
 from fly.simulator.report import Finding
 from fly.simulator.shared import CHUNK, words_between
 from fly.simulator.tensor_map import TensorMap
+from fly.simulator.warps import WARP, Mask, Wait, Warps
 
 if TYPE_CHECKING:
     from fly.simulator.block import Block
 
-Mask = np.ndarray | None
-Wait = tuple[Callable[[], bool], Callable[[], str]]
 Waiting = Generator[Wait | None, None, Any]
-_WARP, _WARPGROUP = 32, 128
-_FREE: Wait = (lambda: True, lambda: "nothing")
 
 
-class Role:
+class Role(Warps):
     """Warps `4 * number` to `4 * number + 3` of a block, as far as it has them."""
 
     def __init__(self, block: Block, number: int):
-        self.block, self.number = block, number
-        first = number * _WARPGROUP
-        self.lanes = min(_WARPGROUP, block.threads - first)
-        self.first_warp, self.warps = first // _WARP, -(-self.lanes // _WARP)
-        self.clocks = block.clocks[self.first_warp : self.first_warp + self.warps]
-        thread = np.arange(first, first + self.lanes, dtype=np.int32)
-        x, y, _ = block.program.block
-        self.thread_id = (thread % x, thread // x % y, thread // (x * y))
-        self.warp_of = np.arange(self.lanes) // _WARP
-        self.own = [block.components.warp(self.first_warp + w) for w in range(self.warps)]
+        super().__init__(block, number)
         self.products, self.stores = block.components.products(number), block.components.stores(number)
         self.groups = self.retired = self.store_groups = 0
         self.open_store = False
         self.late: dict[int, Callable[[], None]] = {}  # products whose operands are read at the wait
-        self.ended, self.waits = False, _FREE
         self.async_copies: list[Callable[[], None] | None] = []
-
-    # being scheduled
-
-    def start(self, steps: Generator[Wait | None, None, None]) -> None:
-        self.steps = steps
-
-    def ready(self) -> bool:
-        return not self.ended and self.waits[0]()
-
-    def advance(self) -> None:
-        """Go on until there is something to wait for."""
-        try:
-            self.waits = next(self.steps) or _FREE
-        except StopIteration:
-            self.ended = True
-
-    def waits_for(self) -> str:
-        return f"waits for {self.waits[1]()}"
-
-    @property
-    def line(self) -> int:
-        """The line of the translated kernel that it is at."""
-        return self.steps.gi_frame.f_lineno
 
     def check_end(self) -> None:
         """Raises a Finding where products or stores were not waited for."""
         if self.retired < self.groups:
             raise Finding("unfinished", f"warpgroup {self.number} ends with products that it has not waited for")
-
-    # masks
-
-    def split(self, m: Mask, condition: Any) -> tuple[Any, Any]:
-        """The lanes that take a branch, and those that do not; False where there are none."""
-        if not is_array(condition):
-            return (m, False) if condition else (False, m)
-        return self.active(m, condition), self.active(m, ~condition)
-
-    def active(self, m: Mask, condition: Any) -> Any:
-        """The lanes of `m` in which a condition holds: `m` itself for all of them, False for none."""
-        if not is_array(condition):
-            return m if condition else False
-        held = condition if m is None else condition & m
-        if not held.any():
-            return False
-        everywhere = held.all() if m is None else (held == m).all()
-        return m if everywhere else held
-
-    def indices(self, m: Mask) -> np.ndarray:
-        return np.arange(self.lanes) if m is None else np.flatnonzero(m)
-
-    def active_warps(self, m: Mask) -> list[int]:
-        """Warps, counted in the role, with a lane in the mask."""
-        return list(range(self.warps)) if m is None else np.unique(self.warp_of[m]).tolist()
-
-    def whole_warps(self, m: Mask, what: str) -> list[int]:
-        """The warps of a mask.
-
-        Raises:
-            Finding: some lanes of a warp are elsewhere.
-        """
-        warps = self.active_warps(m)
-        if m is not None:
-            for warp in warps:
-                if not m[warp * _WARP : (warp + 1) * _WARP].all():
-                    raise Finding("divergence", f"{what} in a part of a warp", warp)
-        return warps
-
-    def whole(self, m: Mask, what: str) -> None:
-        """Raises a Finding where it is not a whole warpgroup."""
-        if m is not None or self.lanes < _WARPGROUP:
-            raise Finding("divergence", f"{what} in a part of a warpgroup")
-
-    def uniform(self, m: Mask, value: Any, what: str) -> int:
-        """A value that all active lanes have.
-
-        Raises:
-            Finding: they have several.
-        """
-        if not is_array(value):
-            return int(value)
-        values = value if m is None else value[m]
-        if (values != values[0]).any():
-            raise Finding("divergence", f"{what} differs between lanes")
-        return int(values[0])
-
-    # what warps know
-
-    def party(self, warp: int, lanes: Any) -> Party:
-        own = self.own[warp]
-        return Party(lanes, self.clocks[warp, 0], own, int(self.clocks[warp, 0, own]))
-
-    def parties(self, m: Mask, indices: np.ndarray) -> list[Party]:
-        """Of accesses of these lanes, a party for each warp."""
-        warps = self.warp_of[indices]
-        return [self.party(warp, np.flatnonzero(warps == warp)) for warp in self.active_warps(m)]
-
-    def released(self, warps: list[int]) -> np.ndarray:
-        """What warps know together, and their time goes on: what they do from here on is not part of it."""
-        known = self.clocks[warps].max(axis=0)
-        for warp in warps:
-            self.clocks[warp, 0, self.own[warp]] += 1
-        return known
-
-    def learn(self, warps: list[int], clocks: np.ndarray) -> None:
-        for warp in warps:
-            np.maximum(self.clocks[warp], clocks, out=self.clocks[warp])
-
-    # places and lanes
-
-    def id(self, node: Node, m: Mask, *, name: str) -> Any:
-        kind, axis = name.split(".")
-        if kind == "thread_id":
-            return self.thread_id["xyz".index(axis)]
-        sizes = {"block_id": self.block.index, "grid_dim": self.block.grid}[kind]
-        return np.int32(sizes["xyz".index(axis)])
-
-    def elect(self, node: Node, m: Mask) -> np.ndarray:
-        chosen = np.zeros(self.lanes, np.int32)
-        indices = self.indices(m)
-        _, first = np.unique(self.warp_of[indices], return_index=True)
-        chosen[indices[first]] = 1
-        return chosen
-
-    def shuffle(self, node: Node, m: Mask, value: Any, lane: Any, *, mode: str) -> Any:
-        self.whole_warps(m, "a shuffle")
-        return lane_operations.shuffle(value, lane, mode, self.lanes)
-
-    def pair(self, node: Node, m: Mask, value: Any, *, mask: int) -> tuple[Any, Any]:
-        self.whole_warps(m, "a shuffle")
-        return lane_operations.pair(value, mask, self.lanes)
-
-    def any_lane(self, node: Node, m: Mask, condition: Any) -> Any:
-        self.whole_warps(m, "a vote")
-        return lane_operations.any_lane(condition, m, self.lanes)
-
-    def sync_warp(self, node: Node, m: Mask) -> None:
-        self.whole_warps(m, "bar.warp.sync")
-
-    def prmt(self, node: Node, m: Mask, low: Any, high: Any, selector: Any) -> Any:
-        return lane_operations.permute_bytes(low, high, selector)
-
-    def mma(self, node: Node, m: Mask, a: Any, b: Any, c: Any, *, atom: str) -> np.ndarray:
-        self.whole_warps(m, "mma")
-        return lane_operations.mma(self.block.program.target.atom(atom), a, b, c, self.lanes)
-
-    # memory
-
-    def alloc_shared(self, node: Node, m: Mask, *, name: str, bytes: int, align: int) -> np.int64:
-        return np.int64(self.block.shared.allocate(node.place, name, bytes, align))
-
-    def read(
-        self, shared: bool, m: Mask, address: Any, size: int, align: int
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(bytes at each address, the lanes that they are for; None: all have the same)."""
-        memory = self.block.shared if shared else self.block.memory
-        if not is_array(address):
-            one = np.array([address], np.int64)
-            parties = [self.party(warp, slice(None)) for warp in self.active_warps(m)]
-            return memory.read(one, size, align, parties), None
-        indices = self.indices(m)
-        return memory.read(address[indices], size, align, self.parties(m, indices)), indices
-
-    def spread(self, data: np.ndarray, indices: np.ndarray | None, type_: Type) -> Any:
-        """What `read` gave as a value; zeros in other lanes."""
-        values = np.ascontiguousarray(data).view(type_.dtype)
-        if indices is None:
-            return values if type_.length else values[0, 0]
-        if len(indices) < self.lanes:
-            whole = np.zeros((self.lanes, values.shape[1]), type_.dtype)
-            whole[indices] = values
-            values = whole
-        return values if type_.length else values[:, 0]
-
-    def load(self, node: Node, m: Mask, address: Any, *, alignment: int) -> Any:
-        type_ = node.types[0]
-        data, indices = self.read(node.operand_types[0].shared, m, address, type_.bytes, alignment)
-        return self.spread(data, indices, type_)
-
-    def store(self, node: Node, m: Mask, value: Any, address: Any, *, alignment: int) -> None:
-        _, pointer = node.operand_types
-        self.write(pointer.shared, m, bitcast_rows(value), address, alignment)
-
-    def write(self, shared: bool, m: Mask, data: np.ndarray, address: Any, align: int) -> None:
-        """Store rows of bytes, one a lane or one for all."""
-        if m is None and not is_array(address) and len(data) == 1:
-            indices = np.arange(0, self.lanes, _WARP)  # one lane of each warp
-        else:
-            indices = self.indices(m)
-        places = np.broadcast_to(np.asarray(address, np.int64), self.lanes)[indices]
-        rows = data[indices] if len(data) > 1 else np.repeat(data, len(indices), axis=0)
-        parties = self.parties(m, indices)
-        if shared:
-            self.block.shared.write(places, rows, align, parties, 1 + self.number)
-        else:
-            self.block.memory.write(places, rows, align, parties)
-
-    def load_bounded(self, node: Node, m: Mask, base: Any, offset: Any, bound: Any, *, align: int) -> Any:
-        type_ = node.types[0]
-        inside = self.inside(m, offset, bound, type_.bytes)
-        if inside is False:
-            zeros = np.zeros((1, type_.length or 1), type_.dtype)
-            return zeros if type_.length else zeros[0, 0]
-        address = base + np.asarray(offset).view(np.uint32)[()].astype(np.int64)
-        data, indices = self.read(node.operand_types[0].shared, inside, address, type_.bytes, align)
-        if indices is None and inside is not m:
-            indices = self.indices(inside)
-            data = np.repeat(data, len(indices), axis=0)
-        return self.spread(data, indices, type_)
-
-    def store_bounded(
-        self, node: Node, m: Mask, value: Any, base: Any, offset: Any, bound: Any, *, align: int
-    ) -> None:
-        type_, pointer, *_ = node.operand_types
-        inside = self.inside(m, offset, bound, type_.bytes)
-        if inside is not False:
-            address = base + np.asarray(offset).view(np.uint32)[()].astype(np.int64)
-            self.write(pointer.shared, inside, bitcast_rows(value), address, align)
-
-    def inside(self, m: Mask, offset: Any, bound: Any, size: int) -> Any:
-        """The lanes whose offset is below the bound; False for none.
-
-        Raises:
-            Finding: an access begins below its bound and ends above it.
-        """
-        held = self.active(m, below(offset, bound))
-        if held is not False:
-            first, end = (np.broadcast_to(v, self.lanes).astype(np.int64) & 0xFFFFFFFF for v in (offset, bound))
-            straddles = first + size > end
-            if (straddles if held is None else straddles & held).any():
-                raise Finding("out-of-bounds", "a bounded access begins below its bound and ends above it")
-        return held
-
-    def atomic_add(self, node: Node, m: Mask, address: Any, value: Any, *, bin_op: int) -> Any:
-        """One lane after the other; of integers."""
-        before = np.zeros(self.lanes, node.types[0].dtype)
-        values = np.broadcast_to(value, self.lanes)
-        for lane, place in zip(self.indices(m), np.broadcast_to(address, self.lanes)[self.indices(m)]):
-            word = self.word(int(place), before.dtype)
-            before[lane] = word[0]
-            word[0] += values[lane]
-        return before
-
-    def word(self, address: int, dtype: np.dtype) -> np.ndarray:
-        """A number in global memory, to be changed in place."""
-        span = self.block.memory.span(address, address + dtype.itemsize)
-        start = address - span.start
-        return span.bytes[start : start + dtype.itemsize].view(dtype)
-
-    def atomic(self, node: Node, m: Mask, address: Any, operand: Any, *, order: str, operation: str) -> Any:
-        """`add`, or `inc`: count up to the operand and then from 0; `acq_rel` hands on what others know."""
-        before = np.zeros(self.lanes, np.int32)
-        operands, places = (np.broadcast_to(v, self.lanes) for v in (operand, address))
-        for lane in self.indices(m):
-            word, place = self.word(int(places[lane]), np.dtype(np.uint32)), int(places[lane])
-            old, given = int(word[0]), int(operands[lane]) & 0xFFFFFFFF
-            before[lane] = np.uint32(old).view(np.int32)
-            word[0] = (old + given) & 0xFFFFFFFF if operation == "add" else 0 if old >= given else old + 1
-            if order == "acq_rel":
-                warp = int(self.warp_of[lane])
-                known = self.block.atomics.setdefault(place, np.zeros_like(self.clocks[0]))
-                np.maximum(known, self.released([warp]), out=known)
-                self.learn([warp], known)
-        return before if m is None or m.sum() > 1 else before[m][0]
-
-    def load_matrix(self, node: Node, m: Mask, address: Any, *, atom: str) -> np.ndarray:
-        self.whole_warps(m, "ldmatrix")
-        load, type_ = self.block.program.target.matrix_load(atom), node.types[0]
-        size = load.run * type_.dtype.itemsize
-        data, indices = self.read(True, m, np.broadcast_to(address, self.lanes).astype(np.int64), size, size)
-        runs = self.spread(data, indices, Type(type_.dtype, load.run))
-        return lane_operations.load_matrix(load, runs)
-
-    def ldmatrix_turned(self, node: Node, m: Mask, address: Any) -> tuple[np.ndarray, ...]:
-        self.whole_warps(m, "ldmatrix")
-        data, indices = self.read(True, m, np.broadcast_to(address, self.lanes).astype(np.int64), CHUNK, CHUNK)
-        return lane_operations.turned_matrices(self.spread(data, indices, Type(np.dtype(np.uint8), CHUNK)))
-
-    def stmatrix(self, node: Node, m: Mask, address: Any, *words: Any) -> None:
-        self.whole_warps(m, "stmatrix")
-        rows = lane_operations.matrix_rows([np.broadcast_to(w, self.lanes) for w in words])
-        self.write(True, m, rows, np.broadcast_to(address, self.lanes).astype(np.int64), CHUNK)
 
     # copies of sm_80
 
@@ -375,7 +82,7 @@ class Role:
     def barrier(self, node: Node, m: Mask) -> Waiting:
         if m is not None:
             raise Finding("divergence", "fly.barrier in a part of a block")
-        yield from self._sync(node, m, 0, _WARP * self.block.components.warps)
+        yield from self._sync(node, m, 0, WARP * self.block.components.warps)
 
     def barrier_sync(self, node: Node, m: Mask, number: Any, threads: Any) -> Waiting:
         yield from self._sync(node, m, number, threads)
@@ -393,7 +100,7 @@ class Role:
         warps = self.whole_warps(m, "a named barrier")
         barrier = self.block.named_barrier(self.uniform(m, number, "a barrier's number"))
         count = self.uniform(m, threads, "a barrier's threads")
-        barrier.arrive(_WARP * len(warps), count, self.released(warps), condition)
+        barrier.arrive(WARP * len(warps), count, self.released(warps), condition)
         return barrier, warps
 
     def _sync(self, node: Node, m: Mask, number: Any, threads: Any, condition: bool = False) -> Waiting:
@@ -608,10 +315,3 @@ class Role:
         if value.group > self.retired:
             raise Finding("in-flight", "the wait leaves the product unfinished whose accumulators it gives")
         return value.values
-
-
-def bitcast_rows(value: Any) -> np.ndarray:
-    """A value as rows of bytes, one a lane or one for all."""
-    if not is_array(value) or value.ndim == 1:
-        value = np.reshape(value, (-1, 1))
-    return np.ascontiguousarray(value).view(np.uint8)
