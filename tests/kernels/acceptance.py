@@ -83,6 +83,7 @@ def _features(workload: Workload) -> dict[str, bool]:
 
 
 RUNS = (
+    Run("sm90", "sm_90a"),
     Run("generic", "gfx942"),
     Run("generic", "gfx950"),
     Run("gfx950", "gfx950"),

@@ -1,0 +1,30 @@
+"""What tests on the simulated Hopper GPU share; `simulated` is a fixture where it is imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fly import config
+from fly.runtime.device import CPU, device_for
+from kernels import flash_attn_interface, kv_cache
+
+SEEDS = range(5)  # schedules
+UNITS = 3  # multiprocessors: few, so that blocks take several tiles
+
+
+@pytest.fixture(autouse=True)
+def simulated(request, monkeypatch, seed):
+    """CPU tensors belong to a Hopper GPU with `UNITS`, and run on the kernel that the module names `KERNEL`.
+
+    The schedule is the test's parameter `schedule`, or any of `SEEDS`.
+    """
+    torch.manual_seed(seed)
+    params = getattr(request.node, "callspec", None)
+    schedule = params.params.get("schedule") if params else None
+    monkeypatch.setenv(config.ARCH.name, "sm_90a")
+    monkeypatch.setenv(config.KERNEL.name, request.module.KERNEL)
+    monkeypatch.setenv(config.SIMULATOR_SEED.name, str(seed % len(SEEDS) if schedule is None else schedule))
+    monkeypatch.setattr(device_for(CPU), "compute_units", UNITS)
+    for module in (flash_attn_interface, kv_cache):  # plans of other builds
+        monkeypatch.setattr(module, "_plans", {})
