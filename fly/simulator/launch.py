@@ -59,13 +59,20 @@ class Launch:
     progress: Callable[[int], None] = lambda blocks: None
 
     def run(self) -> None:
-        """Until all blocks have ended.
+        """Until all blocks have ended. A launch that fails leaves memory as it was.
 
         Raises:
             SimulatorReportError: the checks found something.
             SimulatorError: an operation that the simulator does not know.
         """
         self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
+        try:
+            self._run()
+        except BaseException:
+            self.memory.restore()
+            raise
+
+    def _run(self) -> None:
         self.atomics: dict[int, np.ndarray] = {}  # what those know who counted at an address
         self.values = self._values()
         waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
@@ -151,7 +158,8 @@ class Launch:
 
     def _error(self, finding: Finding, role: Role, location: str) -> Exception:
         warp = role.first_warp + (finding.warp or 0)
-        return error(finding.kind, self.program.name, location, role.block.index, warp, finding.message)
+        message = f"{finding.message} (schedule {self.seed})"
+        return error(finding.kind, self.program.name, location, role.block.index, warp, message)
 
     def _deadlock(self, live: list[Block]) -> Exception:
         """Nobody can go on: who waits for what."""
@@ -170,5 +178,5 @@ class Launch:
             place,
             role.block.index,
             role.first_warp,
-            "nobody can go on; " + "; ".join(text for *_, text in waits),
+            f"nobody can go on; {'; '.join(text for *_, text in waits)} (schedule {self.seed})",
         )

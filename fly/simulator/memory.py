@@ -76,9 +76,15 @@ class GlobalMemory:
                 words = words_of(offsets, data.shape[1])
                 if (gather(span.bytes, offsets, data.shape[1]) != values[lanes]).any():
                     self._check(span.shadow.unordered(words, party.clocks), span, "writes")
-                span.written = True
+                span.begin_writing()
                 span.shadow.wrote(words, 1, party.component, party.now)
                 scatter(span.bytes, offsets, values[lanes])
+
+    def restore(self) -> None:
+        """Take back what the launch stored: counters of a launch that fails would mislead the next one."""
+        for span in self.spans:
+            if span.written:
+                span.bytes[:] = span.before
 
     def _apart(self, addresses: np.ndarray, size: int) -> list[tuple[Span, np.ndarray | slice]]:
         """The memory of each access: (memory, which accesses)."""
@@ -109,8 +115,17 @@ class Span:
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
         self.bytes = np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
-        self.written = False
+        self.before: np.ndarray | None = None  # what was there before the first store
         self._shadow: Shadow | None = None
+
+    @property
+    def written(self) -> bool:
+        return self.before is not None
+
+    def begin_writing(self) -> None:
+        """To be called before a store."""
+        if self.before is None:
+            self.before = self.bytes.copy()
 
     @property
     def shadow(self) -> Shadow:

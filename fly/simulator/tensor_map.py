@@ -110,6 +110,7 @@ class TensorMap:
     def put(self, memory: GlobalMemory, corner: Sequence[int], data: np.ndarray) -> None:
         """Store a box; what lies outside of the tensor is dropped."""
         span = memory.span(self.address, self.address + self.extent)
+        span.begin_writing()
         offsets, inside, low, high = self.lines(corner)
         starts = offsets[inside] + (self.address - span.start) + low
         span.bytes[starts[:, None] + np.arange(high - low)] = data[inside, low:high]

@@ -282,6 +282,7 @@ class Warps:
     def word(self, address: int, dtype: np.dtype) -> np.ndarray:
         """A number in global memory, to be changed in place."""
         span = self.block.memory.span(address, address + dtype.itemsize)
+        span.begin_writing()
         start = address - span.start
         return span.bytes[start : start + dtype.itemsize].view(dtype)
 

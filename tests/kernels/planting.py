@@ -15,7 +15,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` in the text of `owner`'s function `name` is `new`; it must be there, once.
+    """`edit`, "old => new", of the text of `owner`'s function `name`; old must be there once.
 
     `found`: the kinds of reports, or "wrong" for results, any of which shows it in the call of `case`.
     """
@@ -23,10 +23,9 @@ class Bug:
     what: str
     owner: Any
     name: str
-    old: str
-    new: str
+    edit: str
     case: str
-    found: tuple[str, ...]
+    found: str
 
     def __str__(self) -> str:
         return self.what
@@ -36,7 +35,7 @@ class Bug:
         static = inspect.getattr_static(self.owner, self.name)
         kind = type(static) if isinstance(static, staticmethod | property) else None
         function = static.fget if kind is property else static.__func__ if kind is staticmethod else static
-        changed = _changed(function, self.old, self.new)
+        changed = _changed(function, *self.edit.split(" => "))
         monkeypatch.setattr(self.owner, self.name, kind(changed) if kind else changed)
 
 

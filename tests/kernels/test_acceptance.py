@@ -73,7 +73,7 @@ def test_what_is_right_passes(computing, workload):
 @pytest.mark.parametrize("workload", [PACKED, DENSE], ids=str)
 def test_what_is_wrong_fails_and_names_the_seed(computing, workload, change):
     computing(change)
-    assert f"{workload}, seed 5: WRONG" in acceptance.failure(workload, 5, device="cpu")
+    assert f"{workload}, seed 5, schedule 0: WRONG" in acceptance.failure(workload, 5, device="cpu")
     assert len(acceptance.failures(Run("generic", "gfx950"), [workload, workload], 5)) == 2
 
 

@@ -45,7 +45,7 @@ def _with(runs, *marks):
 
 emulated, on_gpu = _with(EMULATED), _with(ON_GPU, pytest.mark.gpu)
 # what not every kernel serves, and the dispatch must find one for
-emulated_anyhow = _with((Run("", "gfx942"), Run("", "gfx950"), Run("generic", "gfx950")))
+emulated_anyhow = _with((Run("", "gfx942"), Run("", "gfx950"), Run("generic", "gfx950"), Run("", "sm_90a")))
 on_gpu_anyhow = _with((Run(""), Run("generic")), pytest.mark.gpu)
 
 
