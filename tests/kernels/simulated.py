@@ -28,3 +28,16 @@ def simulated(request, monkeypatch, seed):
     monkeypatch.setattr(device_for(CPU), "compute_units", UNITS)
     for module in (flash_attn_interface, kv_cache):  # plans of other builds
         monkeypatch.setattr(module, "_plans", {})
+
+
+def in_every_schedule(call):
+    """What a call gives in all schedules; it is the same bit for bit."""
+    device, results = device_for(CPU), []
+    try:
+        for device.seed in SEEDS:
+            results.append(call())
+    finally:
+        device.seed = None
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    return results[0]

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fly.runtime.device import CPU, device_for
 from kernels import flash_attn_interface, flash_attn_sm90
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_tiles import TILES
@@ -18,7 +17,7 @@ from kernels.sm90_builds import options_of
 from tests.kernels.feature_cases import DENSE_ONLY, Inputs
 from tests.kernels.paged import Paged
 from tests.kernels.reference import check, reference
-from tests.kernels.simulated import SEEDS, simulated  # noqa: F401
+from tests.kernels.simulated import in_every_schedule, simulated  # noqa: F401
 from tests.kernels.test_features_gpu import CASES, wrong
 
 KERNEL = "sm90"
@@ -76,19 +75,6 @@ def force(monkeypatch):
         monkeypatch.setattr(flash_attn_interface, "_plans", {})
 
     return take
-
-
-def in_every_schedule(call):
-    """What a call gives in all schedules; it is the same bit for bit."""
-    device, results = device_for(CPU), []
-    try:
-        for device.seed in SEEDS:
-            results.append(call())
-    finally:
-        device.seed = None
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
-    return results[0]
 
 
 @pytest.mark.parametrize("row", TILES, ids=str)
