@@ -1,4 +1,4 @@
-"""Where an example can run: on the GPU, else on the emulated one, else nowhere, and then its code is shown."""
+"""Where an example can run: on the GPU, else on the emulated or simulated one, else nowhere, and then its code is shown."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is 
 import torch
 
 import fly
+from fly import config
 from fly.backends.nvvm.codegen import resources as ptxas_report
-from fly.backends.target import target
+from fly.backends.target import target, targets
 
 ARCHS = ("gfx942", "gfx950", "sm_80", "sm_90a")
 
 
 def has_emulator() -> bool:
-    """Whether CPU tensors can be computed with."""
+    """Whether AMD's machine code can be run."""
     return find_spec("tinygrad") is not None
 
 
+def simulated() -> bool:
+    """Whether CPU tensors run on a simulated NVIDIA GPU, which needs no other package."""
+    return any(t.arch == config.ARCH.get() and t.backend == "nvvm" for t in targets())
+
+
 def place() -> str | None:
-    """The torch device to run on: "cuda", "cpu" (emulated), or None where there is neither; or what --device says."""
+    """The torch device to run on: "cuda", "cpu" (`FLY_ARCH`), or None if there is neither; or what --device says."""
     if "--device" in sys.argv:
         return sys.argv[sys.argv.index("--device") + 1]
     if torch.cuda.is_available():
         return "cuda"
-    return "cpu" if has_emulator() else None
+    return "cpu" if has_emulator() or simulated() else None
 
 
 def show(kernel: Any, *specs: Any, block: int, **statics: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fly import config
 from fly.backends.artefact import Artefact
@@ -23,7 +23,7 @@ class SimulatedDevice:
     """A simulated GPU of an architecture; kernels have finished when `launch` returns.
 
     It runs what a kernel is traced to and needs neither LLVM nor the NVIDIA driver. `seed` chooses the schedules of
-    launches; None: `FLY_SIMULATOR_SEED` does.
+    launches; None: `FLY_SIMULATOR_SEED` does. `last`: what the last one executed, see `fly.simulator.Launch.counts`.
     """
 
     needs_allocations = True
@@ -39,6 +39,7 @@ class SimulatedDevice:
             shared_bytes=target(arch).shared_bytes,
         )
         self.seed: int | None = None
+        self.last: Mapping[str, int] = {}
 
     def load(self, artefact: Artefact) -> SimulatedKernel:
         """Read an artefact's module.
@@ -102,4 +103,6 @@ class SimulatedKernel:
         regions = [Region(a.address, a.nbytes, a.name) for a in allocations]
         seed = config.SIMULATOR_SEED.get() if self.device.seed is None else self.device.seed
         with Progress(grid[0] * grid[1] * grid[2], self.artefact.kernel, "simulating") as progress:
-            Launch(self.program, grid, regions, values, seed, progress).run()
+            launch = Launch(self.program, grid, regions, values, seed, progress)
+            launch.run()
+        self.device.last = launch.counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,10 @@ class Copy:
 
 @dataclass(eq=False)
 class Block:
-    """`number`: among the blocks that are resident; `components` of the launch's clocks, `time` of all."""
+    """One that runs: `components` are its own of the launch's clocks, which have `time` of them.
+
+    All blocks share `atomics`, what those know who counted at an address, and `counts` of what was executed.
+    """
 
     program: Program
     index: tuple[int, int, int]
@@ -81,6 +85,8 @@ class Block:
     policy: Any
     components: Components
     time: int
+    atomics: dict[int, np.ndarray]
+    counts: Counter[str]
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class Launch:
     """A grid of blocks of a program, over flat arguments: addresses, numbers, and `TensorMap`s.
 
     `seed` chooses the schedule; results of a right kernel do not depend on it. `progress` is told of finished blocks.
+    `counts`: blocks, bulk copies and their bytes, products and their multiply-adds that were executed.
     """
 
     program: Program
@@ -57,6 +59,12 @@ class Launch:
     arguments: Sequence[Any]
     seed: int = 0
     progress: Callable[[int], None] = lambda blocks: None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
+        self.atomics: dict[int, np.ndarray] = {}
+        self.values = self._values()
 
     def run(self) -> None:
         """Until all blocks have ended. A launch that fails leaves memory as it was.
@@ -65,7 +73,6 @@ class Launch:
             SimulatorReportError: the checks found something.
             SimulatorError: an operation that the simulator does not know.
         """
-        self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
         try:
             self._run()
         except BaseException:
@@ -73,8 +80,6 @@ class Launch:
             raise
 
     def _run(self) -> None:
-        self.atomics: dict[int, np.ndarray] = {}  # what those know who counted at an address
-        self.values = self._values()
         waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
         free = list(range(RESIDENT))
         live: list[Block] = []
@@ -113,8 +118,8 @@ class Launch:
     def _start(self, index: tuple[int, int, int], place: int) -> Block:
         time = 1 + RESIDENT * self._per_block
         components = Components(1 + place * self._per_block, *self._sizes)
-        block = Block(self.program, index, self.grid, self.memory, self.policy, components, time)
-        block.atomics = self.atomics
+        shared = self.memory, self.policy, components, time, self.atomics, self.counts
+        block = Block(self.program, index, self.grid, *shared)
         for role in block.roles:
             role.start(self.program.translated.run(role, *self.values))
         return block
@@ -154,6 +159,7 @@ class Launch:
                 role.check_end()
         except Finding as finding:
             raise self._error(finding, block.roles[0], "") from None
+        self.counts["blocks"] += 1
         self.progress(1)
 
     def _error(self, finding: Finding, role: Role, location: str) -> Exception:

@@ -190,6 +190,7 @@ class Role(Warps):
         barrier = block.mbarrier(self.uniform(m, mbarrier, "an mbarrier's address"), clocks[0])
         words = self._box(tensor_map, place, corner)
         phase = barrier.phase + 1
+        block.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})
         block.shared.announce(words, clocks[0], barrier.component, phase)
 
         def land() -> None:
@@ -281,6 +282,8 @@ class Role(Warps):
             left = rows if a is None else a.load(chunks, dtype)
             result.values = multiply(atom, left, b.load(chunks, dtype), accumulator)
 
+        steps = len(b_steps)
+        self.block.counts.update({"products": steps, "multiply-adds": steps * 64 * n * atom.k})
         self.late[self.groups] = compute
         if not self.block.policy.late_products:
             self._finish_product(self.groups)

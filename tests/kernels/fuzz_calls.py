@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--only-invalid", type=int, help="make this invalid call alone")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--arch", default="gfx950", choices=("gfx942", "gfx950"), help="of the emulated GPU")
+    parser.add_argument("--arch", default="gfx950", choices=("gfx942", "gfx950", "sm_90a"), help="of the GPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ordinary", action="store_true", help="numbers of ordinary magnitude only")
     parser.add_argument("--most", type=int, default=Setting.most, help="tokens of the longest sequence")
