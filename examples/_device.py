@@ -1,4 +1,4 @@
-"""Where an example can run: on the GPU, else on the emulated or simulated one, else nowhere, and then its code is shown."""
+"""Where an example can run: on a GPU, an emulated or simulated one, or nowhere, and then its code is shown."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 HOST = 0  # the component of what was there before the launch
-WORD = 4  # bytes whose accesses are told apart
+WORD = 2  # bytes of shared memory whose accesses are told apart; of global memory it is each
 NOBODY = -1
 ASYNC = 0  # layer of bulk copies and of the host; generic writes have one for each role
 
@@ -73,9 +73,12 @@ class Shadow:
         writer = self.writer[layer, words]
         return (clocks[writer] >= self.clock[layer, words]) & (writer != NOBODY)
 
-    def unordered(self, words: Words, clocks: np.ndarray) -> Conflict | None:
-        """The first word with a writer or a reader that `clocks` does not know of."""
-        for layer in range(len(self.writer)):
+    def unordered(self, words: Words, clocks: np.ndarray, part: bool = False) -> Conflict | None:
+        """The first word with a writer or a reader that `clocks` does not know of.
+
+        `part`: the access is of a part of a word, and warps may write other parts.
+        """
+        for layer in range(1 if part else len(self.writer)):
             writer = self.writer[layer, words]
             late = (clocks[writer] < self.clock[layer, words]) & (writer != NOBODY)
             if late.any():
@@ -107,9 +110,9 @@ class Shadow:
         self.reads[by - self.first_reader, words] = clock
 
 
-def words_of(offsets: np.ndarray, size: int) -> np.ndarray:
-    """The words of accesses of `size` bytes, aligned to that or to a word, one after the other."""
-    return (offsets[:, None] // WORD + np.arange(max(1, size // WORD))).ravel()
+def words_of(offsets: np.ndarray, size: int, word: int) -> np.ndarray:
+    """The words of `word` bytes of accesses of `size` bytes, aligned to that or to a word, one after the other."""
+    return (offsets[:, None] // word + np.arange(max(1, size // word))).ravel()
 
 
 def _word(words: Words, place: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fly.simulator.clocks import WORD, Conflict, Party, Shadow, words_of
+from fly.simulator.clocks import ASYNC, Conflict, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
 
@@ -26,7 +26,7 @@ class Region:
 
 
 class GlobalMemory:
-    """Regions as arrays of bytes, those that overlap as one, and who wrote each word of them."""
+    """Regions as arrays of bytes, those that overlap as one, and who wrote each byte of them."""
 
     def __init__(self, regions: Sequence[Region]):
         self.regions = [region for region in regions if region.nbytes]
@@ -62,7 +62,7 @@ class GlobalMemory:
         for party in parties:
             for span, lanes in self._apart(addresses[party.lanes], size):
                 if span.written:
-                    words = words_of(addresses[party.lanes][lanes] - span.start, size)
+                    words = words_of(addresses[party.lanes][lanes] - span.start, size, 1)
                     self._check(span.shadow.unseen(words, party.clocks), span, "reads")
         return data
 
@@ -73,11 +73,11 @@ class GlobalMemory:
             own, values = addresses[party.lanes], data[party.lanes]
             for span, lanes in self._apart(own, data.shape[1]):
                 offsets = own[lanes] - span.start
-                words = words_of(offsets, data.shape[1])
+                words = words_of(offsets, data.shape[1], 1)
                 if (gather(span.bytes, offsets, data.shape[1]) != values[lanes]).any():
                     self._check(span.shadow.unordered(words, party.clocks), span, "writes")
                 span.begin_writing()
-                span.shadow.wrote(words, 1, party.component, party.now)
+                span.shadow.wrote(words, ASYNC, party.component, party.now)
                 scatter(span.bytes, offsets, values[lanes])
 
     def restore(self) -> None:
@@ -103,14 +103,14 @@ class GlobalMemory:
     def _check(self, conflict: Conflict | None, span: Span, does: str) -> None:
         if conflict is None:
             return
-        address = span.start + conflict.word * WORD
+        address = span.start + conflict.word
         inside = next((r for r in self.regions if r.address <= address < r.end), None)
         place = f"byte {address - inside.address} of {inside.name}" if inside else f"{address:#x}"
         raise Finding("global-race", f"{does} {place}, which another warp wrote with nothing that orders the two")
 
 
 class Span:
-    """One stretch of memory. Its words are only looked at once the kernel has written some."""
+    """One stretch of memory. Its bytes are only looked at once the kernel has written some."""
 
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
@@ -130,7 +130,7 @@ class Span:
     @property
     def shadow(self) -> Shadow:
         if self._shadow is None:
-            self._shadow = Shadow((self.end - self.start) // WORD + 2, 2, written=True)
+            self._shadow = Shadow(self.end - self.start, 1, written=True)
         return self._shadow
 
 

@@ -85,7 +85,7 @@ class SharedMemory:
         """(lanes, size) bytes at addresses, of which each of `parties` reads its own."""
         self._bounds(addresses, size, align)
         for party in parties:
-            words = words_of(addresses[party.lanes], size)
+            words = words_of(addresses[party.lanes], size, WORD)
             self.check_read(words, party.clocks)
             self.shadow.read(words, party.component, party.now)
         return gather(self.bytes, addresses, size)
@@ -98,10 +98,10 @@ class SharedMemory:
         self._bounds(addresses, size, align)
         for party in parties:
             own, values = addresses[party.lanes], data[party.lanes]
-            words = words_of(own, size)
+            words = words_of(own, size, WORD)
             changed = (gather(self.bytes, own, size) != values).any()
             if changed or self.shadow.unwritten(words) is not None:
-                self.check_write(words, party.clocks)
+                self.check_write(words, party.clocks, part=size < WORD)
                 self.shadow.wrote(words, layer, party.component, party.now)
                 scatter(self.bytes, own, values)
             else:
@@ -132,9 +132,9 @@ class SharedMemory:
             raise Finding("proxy-fence", f"reads {place}, which a warp stored with no fence.proxy.async since")
         self._race(conflict, "reads", "written")
 
-    def check_write(self, words: Words, clocks: np.ndarray) -> None:
+    def check_write(self, words: Words, clocks: np.ndarray, part: bool = False) -> None:
         """Raises a Finding where somebody of whom `clocks` knows nothing wrote or read a word."""
-        conflict = self.shadow.unordered(words, clocks)
+        conflict = self.shadow.unordered(words, clocks, part)
         if conflict is not None:
             self._race(conflict, "writes", "in use")
 
