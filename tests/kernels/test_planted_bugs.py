@@ -463,12 +463,12 @@ BUGS = (
     ),
     Bug("counters are not reset", Schedule, "finish", "self.counters.store(fly.i32(0), 0) => pass", "again", "wrong"),
     Bug(
-        "a tile's number is the block's own again",
+        "the last rows are no tile",
         Schedule,
-        "take",
-        " + fly.grid_dim.x => ",
+        "total",
+        "fly.ceil_div(self.seq_len, self.block_m) => self.seq_len // self.block_m",
         "dense",
-        "global-race wrong",
+        "wrong",
     ),
     Bug(
         "a tile's place on the board is never given back",
