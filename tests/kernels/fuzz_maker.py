@@ -99,7 +99,7 @@ class _Maker:
         if build.new:
             caches, self.placed = self.placed[-2:], self.placed[:-2]
             new = self.append(q, k, v, caches)
-        self.options(q, k)
+        self.options(q, *(k,) if new is None else (k, new.k))
         out = None
         if build.out:
             empty = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=build.out_dtype)
@@ -235,8 +235,8 @@ class _Maker:
         each = build.causal or bool(self.names & {"window", "attention_chunk"})
         return Appended(*new, of_queries, of_keys, cos, sin, lengths, build.interleaved, each, seqlens, entry)
 
-    def options(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """What the build's features are in this call."""
+    def options(self, q: torch.Tensor, *keys: torch.Tensor) -> None:
+        """What the build's features are in this call; `keys`: of a cache, and new ones."""
         build, draw, names, exact = self.build, self.draw, self.names, self.exact
         if not build.new and build.function == CACHE:
             self.lengths_of_cache()
@@ -246,7 +246,7 @@ class _Maker:
             exact["seqused_kv"] = self.ints([draw.randint(0, n) for n in self.keys])
         if "cache_leftpad" in names:
             exact["cache_leftpad"] = self.ints([draw.randint(0, draw.choice((3, self.capacity))) for _ in self.room])
-        if "kv_batch_idx" not in names and not build.packed_keys and not build.page and k.shape[0] > self.batch:
+        if "kv_batch_idx" not in names and not build.packed_keys and not build.page and keys[0].shape[0] > self.batch:
             self.given["kv_batch_idx"], exact["kv_batch_idx"] = None, self.ints(list(range(self.batch)))
         if "window" in names:
             exact["window_size"] = tuple(self.side() if closed else -1 for closed in build.sides)
@@ -268,7 +268,7 @@ class _Maker:
             exact[name] = (torch.rand(shape, generator=draw.generator) + 0.5).to(self.device)
         self.functions()
         if self.extreme:
-            exact["softmax_scale"] = self.scale(q, k)
+            exact["softmax_scale"] = self.scale(q, *keys)
         elif draw.chance(0.4):
             exact["softmax_scale"] = draw.uniform(0.01, 1.0)
 
@@ -298,7 +298,7 @@ class _Maker:
             sink = sink * draw.power(0, 3.5 if dtype == torch.float16 else 30.0)
         return sink.to(dtype)
 
-    def scale(self, q: torch.Tensor, k: torch.Tensor) -> float:
+    def scale(self, q: torch.Tensor, *keys: torch.Tensor) -> float:
         """Any that leaves scores within float32, or one that makes them of a random size."""
         draw = self.draw
 
@@ -306,7 +306,7 @@ class _Maker:
             x = x.double().nan_to_num(0.0)
             return x.norm(dim=-1).max().item() if x.numel() else 0.0
 
-        size = max(norm(q) * norm(k), 1e-30)
+        size = max(norm(q) * max(map(norm, keys)), 1e-30)
         wanted = draw.power(-46, 30) if draw.chance(0.4) else draw.power(-2, 5) / size
         return min(wanted, 1e36 / size, 1e37)
 
