@@ -27,7 +27,7 @@ from fly.errors import EmulatorError, FlyError
 from fly.runtime.profile_cli import captured, placed
 from kernels.attention_launch import bind_forward
 from kernels.block_mask import create_block_mask
-from kernels.dispatch import Request, Tensors
+from kernels.contract import Request, Tensors
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.flash_attn_generic_tiles import TILES
 from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions, flash_attn_gfx950

@@ -18,7 +18,8 @@ from fly.errors import ArgumentTypeError
 
 from .argument_checks import ATTENTION, check_last_stride, check_tensor, fail, flag, whole
 from .callers import arg
-from .dispatch import DUALWAVE, Request
+from .contract import Request
+from .dispatch import DUALWAVE
 from .feature_checks import check_features, check_table
 from .tile_scheduler import MAX_SPLITS
 

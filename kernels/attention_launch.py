@@ -14,7 +14,7 @@ from fly.runtime.prepared import Prepared, bind
 
 from . import split_combine
 from .callers import arg, problem
-from .dispatch import Launch, Request, Tensors, device_of
+from .contract import Launch, Request, Tensors, device_of
 from .tile_scheduler import automatic_splits, fold_grid, grid
 
 

@@ -16,7 +16,8 @@ from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
 from . import dispatch
-from .dispatch import AMD, FEATURES, NVIDIA, Kernel, Request, choose, head_dims, refusal
+from .contract import Request
+from .dispatch import AMD, FEATURES, NVIDIA, Kernel, choose, head_dims, refusal
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA

@@ -34,7 +34,7 @@ from fly.errors import ShapeError, UnsupportedError
 from .attention_launch import bind_forward, heads_as_rows, split_count
 from .attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from .attention_tiles import store_lse, store_output
-from .dispatch import Launch, Request, Tensors, target_of
+from .contract import Launch, Request, Tensors, target_of
 from .features import NO_FEATURES, Features, Given
 from .flash_attn_generic_tiles import TILES
 from .online_softmax import OnlineSoftmax
@@ -321,7 +321,7 @@ def options_for(
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`.
+    """Compile and bind this kernel for one kind of call; see `contract.Prepare`.
 
     One build serves equal and different lengths: masks follow the lengths at run time.
 

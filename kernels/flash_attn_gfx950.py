@@ -52,7 +52,7 @@ from fly.errors import ShapeError
 
 from .attention_launch import bind_forward, heads_as_rows, split_count
 from .attention_tiles import load_queries, store_lse, store_output
-from .dispatch import Launch, Request, Tensors
+from .contract import Launch, Request, Tensors
 from .features import NO_FEATURES, Features, Given
 from .flash_attn_gfx950_copies import TILE_KEYS, copies_of, k_tile, v_tile
 from .lazy_softmax import LazySoftmax
@@ -538,7 +538,7 @@ class Tiles:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare` and `prepare_kernel`."""
+    """Compile and bind this kernel for one kind of call; see `contract.Prepare` and `prepare_kernel`."""
     return prepare_kernel(flash_attn_gfx950, tensors, request)
 
 

@@ -22,7 +22,7 @@ from fly.backends.rocdl.intrinsics import cvt_pk_fp8
 from fly.errors import ShapeError
 
 from .attention_tiles import group_size
-from .dispatch import Launch, Request, Tensors
+from .contract import Launch, Request, Tensors
 from .flash_attn_gfx950 import (
     BLOCK_M,
     BLOCK_N,
@@ -125,5 +125,5 @@ def v_tile() -> fly.PaddedTile:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
     return prepare_kernel(flash_attn_gfx950_fp8, tensors, request)

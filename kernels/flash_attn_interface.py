@@ -20,7 +20,7 @@ import torch
 from fly import config
 from fly.errors import ArgumentTypeError, UnsupportedError
 
-from . import dispatch, input_checks
+from . import contract, dispatch, input_checks
 from .argument_checks import ATTENTION, check_gradients
 from .attention_checks import (
     ALIGNMENT,
@@ -34,7 +34,7 @@ from .attention_checks import (
 )
 from .block_mask import BlockMask, for_tiles
 from .callers import OWN
-from .dispatch import Launch, Tensors
+from .contract import Launch, Tensors
 from .feature_checks import NO_WINDOW
 from .features import Features, Mod
 
@@ -399,7 +399,7 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
 
 def _kernel_for(call: Call) -> dispatch.Kernel:
     try:
-        return dispatch.choose(dispatch.target_of(call.device), call.request)
+        return dispatch.choose(contract.target_of(call.device), call.request)
     except UnsupportedError as error:
         OWN.tell(error)
         raise

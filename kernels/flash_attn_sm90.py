@@ -36,7 +36,7 @@ from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 
 from .attention_tiles import store_lse
-from .dispatch import Launch, Request, Tensors, device_of
+from .contract import Launch, Request, Tensors, device_of
 from .features import Given
 from .mask import KeyRange
 from .online_softmax import OnlineSoftmax
@@ -523,7 +523,7 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
     units = device_of(tensors.q.device).compute_units
     seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
     options, splits = build_for(seen, units, typical_lengths(tensors, request))

@@ -32,7 +32,7 @@ from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 
-from .dispatch import Launch, Request, Tensors, device_of
+from .contract import Launch, Request, Tensors, device_of
 from .flash_attn_sm90 import Consumer, OfHead, State, run_block
 from .online_softmax import OnlineSoftmax
 from .sm90_builds import Key, Sm90Options, build_for
@@ -372,7 +372,7 @@ def has_first_rows(request: Request, options: Fp8Options) -> bool:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind this kernel for one kind of call; see `dispatch.Prepare`."""
+    """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
     units = device_of(tensors.q.device).compute_units
     typical = typical_lengths(tensors, request)
     options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)

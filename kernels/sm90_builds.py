@@ -19,7 +19,7 @@ from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import ShapeError
 
-from .dispatch import Request
+from .contract import Request
 from .features import NO_FEATURES, Features
 from .flash_attn_sm90_tiles import TILES
 from .tile_counters import MAX_ARRIVALS

@@ -9,7 +9,7 @@ from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 
 from .attention_launch import launch_of
-from .dispatch import Launch, Request, Tensors, device_of
+from .contract import Launch, Request, Tensors, device_of
 from .sm90_builds import Sm90Options, section_for
 from .tile_counters import MAX_ARRIVALS, counters_of
 

@@ -23,7 +23,7 @@ import fly
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 
-from .dispatch import Request, Tensors
+from .contract import Request, Tensors
 from .features import LOG2_E, NO_FEATURES, Features
 from .tile_scheduler import Sequence, fold_grid, grid, part, sequences_of, slice_of_block
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -149,6 +150,28 @@ def test_the_order_has_teeth(name, source, tmp_path):
     path = tmp_path / "module.py"
     path.write_text(source)
     assert len(violations(name, path)) == 1
+
+
+def kernel_graph() -> dict[str, set[str]]:
+    """Which modules of the kernel library each of them loads: imports, and modules that it has the names of.
+
+    Without its front, which loads what is asked for.
+    """
+    inside = {name: path for name, path in modules() if within(name, "kernels") and path.name != "__init__.py"}
+    graph = {}
+    for name, path in inside.items():
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        by_name = {
+            name.rpartition(".")[0] + text for text in strings if isinstance(text, str) and text.startswith(".")
+        }
+        graph[name] = {other for other in inside if other in by_name or other in set(imports(name, path))} - {name}
+    return graph
+
+
+def test_no_kernel_module_loads_itself_by_way_of_others():
+    graph = kernel_graph()
+    assert graph["kernels.dispatch"] >= {"kernels.contract", "kernels.flash_attn_sm90"}
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
 
 
 def absolute_imports(source: str) -> set[str]:

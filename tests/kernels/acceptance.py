@@ -17,7 +17,7 @@ import torch
 from benchmarks.shapes import SETS, SMALL_LENGTHS, Kind, kinds
 from benchmarks.workload import Workload
 from fly import config
-from kernels import dispatch
+from kernels import contract, dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.reference import MAX_SCORES, check, reference
 
@@ -55,7 +55,7 @@ class Run:
         if self.arch is None:
             if not torch.cuda.is_available():
                 return "torch sees no GPU"
-            target = dispatch.target_of(torch.device("cuda"))
+            target = contract.target_of(torch.device("cuda"))
             if not any(target in row.archs for row in self.rows):
                 return f"the {self.kernel} kernel is not for {target}"
         return None

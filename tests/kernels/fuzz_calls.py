@@ -29,7 +29,7 @@ import torch
 
 from fly import config
 from fly.errors import UnsupportedError
-from kernels.dispatch import target_of
+from kernels.contract import target_of
 from kernels.flash_attn_interface import flydsl_flash_attn_workspace
 from tests.kernels import fp8_reference
 from tests.kernels.fuzz_bounds import exact

@@ -25,7 +25,7 @@ import kernels.flash_attn_api as api
 from fly import errors
 from kernels import dispatch, flash_attn_interface, kv_cache
 from kernels.api_options import UNAVAILABLE, Extras
-from kernels.dispatch import Launch
+from kernels.contract import Launch
 from kernels.integrations import vllm
 from tests.kernels.fuzz_draws import APPEND, OURS, VLLM, Build, Draw
 from tests.kernels.fuzz_maker import draw_problem

@@ -11,7 +11,7 @@ import torch
 
 from kernels import flash_attn_interface, kv_cache
 from kernels.block_mask import BlockMask
-from kernels.dispatch import Launch
+from kernels.contract import Launch
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.kv_cache import append_to_cache

@@ -20,7 +20,7 @@ if not __package__:
 import torch
 
 from fly import config
-from kernels import dispatch
+from kernels import contract, dispatch
 from kernels.block_mask import create_block_mask
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import FEATURES, Inputs
@@ -158,7 +158,7 @@ SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
 
 def run(device: str) -> None:
     """Every kernel that the device has, and appending to caches."""
-    target = dispatch.target_of(torch.device(device))
+    target = contract.target_of(torch.device(device))
     for kernel in dispatch.KERNELS:
         if target not in kernel.archs:
             continue

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import dispatch, flash_attn_interface
-from kernels.dispatch import Launch, Request, Tensors
+from kernels import contract, dispatch, flash_attn_interface
+from kernels.contract import Launch, Request, Tensors
 from tests.kernels.packed import packed_attention
 from tests.kernels.reference import attention
 
@@ -55,7 +55,7 @@ def install(monkeypatch: pytest.MonkeyPatch, target: str = "gfx950") -> StubKern
     stub = StubKernel()
     monkeypatch.setattr(dispatch, "KERNELS", rows())
     monkeypatch.setitem(sys.modules, "kernels.flash_attn_generic", SimpleNamespace(prepare=stub.prepare))
-    monkeypatch.setattr(dispatch, "target_of", lambda device: target)
+    monkeypatch.setattr(contract, "target_of", lambda device: target)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP", "FLY_ARCH"):
         monkeypatch.delenv(variable, raising=False)

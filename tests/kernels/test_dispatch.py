@@ -9,11 +9,11 @@ import pytest
 from fly.backends.target import targets
 from fly.errors import UnsupportedError
 from fly.runtime.cli import main
-from kernels import commands, dispatch
+from kernels import commands, contract, dispatch
 from kernels.callers import plain
 from tests.kernels.stub import rows
 
-REQUEST = dispatch.Request(
+REQUEST = contract.Request(
     head_dim=128,
     dtype="bf16",
     causal=True,

@@ -15,7 +15,7 @@ import torch
 import fly
 from fly.errors import DTypeError, EmulatorError
 from kernels import attention_launch, dispatch, flash_attn_interface
-from kernels.dispatch import Launch
+from kernels.contract import Launch
 from kernels.features import Mod
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, Pair, by_head, compare, document_mask, stripes

@@ -22,7 +22,7 @@ from fly.emulator.banks import MODELS, BankCounter
 from fly.errors import DTypeError, LayoutError, ShapeError, UnsupportedError
 from fly.runtime.device import device_for
 from kernels import dispatch
-from kernels.dispatch import Request
+from kernels.contract import Request
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions

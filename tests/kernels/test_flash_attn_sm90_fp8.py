@@ -18,7 +18,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, Unsupported
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8
-from kernels.dispatch import Request, Tensors
+from kernels.contract import Request, Tensors
 from kernels.feature_checks import DESCALES
 from kernels.features import NO_FEATURES, Features
 from kernels.flash_attn_interface import flydsl_flash_attn_func

@@ -15,7 +15,7 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.dispatch import Request
+from kernels.contract import Request
 from kernels.features import Features
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.flash_attn_sm90 import flash_attn_sm90

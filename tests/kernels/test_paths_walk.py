@@ -16,7 +16,8 @@ from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch
 from kernels.callers import plain
-from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA, Request
+from kernels.contract import Request
+from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA
 from kernels.feature_checks import DESCALES
 from kernels.features import NUMBERS, OPERANDS, Features, Mod
 from kernels.flash_attn_generic import flash_attn_generic, options_for

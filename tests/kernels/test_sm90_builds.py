@@ -14,7 +14,8 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
-from kernels.dispatch import FEATURES, Request, Tensors
+from kernels.contract import Request, Tensors
+from kernels.dispatch import FEATURES
 from kernels.features import Features, Mod
 from kernels.flash_attn_sm90_tiles import TILES
 from kernels.sm90_builds import (

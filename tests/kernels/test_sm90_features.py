@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
-from kernels.dispatch import Request
+from kernels.contract import Request
 from kernels.features import LOG2_E, Features, Mod
 from kernels.flash_attn_sm90 import HeadPlace
 from kernels.mask import KeyRange

@@ -1,0 +1,116 @@
+"""What a call and a kernel agree on: the request, its tensors, and the launch that a kernel makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fly.runtime.device import Device, device_for
+
+from .features import LOG2_E, NO_FEATURES, Features
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_SCALE = 2.0**127
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order in which kernels take them; None where the call has none.
+
+    Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
+    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. With pages, either form's q, out and
+    lse, and k, v (pages, page_size, Hkv, D). v and out may have another D than q and k. `debug_counts`: (2,)
+    float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and numbers of the request's
+    `asked` features, then auxiliary tensors.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    debug_counts: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    operands: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for, in the terms that decide the kernel; also what the chosen kernel is prepared for.
+
+    `dtype` is fly's name ("bf16", "f16"). Lengths are in tokens, the longest sequence's when packed, and `batch`
+    counts sequences; `cross_seqlen`: queries and keys of a sequence may differ in number. `num_kv_splits` 0 leaves
+    the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
+    out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
+    two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
+    `features` are keys of `dispatch.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
+    v and out, None when it is `head_dim`. `asked`: what the operands are.
+    """
+
+    head_dim: int
+    dtype: str
+    causal: bool
+    cross_seqlen: bool
+    return_lse: bool
+    batch: int
+    seq_len: int
+    seq_len_kv: int
+    num_heads: int
+    num_kv_heads: int
+    softmax_scale: float
+    num_kv_splits: int = 1
+    alignment: int = 16
+    kv_alignment: int = 16
+    q_pitch: int = 0
+    kv_pitch: int = 0
+    page_size: int | None = None
+    features: tuple[str, ...] = ()
+    tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    head_dim_v: int | None = None
+    asked: Features = NO_FEATURES
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def scale_log2(self) -> float:
+        """softmax_scale * log2(e), in f32's range: with a scale of 0, masked scores would be NaN."""
+        least = 2.0**-126 if self.tuning.get("daz") else 2.0**-149
+        return min(max(self.softmax_scale * LOG2_E, least), LARGEST_SCALE)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel that is compiled and bound for one kind of call.
+
+    `run(tensors, stream)` queues it on other tensors of the same shapes, strides, dtypes, alignment and device;
+    `stream` is a driver's handle, None for torch's current stream. When `workspace_bytes` is not 0, the tensors
+    have a workspace of so many bytes, 16-byte aligned, whose content does not matter.
+    """
+
+    run: Callable[[Tensors, int | None], None]
+    workspace_bytes: int = 0
+
+
+Prepare = Callable[[Tensors, Request], Launch]
+"""What a kernel's module has as `prepare`: it compiles and binds; a workspace may be missing at that time."""
+
+
+def device_of(device: torch.device) -> Device:
+    """What runs kernels on `device`'s tensors; the emulated GPU for the CPU.
+
+    Raises:
+        DeviceError: the device has no driver, or the CPU has no emulator.
+    """
+    return device_for((device.type, device.index or 0))
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture that runs kernels for `device`'s tensors, e.g. "sm_90a"; see `device_of`."""
+    return device_of(device).target
