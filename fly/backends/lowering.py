@@ -112,14 +112,15 @@ def bits(type_: ir.Type) -> int:
 
 OURS = ("fly", "hopper")  # the dialects that nothing but a lowering takes away
 
-Rule = Callable[[ir.Operation, Builder], "ir.Value | tuple[ir.Value, ...] | None"]
+Rule = Callable[[ir.Operation, Builder], "ir.Value | tuple[ir.Value, ...] | ir.Operation | None"]
 
 
 @dataclass(frozen=True)
 class Lower:
     """Replace every operation named in `rules` by what its rule builds.
 
-    A rule returns the value (or values) that stand for the operation's results, or None if it has none.
+    A rule returns the value (or values) that stand for the operation's results, None if it has none, or the operation
+    itself where it is to stay.
     Postcondition: no operation of this project's dialects is left.
 
     Raises:
@@ -138,6 +139,8 @@ class Lower:
                     raise CompileError(f"{self.name}: no rule for {op.name}")
                 continue
             result = rule(op, Builder(op, self.target))
+            if result is op:
+                continue
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             for old, new in zip(op.results, results, strict=False):
                 old.replace_all_uses_with(new)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import fly
 from fly.backends.target import target
 from fly.errors import CompileError
 from tests.backends.lowering import lowered
 from tests.filecheck import filecheck
+from tests.tracing import matrix
 
 
 def check(body: str, checks: str) -> None:
@@ -189,6 +193,35 @@ def test_approximate_functions_go_element_by_element():
         CHECK: "llvm.nvvm.rsqrt.approx.f"
         """,
     )
+
+
+def test_double_precision_numbers_become_words_by_an_instruction():
+    """And nothing else that is only seen as other bits."""
+    check(
+        """
+        %d = llvm.mlir.poison : vector<2xf64>
+        %words = vector.bitcast %d : vector<2xf64> to vector<4xi32>
+        %f = llvm.mlir.poison : vector<2xf32>
+        %bits = vector.bitcast %f : vector<2xf32> to vector<2xi32>
+        """,
+        """
+        CHECK-COUNT-2: "llvm.nvvm.d2i.lo"({{.*}}) {{.*}}
+        CHECK: vector.bitcast %{{.*}} : vector<2xf32> to vector<2xi32>
+        """,
+    )
+
+
+def test_a_stored_word_of_a_double_is_no_conversion():
+    """ptxas takes a 32-bit store of a register that was made as an f64 for a conversion to an integer."""
+
+    def halves(x: fly.Tensor, out: fly.Tensor):
+        words = x.load(0).to(fly.f64).bitcast(fly.i32)
+        out.store(words[0], 0)
+        out.store(words[1], 1)
+
+    ptx = fly.compile(fly.kernel(halves), matrix("f32"), matrix("i32"), block=32, target="sm_80").isa
+    assert not re.search(r"st\.global\.b32\s+\[[^]]*\], %rd", ptx)
+    assert re.search(r"mov\.b64\s+\{", ptx)
 
 
 def test_scheduling_hints_vanish():

@@ -176,6 +176,21 @@ def _widen_pairs(op: ir.Operation, b: Builder) -> ir.Value:
     return b.value("llvm.fpext", [b.vector(halves, ir.VectorType.get([len(halves)], half))], result)
 
 
+def _bitcast(op: ir.Operation, b: Builder) -> ir.Value | ir.Operation:
+    """f64 as words by an instruction of its own.
+
+    Without it LLVM stores the low word as `st.b32` of the 64-bit register, which ptxas (13.0) takes for a number that
+    is to be converted to an integer.
+    """
+    source, i32 = ir.VectorType(op.operands[0].type), ir.IntegerType.get_signless(32)
+    result = ir.VectorType(op.results[0].type)
+    if not isinstance(source.element_type, ir.F64Type) or result.element_type != i32:
+        return op
+    halves = ("llvm.nvvm.d2i.lo", "llvm.nvvm.d2i.hi")
+    words = [b.intrinsic(name, [number], i32) for number in b.elements(op.operands[0]) for name in halves]
+    return b.vector(words, result)
+
+
 def _sched(op: ir.Operation, b: Builder) -> None:
     """NVIDIA's assembler schedules by itself: there is nothing to say to it."""
 
@@ -203,6 +218,7 @@ _RULES = {
     "fly.narrow_pairs": _narrow_pairs,
     "fly.widen_pairs": _widen_pairs,
     "fly.sched": _sched,
+    "vector.bitcast": _bitcast,
     "fly.rcp": per_element("llvm.nvvm.rcp.approx.ftz.f"),
     "math.exp2": per_element("llvm.nvvm.ex2.approx.ftz.f"),
     "math.log2": per_element("llvm.nvvm.lg2.approx.ftz.f"),
