@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.simulator.barriers import Mbarrier
+from fly.simulator.barriers import Mbarrier, NamedBarrier
 from fly.simulator.products import InFlight, Located, multiply, registers_as_rows
 from fly.simulator.program import Node
 from fly.simulator.report import Finding
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fly.simulator.block import Block
 
 Waiting = Generator[Wait | None, None, Any]
+Arrival = tuple[NamedBarrier, int, list[int]]  # at which barrier, its generation, and of which warps
 
 
 class Role(Warps):
@@ -88,30 +89,40 @@ class Role(Warps):
         yield from self._sync(node, m, number, threads)
 
     def barrier_any(self, node: Node, m: Mask, number: Any, threads: Any, condition: Any) -> Waiting:
-        holds = bool(np.any(np.broadcast_to(condition, self.lanes)[self.indices(m)] != 0))
-        barrier = yield from self._sync(node, m, number, threads, holds)
-        return np.int32(barrier.held)
+        return (yield from self._sync(node, m, number, threads, condition))
 
     def barrier_arrive(self, node: Node, m: Mask, number: Any, threads: Any) -> Waiting:
         yield from self.pause()
         self._arrive(m, number, threads)
 
-    def _arrive(self, m: Mask, number: Any, threads: Any, condition: bool = False) -> tuple[Any, list[int]]:
-        warps = self.whole_warps(m, "a named barrier")
-        barrier = self.block.named_barrier(self.uniform(m, number, "a barrier's number"))
+    def _arrive(self, m: Mask, number: Any, threads: Any, condition: Any = False) -> list[Arrival]:
+        """Warps count at the barriers that they name, of which each may name another one."""
+        warps, named = self.whole_warps(m, "a named barrier"), {}
+        for warp in warps:
+            which = self.uniform(self.inside_warp(m, warp), number, "a barrier's number")
+            named.setdefault(which, []).append(warp)
         count = self.uniform(m, threads, "a barrier's threads")
-        barrier.arrive(WARP * len(warps), count, self.released(warps), condition)
-        return barrier, warps
+        arrivals = []
+        for which, these in named.items():
+            barrier = self.block.named_barrier(which)
+            arrivals.append((barrier, barrier.generation, these))
+            held = any(self._holds(self.inside_warp(m, warp), condition) for warp in these)
+            barrier.arrive(WARP * len(these), count, self.released(these), held)
+        return arrivals
 
-    def _sync(self, node: Node, m: Mask, number: Any, threads: Any, condition: bool = False) -> Waiting:
+    def _holds(self, m: Mask, condition: Any) -> bool:
+        return bool(np.any(np.broadcast_to(condition, self.lanes)[self.indices(m)] != 0))
+
+    def _sync(self, node: Node, m: Mask, number: Any, threads: Any, condition: Any = False) -> Waiting:
+        """What each warp's barrier was told: an i32 for all lanes, or one a lane where they were at several."""
         yield from self.pause()
-        which = self.block.named_barrier(self.uniform(m, number, "a barrier's number"))
-        generation = which.generation
-        barrier, warps = self._arrive(m, number, threads, condition)
-        if barrier.generation == generation:
-            yield (lambda: barrier.generation != generation), barrier.__str__
-        self.learn(warps, barrier.done)
-        return barrier
+        arrivals, told = self._arrive(m, number, threads, condition), np.zeros(self.warps, np.int32)
+        for barrier, generation, warps in arrivals:
+            if barrier.generation == generation:
+                yield (lambda b=barrier, g=generation: b.generation != g), barrier.__str__
+            self.learn(warps, barrier.done)
+            told[warps] = barrier.held
+        return told[arrivals[0][2][0]] if len(arrivals) == 1 else told[self.warp_of]
 
     def setmaxnreg(self, node: Node, m: Mask, *, action: str, registers: int) -> Waiting:
         self.whole(m, "setmaxnreg")
@@ -143,7 +154,7 @@ class Role(Warps):
     def _each_mbarrier(self, m: Mask, address: Any) -> Iterator[tuple[Mbarrier, int, int]]:
         """(mbarrier, warp, lanes) of each warp of the mask."""
         for warp in self.active_warps(m):
-            inside = self.warp_of == warp if m is None else m & (self.warp_of == warp)
+            inside = self.inside_warp(m, warp)
             place = self.uniform(inside, address, "an mbarrier's address")
             yield self.block.mbarrier(place, self.clocks[warp, 0]), warp, int(inside.sum())
 
@@ -156,14 +167,14 @@ class Role(Warps):
     def mbarrier_arrive_expect(self, node: Node, m: Mask, address: Any, count: Any) -> Waiting:
         yield from self.pause()
         for barrier, warp, lanes in self._each_mbarrier(m, address):
-            barrier.expect(lanes * self.uniform(m, count, "a byte count"))
+            barrier.expect(lanes * self.uniform(self.inside_warp(m, warp), count, "a byte count"))
             barrier.arrive(lanes, self.released([warp]))
             barrier.advance()
 
     def mbarrier_wait(self, node: Node, m: Mask, address: Any, parity: Any) -> Waiting:
         yield from self.pause()
         for barrier, warp, _ in list(self._each_mbarrier(m, address)):
-            wanted = self.uniform(m, parity, "a parity")
+            wanted = self.uniform(self.inside_warp(m, warp), parity, "a parity")
             if not barrier.passed(wanted):
                 yield (lambda b=barrier, p=wanted: b.passed(p)), barrier.__str__
             self.learn([warp], barrier.done)

@@ -91,6 +91,10 @@ class Warps:
         """Warps, counted in the role, with a lane in the mask."""
         return list(range(self.warps)) if m is None else np.unique(self.warp_of[m]).tolist()
 
+    def inside_warp(self, m: Mask, warp: int) -> np.ndarray:
+        """The lanes of a mask that are in a warp."""
+        return self.warp_of == warp if m is None else m & (self.warp_of == warp)
+
     def whole_warps(self, m: Mask, what: str) -> list[int]:
         """The warps of a mask.
 
