@@ -1,11 +1,12 @@
-"""What roles of a block wait at: mbarriers, named barriers, and the registers that warpgroups give and take.
+"""What roles of a block wait for: mbarriers, named barriers, bulk stores, and registers that warpgroups give up.
 
-PTX ISA, "mbarrier", "barrier", "setmaxnreg". Each hands on what those who arrive know to those who wait.
+PTX ISA, "mbarrier", "barrier", "cp.async.bulk.wait_group", "setmaxnreg". Barriers hand on what those who arrive know
+to those who wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Mbarrier:
     phase: int = 0
     pending: int = 0
     bytes: int = 0
+    place: str = ""  # where bytes were announced last
 
     def __post_init__(self) -> None:
         self.pending = self.arrivals
@@ -118,6 +120,43 @@ class NamedBarrier:
 
     def __str__(self) -> str:
         return f"barrier {self.number}, where {self.arrived} of {self.threads} threads are"
+
+
+@dataclass
+class Stores:
+    """Bulk stores of one warp, numbered from 1 on. Groups are a thread's own, and so are waits for them.
+
+    `open`: of each thread, the stores that are in no group yet; `groups`: its groups that it has not waited for;
+    `places`: where each store was started that nobody has waited for.
+    """
+
+    issued: int = 0
+    open: dict[int, list[int]] = field(default_factory=dict)
+    groups: dict[int, list[list[int]]] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+
+    def issue(self, thread: int, place: str) -> int:
+        """The number of a new store."""
+        self.issued += 1
+        self.open.setdefault(thread, []).append(self.issued)
+        self.places[self.issued] = place
+        return self.issued
+
+    def commit(self, thread: int) -> None:
+        """Close a thread's group; it may be empty."""
+        self.groups.setdefault(thread, []).append(self.open.pop(thread, []))
+
+    def wait(self, thread: int, newer: int) -> list[int]:
+        """The stores of a thread's groups but the `newer` last ones; nobody has to wait for them again."""
+        groups = self.groups.get(thread, [])
+        over = max(0, len(groups) - newer)
+        self.groups[thread] = groups[over:]
+        return [number for group in groups[:over] for number in group]
+
+    @property
+    def over(self) -> int:
+        """All stores up to this number have been waited for."""
+        return min(self.places, default=self.issued + 1) - 1
 
 
 @dataclass

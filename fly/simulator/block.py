@@ -22,7 +22,7 @@ MAX_MBARRIERS = 128
 
 @dataclass(frozen=True)
 class Components:
-    """Which components of the launch's clocks a block has: warps, each role's products and stores, mbarriers."""
+    """Which components of the launch's clocks a block has: warps, warpgroups' products, warps' bulk stores, mbarriers."""
 
     first: int
     warps: int
@@ -30,7 +30,7 @@ class Components:
 
     @staticmethod
     def count(warps: int, roles: int) -> int:
-        return warps + 2 * roles + MAX_MBARRIERS
+        return 2 * warps + roles + MAX_MBARRIERS
 
     def warp(self, number: int) -> int:
         return self.first + number
@@ -38,8 +38,8 @@ class Components:
     def products(self, role: int) -> int:
         return self.first + self.warps + role
 
-    def stores(self, role: int) -> int:
-        return self.first + self.warps + self.roles + role
+    def stores(self, warp: int) -> int:
+        return self.first + self.warps + self.roles + warp
 
     def mbarrier(self, number: int) -> int:
         return self.first + self.readers + number
@@ -47,7 +47,7 @@ class Components:
     @property
     def readers(self) -> int:
         """How many, from the first, may read shared memory."""
-        return self.warps + 2 * self.roles
+        return 2 * self.warps + self.roles
 
     def described(self, component: int, mbarriers: Sequence[Mbarrier]) -> str:
         """For messages."""
@@ -57,18 +57,19 @@ class Components:
         if number < self.warps + self.roles:
             return f"a product of warpgroup {number - self.warps}"
         if number < self.readers:
-            return f"a bulk store of warpgroup {number - self.warps - self.roles}"
+            return f"a bulk store of warp {number - self.warps - self.roles}"
         return f"a bulk copy that completes on {mbarriers[number - self.readers].name}"
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A bulk copy on its way; `land` does it."""
+    """A bulk copy on its way; `land` does it. `store`: its warp in the role and its number, of a copy to global memory."""
 
     block: Block
     role: Role
     location: str
     land: Callable[[], None]
+    store: tuple[int, int] | None = None
 
 
 @dataclass(eq=False)
@@ -104,18 +105,18 @@ class Block:
         self.registers = Registers.of(self.threads, parts.roles)
         self.roles = [Role(self, number) for number in range(parts.roles)]
 
-    def mbarrier(self, address: int, clocks: np.ndarray) -> Mbarrier:
+    def mbarrier(self, address: int, clocks: np.ndarray, what: str = "nothing orders before that") -> Mbarrier:
         """The mbarrier at an address, used by who has these clocks.
 
         Raises:
-            Finding: there is none, or it was initialised with nothing since that orders that before its use.
+            Finding: there is none, or it was initialised and they do not know of that: `what` is missing.
         """
         barrier = self.mbarriers.get(address)
         if barrier is None:
             raise Finding("mbarrier-init", f"{self.shared.named(address)} is no mbarrier that was initialised")
         component, when = barrier.made
         if clocks[component] < when:
-            raise Finding("mbarrier-init", f"uses {barrier.name}, whose initialisation nothing orders before that")
+            raise Finding("mbarrier-init", f"uses {barrier.name}, whose initialisation {what}")
         return barrier
 
     def make_mbarrier(self, address: int, arrivals: int, made: tuple[int, int]) -> None:
@@ -142,4 +143,5 @@ class Block:
         """Raises a Finding where the block ends with something unfinished."""
         for barrier in self.mbarriers.values():
             if barrier.bytes:
-                raise Finding("unfinished", f"the block ends while {barrier.name} expects {barrier.bytes} bytes")
+                what = f"the block ends while {barrier.name} expects {barrier.bytes} bytes"
+                raise Finding("unfinished", what, location=barrier.place)

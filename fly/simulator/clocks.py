@@ -14,7 +14,7 @@ import numpy as np
 
 HOST = 0  # the component of what was there before the launch
 WORD = 2  # bytes of shared memory whose accesses are told apart; of global memory it is each
-NOBODY = -1
+NOBODY, NEVER = -1, np.iinfo(np.int32).max
 ASYNC = 0  # layer of bulk copies and of the host; generic writes have one for each role
 
 Words = np.ndarray | slice
@@ -72,6 +72,15 @@ class Shadow:
     def _knows(self, layer: int, words: Words, clocks: np.ndarray) -> np.ndarray:
         writer = self.writer[layer, words]
         return (clocks[writer] >= self.clock[layer, words]) & (writer != NOBODY)
+
+    def stored_unseen(self, words: Words, generic: np.ndarray) -> Conflict | None:
+        """The first word with a store of a role that `generic` does not know of."""
+        for layer in range(1, len(self.writer)):
+            writer = self.writer[layer, words]
+            late = (generic[writer] < self.clock[layer, words]) & (writer != NOBODY)
+            if late.any():
+                return self._conflict(late, words)
+        return None
 
     def unordered(self, words: Words, clocks: np.ndarray, part: bool = False) -> Conflict | None:
         """The first word with a writer or a reader that `clocks` does not know of.

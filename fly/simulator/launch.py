@@ -165,7 +165,7 @@ class Launch:
     def _error(self, finding: Finding, role: Role, location: str) -> Exception:
         warp = role.first_warp + (finding.warp or 0)
         message = f"{finding.message} (schedule {self.seed})"
-        return error(finding.kind, self.program.name, location, role.block.index, warp, message)
+        return error(finding.kind, self.program.name, finding.location or location, role.block.index, warp, message)
 
     def _deadlock(self, live: list[Block]) -> Exception:
         """Nobody can go on: who waits for what."""

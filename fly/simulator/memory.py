@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, Conflict, Party, Shadow, words_of
+from fly.simulator.clocks import ASYNC, HOST, Conflict, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
 
@@ -44,6 +44,14 @@ class GlobalMemory:
             raise Finding("out-of-bounds", self._described(low, high))
         return self.spans[place]
 
+    def _span_of(self, addresses: np.ndarray, size: int) -> Span:
+        """The memory that holds accesses. Raises a Finding of the first that it does not hold."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        place = int(np.searchsorted(self.starts, low, "right")) - 1
+        if place >= 0 and high <= self.spans[place].end:
+            return self.spans[place]
+        return [self.span(address, address + size) for address in addresses.tolist()][0]
+
     def _described(self, low: int, high: int) -> str:
         """Where an address is, by the region that it is nearest to."""
         text = f"{high - low} bytes of global memory at {low:#x}"
@@ -72,13 +80,27 @@ class GlobalMemory:
         for party in parties:
             own, values = addresses[party.lanes], data[party.lanes]
             for span, lanes in self._apart(own, data.shape[1]):
-                offsets = own[lanes] - span.start
-                words = words_of(offsets, data.shape[1], 1)
-                if (gather(span.bytes, offsets, data.shape[1]) != values[lanes]).any():
-                    self._check(span.shadow.unordered(words, party.clocks), span, "writes")
-                span.begin_writing()
-                span.shadow.wrote(words, ASYNC, party.component, party.now)
-                scatter(span.bytes, offsets, values[lanes])
+                self.put(span, own[lanes] - span.start, values[lanes], party)
+
+    def put(self, span: Span, offsets: np.ndarray, data: np.ndarray, party: Party) -> None:
+        """Store runs of bytes, (offsets, bytes). The same bytes again may be stored with nothing that orders that."""
+        words = words_of(offsets, data.shape[1], 1)
+        if (gather(span.bytes, offsets, data.shape[1]) != data).any():
+            self._check(span.shadow.unordered(words, party.clocks), span, "writes")
+        span.begin_writing()
+        span.shadow.wrote(words, ASYNC, party.component, party.now)
+        scatter(span.bytes, offsets, data)
+
+    def check_fetch(self, span: Span, offsets: np.ndarray, size: int, clocks: np.ndarray) -> None:
+        """Raises a Finding where a bulk copy reads what the launch has stored: no fence of the dialect's orders that."""
+        if not span.written:
+            return
+        words = words_of(offsets, size, 1)
+        self._check(span.shadow.unseen(words, clocks), span, "reads")
+        stored = span.shadow.writer[ASYNC, words] != HOST
+        if stored.any():
+            place = self._named(span, int(words[stored.argmax()]))
+            raise Finding("proxy-fence", f"a bulk copy reads {place}, which a warp stored in the same launch")
 
     def restore(self) -> None:
         """Take back what the launch stored: counters of a launch that fails would mislead the next one."""
@@ -90,23 +112,26 @@ class GlobalMemory:
         """The memory of each access: (memory, which accesses)."""
         if not len(addresses):
             return []
-        low, high = int(addresses.min()), int(addresses.max()) + size
         places = np.searchsorted(self.starts, addresses, "right") - 1
         if (places == places[0]).all():
-            return [(self.span(low, high), slice(None))]
+            return [(self._span_of(addresses, size), slice(None))]
         found = []
         for place in np.unique(places):
             lanes = np.flatnonzero(places == place)
-            found.append((self.span(int(addresses[lanes].min()), int(addresses[lanes].max()) + size), lanes))
+            found.append((self._span_of(addresses[lanes], size), lanes))
         return found
 
     def _check(self, conflict: Conflict | None, span: Span, does: str) -> None:
         if conflict is None:
             return
-        address = span.start + conflict.word
+        what = f"{does} {self._named(span, conflict.word)}, which another warp or copy wrote"
+        raise Finding("global-race", f"{what} with nothing that orders the two")
+
+    def _named(self, span: Span, offset: int) -> str:
+        """A byte for a message."""
+        address = span.start + offset
         inside = next((r for r in self.regions if r.address <= address < r.end), None)
-        place = f"byte {address - inside.address} of {inside.name}" if inside else f"{address:#x}"
-        raise Finding("global-race", f"{does} {place}, which another warp wrote with nothing that orders the two")
+        return f"byte {address - inside.address} of {inside.name}" if inside else f"{address:#x}"
 
 
 class Span:

@@ -32,9 +32,9 @@ def error(kind: str, kernel: str, location: str, block: tuple[int, int, int], wa
 class Finding(Exception):
     """What a part of the simulator found that does not know the line; the role that ran into it adds where it is.
 
-    `warp` counts in the role, where it is known.
+    `warp` counts in the role, where it is known; `location`: where it was begun, of what is found later.
     """
 
-    def __init__(self, kind: str, message: str, warp: int | None = None):
+    def __init__(self, kind: str, message: str, warp: int | None = None, location: str = ""):
         super().__init__(message)
-        self.kind, self.message, self.warp = kind, message, warp
+        self.kind, self.message, self.warp, self.location = kind, message, warp, location

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.simulator.barriers import Mbarrier, NamedBarrier
+from fly.simulator.barriers import Mbarrier, NamedBarrier, Stores
+from fly.simulator.clocks import NEVER, Party
 from fly.simulator.products import InFlight, Located, multiply, registers_as_rows
 from fly.simulator.program import Node
 from fly.simulator.report import Finding
@@ -31,16 +32,22 @@ class Role(Warps):
 
     def __init__(self, block: Block, number: int):
         super().__init__(block, number)
-        self.products, self.stores = block.components.products(number), block.components.stores(number)
-        self.groups = self.retired = self.store_groups = 0
-        self.open_store = False
+        self.products = block.components.products(number)
+        self.groups = self.retired = 0
+        self.started = ""  # where the last product was
+        self.stored = [Stores() for _ in range(self.warps)]
         self.late: dict[int, Callable[[], None]] = {}  # products whose operands are read at the wait
         self.async_copies: list[Callable[[], None] | None] = []
 
     def check_end(self) -> None:
         """Raises a Finding where products or stores were not waited for."""
         if self.retired < self.groups:
-            raise Finding("unfinished", f"warpgroup {self.number} ends with products that it has not waited for")
+            what = f"warpgroup {self.number} ends with products that it has not waited for"
+            raise Finding("unfinished", what, location=self.started)
+        for warp, stores in enumerate(self.stored):
+            if stores.places:
+                what = f"warp {self.first_warp + warp} ends with bulk stores that may still read shared memory"
+                raise Finding("unfinished", what, warp, stores.places[stores.over + 1])
 
     # copies of sm_80
 
@@ -167,6 +174,7 @@ class Role(Warps):
     def mbarrier_arrive_expect(self, node: Node, m: Mask, address: Any, count: Any) -> Waiting:
         yield from self.pause()
         for barrier, warp, lanes in self._each_mbarrier(m, address):
+            barrier.place = self.place
             barrier.expect(lanes * self.uniform(self.inside_warp(m, warp), count, "a byte count"))
             barrier.arrive(lanes, self.released([warp]))
             barrier.advance()
@@ -198,25 +206,26 @@ class Role(Warps):
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
         place = self.uniform(m, destination, "a destination")
         clocks = self.clocks[warp].copy()
-        barrier = block.mbarrier(self.uniform(m, mbarrier, "an mbarrier's address"), clocks[0])
+        where = self.uniform(m, mbarrier, "an mbarrier's address")
+        barrier = block.mbarrier(where, clocks[0])
+        block.mbarrier(where, clocks[1], "no fence made visible to bulk copies")
         words = self._box(tensor_map, place, corner)
         phase = barrier.phase + 1
         block.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})
-        block.shared.announce(words, clocks[0], barrier.component, phase)
+        block.shared.announce(words, *clocks, barrier.component, phase)
 
         def land() -> None:
-            data = tensor_map.fetch(block.memory, corner)
+            data = tensor_map.fetch(block.memory, corner, clocks[0])
             block.shared.chunks[tensor_map.chunks(place)] = data.ravel().view(np.complex128)
             barrier.landed(tensor_map.bytes, clocks)
             barrier.advance()
 
         self._start_copy(land)
 
-    def _start_copy(self, land: Callable[[], None]) -> None:
+    def _start_copy(self, land: Callable[[], None], store: tuple[int, int] | None = None) -> None:
         from fly.simulator.block import Copy
 
-        location = self.block.program.translated.location(self.line)
-        self.block.copies.append(Copy(self.block, self, location, land))
+        self.block.copies.append(Copy(self.block, self, self.place, land, store))
 
     def _box(self, tensor_map: TensorMap, place: int, corner: list[int]) -> slice:
         """The words of shared memory that a box at a place takes."""
@@ -233,25 +242,39 @@ class Role(Warps):
         place = self.uniform(m, source, "a source")
         words = self._box(tensor_map, place, corner)
         block.shared.check_read(words, self.clocks[warp, 0], self.clocks[warp, 1])
-        block.shared.shadow.read(words, self.stores, self.store_groups + 1)
-        self.open_store = True
+        component = block.components.stores(self.first_warp + warp)
+        number = self.stored[warp].issue(int(self.indices(m)[0]), self.place)
+        block.shared.shadow.read(words, component, number)
+        # others never know of it: a wait is for what the copy reads, not for what it writes
+        by = Party(slice(None), self.clocks[warp, 0].copy(), component, NEVER)
 
         def land() -> None:
             data = block.shared.chunks[tensor_map.chunks(place)].view(np.uint8)
-            tensor_map.put(block.memory, corner, data.reshape(-1, tensor_map.line_bytes))
+            tensor_map.put(block.memory, corner, data.reshape(-1, tensor_map.line_bytes), by)
 
-        self._start_copy(land)
+        self._start_copy(land, (warp, number))
 
     def tma_commit(self, node: Node, m: Mask) -> None:
-        self.store_groups += 1
-        self.open_store = False
+        for lane in self.indices(m).tolist():
+            self.stored[self.warp_of[lane]].commit(lane)
 
     def tma_wait_read(self, node: Node, m: Mask, *, newer: int) -> Waiting:
-        """All stores of the role land first: one that is later than it must be is found by what overwrites it."""
-        while any(copy.role is self for copy in self.block.copies):
-            yield (lambda: not any(c.role is self for c in self.block.copies)), lambda: "its bulk stores"
+        over = {
+            (warp, number)
+            for warp in self.active_warps(m)
+            for lane in np.flatnonzero(self.inside_warp(m, warp)).tolist()
+            for number in self.stored[warp].wait(lane, newer)
+        }
+        if self._on_its_way(over):
+            yield (lambda: not self._on_its_way(over)), lambda: "its bulk stores"
+        for warp, number in over:
+            del self.stored[warp].places[number]
         for warp in self.active_warps(m):
-            self.clocks[warp, 0, self.stores] = max(0, self.store_groups - newer)
+            component = self.block.components.stores(self.first_warp + warp)
+            self.clocks[warp, 0, component] = self.stored[warp].over
+
+    def _on_its_way(self, stores: set[tuple[int, int]]) -> bool:
+        return any(copy.role is self and copy.store in stores for copy in self.block.copies)
 
     # products
 
@@ -276,6 +299,7 @@ class Role(Warps):
         size = 32 // atom.k
         b = Located.of(self.uniform(m, rest[0], "a descriptor"), tuple(b_steps), n, bool(b_transposed), size)
         self.groups += 1
+        self.started = self.place
         self._reads(b)
         a = None
         if a_registers:

@@ -128,8 +128,7 @@ class SharedMemory:
         if conflict is None:
             return
         if generic is not None and self.shadow.unseen(words, clocks) is None:
-            place = self.named(conflict.word * WORD)
-            raise Finding("proxy-fence", f"reads {place}, which a warp stored with no fence.proxy.async since")
+            self._no_fence(conflict, "reads")
         self._race(conflict, "reads", "written")
 
     def check_write(self, words: Words, clocks: np.ndarray, part: bool = False) -> None:
@@ -137,6 +136,10 @@ class SharedMemory:
         conflict = self.shadow.unordered(words, clocks, part)
         if conflict is not None:
             self._race(conflict, "writes", "in use")
+
+    def _no_fence(self, conflict: Conflict, does: str) -> None:
+        place = self.named(conflict.word * WORD)
+        raise Finding("proxy-fence", f"{does} {place}, which a warp stored with no fence.proxy.async since")
 
     def _race(self, conflict: Conflict, does: str, state: str) -> None:
         place = self.named(conflict.word * WORD)
@@ -150,9 +153,12 @@ class SharedMemory:
 
     # bulk copies and products
 
-    def announce(self, words: Words, clocks: np.ndarray, by: int, phase: int) -> None:
-        """A bulk copy will write words, until `by` has reached `phase`."""
+    def announce(self, words: Words, clocks: np.ndarray, proxy: np.ndarray, by: int, phase: int) -> None:
+        """A bulk copy will write words, until `by` has reached `phase`; `proxy` as `generic` of `check_read`."""
         self.check_write(words, clocks)
+        conflict = self.shadow.stored_unseen(words, proxy)
+        if conflict is not None:
+            self._no_fence(conflict, "writes over")
         self.shadow.wrote(words, ASYNC, by, phase)
 
 

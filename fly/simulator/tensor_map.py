@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fly.errors import SimulatorError
+from fly.simulator.clocks import Party
 from fly.simulator.memory import GlobalMemory
 from fly.simulator.report import Finding
 from fly.simulator.shared import CHUNK
@@ -93,27 +94,32 @@ class TensorMap:
         high = max(low, min(self.box[-1], self.shape[-1] - corner[-1]) * size)
         return offsets.ravel() + corner[-1] * size, inside.ravel(), low, high
 
-    def fetch(self, memory: GlobalMemory, corner: Sequence[int]) -> np.ndarray:
-        """(lines, line_bytes) of a box, zeros where the tensor has nothing.
+    def fetch(self, memory: GlobalMemory, corner: Sequence[int], clocks: np.ndarray) -> np.ndarray:
+        """(lines, line_bytes) of a box, zeros where the tensor has nothing; read by who has these `clocks`.
 
         Raises:
-            Finding: the tensor is not in the memory of the launch.
+            Finding: the tensor is not in the memory of the launch, or the launch itself stored to what is read.
         """
         span = memory.span(self.address, self.address + self.extent)
         data = np.zeros((math.prod(self.box[:-1]), self.line_bytes), np.uint8)
         offsets, inside, low, high = self.lines(corner)
         if high > low and inside.any():
             starts = offsets[inside] + (self.address - span.start) + low
+            memory.check_fetch(span, starts, high - low, clocks)
             data[inside, low:high] = _runs(span.bytes, starts, high - low)
         return data
 
-    def put(self, memory: GlobalMemory, corner: Sequence[int], data: np.ndarray) -> None:
-        """Store a box; what lies outside of the tensor is dropped."""
+    def put(self, memory: GlobalMemory, corner: Sequence[int], data: np.ndarray, by: Party) -> None:
+        """Store a box; what lies outside of the tensor is dropped.
+
+        Raises:
+            Finding: the tensor is not in the memory of the launch, or nothing orders another store before this one.
+        """
         span = memory.span(self.address, self.address + self.extent)
-        span.begin_writing()
         offsets, inside, low, high = self.lines(corner)
-        starts = offsets[inside] + (self.address - span.start) + low
-        span.bytes[starts[:, None] + np.arange(high - low)] = data[inside, low:high]
+        if high > low and inside.any():
+            starts = offsets[inside] + (self.address - span.start) + low
+            memory.put(span, starts, data[inside, low:high], by)
 
     def chunks(self, destination: int) -> np.ndarray:
         """The 16-byte chunks of shared memory, by number, that a box's bytes go to, in its order."""

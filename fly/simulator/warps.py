@@ -66,6 +66,11 @@ class Warps:
         """The line of the translated kernel that it is at."""
         return self.steps.gi_frame.f_lineno
 
+    @property
+    def place(self) -> str:
+        """The author's file and line that it is at."""
+        return self.block.program.translated.location(self.line)
+
     # masks
 
     def split(self, m: Mask, condition: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import torch
 
 import fly
 from fly import config
-from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm import tma
 from fly.backends.nvvm.mbarrier import Mbarriers, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from tests.simulating.schedules import SEEDS, reported
@@ -155,12 +155,12 @@ def zeroed(name: str = "tile") -> fly.Pointer:
     return to
 
 
-def square(place: fly.Pointer, total: fly.Value | None = None) -> fly.Value:
-    """The product of a tile with itself, started."""
+def square(place: fly.Pointer) -> tuple[WarpgroupAtom, Operand, Operand, int]:
+    """What `wgmma.issue` takes for the product of a tile with itself."""
     both = Operand(place, TILE)
-    return wgmma.issue(ATOM, both, both, 4, total)
+    return ATOM, both, both, 4
 
 
 def keep(total: fly.Value, out: fly.Tensor) -> None:
-    """Use accumulators."""
+    """Use accumulators that have been waited for."""
     out.store(total[0].to(fly.i32), thread())

@@ -127,7 +127,7 @@ def a_product_of_a_part(g, right):
         fly.store(fly.broadcast(fly.i32(0), 4), place.offset(piece * 2048 + thread() * 16), align=16)
     intrinsics.fence_async_shared()
     fly.barrier()
-    total = square(place)  #!
+    total = wgmma.issue(*square(place))  #!
     keep(wgmma.wait(0, total)[0], g.out)
 
 
@@ -316,7 +316,7 @@ def a_store_that_is_in_no_group(g, right):
 @mistake("shared-race", f"writes byte 0 of 'tile', in use by a product of warpgroup 0 {RACE}")
 def a_store_while_a_product_reads(g, right):
     place = loaded(g.source)
-    total = square(place)
+    total = wgmma.issue(*square(place))
     if right:
         (total,) = wgmma.wait(0, total)
     fly.store(thread(), place.offset(thread() * 4))  #!
@@ -330,7 +330,7 @@ def a_wait_for_the_product_before(g, right):
     place, other = loaded(g.source), zeroed("other")
     intrinsics.fence_async_shared()
     fly.barrier()
-    first, second = square(other), square(place)
+    first, second = wgmma.issue(*square(other)), wgmma.issue(*square(place))
     (first,) = wgmma.wait(0 if right else 1, first)
     fly.store(thread(), place.offset(thread() * 4))  #!
     (second,) = wgmma.wait(0, second)
@@ -343,7 +343,7 @@ def a_product_before_its_operand(g, right):
     load_tile(g.source, place, landed)
     if right:
         landed.wait(0, 0)
-    total = square(place)  #!
+    total = wgmma.issue(*square(place))  #!
     keep(wgmma.wait(0, total)[0], g.out)
     landed.wait(0, 0)
 
@@ -366,7 +366,7 @@ def a_slot_is_released_before_the_wait(g, right):
     with fly.when(thread() < 128):
         for _, at in (loop := fly.range(3, carry=Position.start())):
             ring.wait(at)
-            total = square(place)
+            total = wgmma.issue(*square(place))
             if not right:
                 ring.release(at)
             (total,) = wgmma.wait(0, total)
@@ -396,7 +396,7 @@ def a_slot_is_released_before_the_product(g, right):
             ring.wait(at)
             if not right:
                 ring.release(at)
-            total = square(place)  #!
+            total = wgmma.issue(*square(place))  #!
             (total,) = wgmma.wait(0, total)
             if right:
                 ring.release(at)
@@ -424,8 +424,8 @@ def a_parity_of_the_round_before(g, right):
             loop.next(ring.next(at))
     with fly.when(thread() < 128):
         for _, at in (loop := fly.range(3, carry=Position.start())):
-            ring.full.wait(at.index, at.phase ^ (0 if right else 1))
-            (total,) = wgmma.wait(0, square(place))  #!
+            ring.full.wait(at.index, at.phase ^ (0 if right else 1))  #!
+            (total,) = wgmma.wait(0, wgmma.issue(*square(place)))  #!
             ring.release(at)
             keep(total, g.out)
             loop.next(ring.next(at))
@@ -433,17 +433,17 @@ def a_parity_of_the_round_before(g, right):
 
 @mistake("in-flight", "uses accumulators of a product that has not been waited for")
 def accumulators_without_a_wait(g, right):
-    total = square(loaded(g.source))
+    total = wgmma.issue(*square(loaded(g.source)))
     if right:
         (total,) = wgmma.wait(0, total)
-    keep(total, g.out)  #!
+    g.out.store(total[0].to(fly.i32), thread())  #!
     wgmma.wait(0)
 
 
 @mistake("in-flight", "the wait leaves the product unfinished whose accumulators it gives")
 def a_wait_that_leaves_the_last_product(g, right):
     place = loaded(g.source)
-    first, second = square(place), square(place)
+    first, second = wgmma.issue(*square(place)), wgmma.issue(*square(place))
     (second,) = wgmma.wait(0 if right else 1, second)  #!
     (first,) = wgmma.wait(0, first)
     keep(first + second, g.out)
@@ -474,7 +474,7 @@ def a_fence_before_the_stores(g, right):
     if right:
         intrinsics.fence_async_shared()
     fly.barrier()
-    total = square(place)  #!
+    total = wgmma.issue(*square(place))  #!
     keep(wgmma.wait(0, total)[0], g.out)
 
 
@@ -488,7 +488,7 @@ def a_fence_of_one_warp(g, right):
         with fly.when(thread() < 32):
             intrinsics.fence_async_shared()
     fly.barrier()
-    total = square(place)  #!
+    total = wgmma.issue(*square(place))  #!
     keep(wgmma.wait(0, total)[0], g.out)
 
 
@@ -507,7 +507,7 @@ def a_fence_without_a_barrier(g, right):
 # global memory
 
 
-@mistake("global-race", f"reads byte 128 of out, which another warp wrote {RACE}")
+@mistake("global-race", f"reads byte 128 of out, which another warp or copy wrote {RACE}")
 def results_of_another_warp(g, right):
     g.out.store(g.x.load(thread()) + 1, thread())
     if right:
@@ -515,13 +515,13 @@ def results_of_another_warp(g, right):
     g.out.store(g.out.load(thread() ^ 32), 128 + thread())  #!
 
 
-@mistake("global-race", f"writes byte 0 of out, which another warp wrote {RACE}", grid=2)
+@mistake("global-race", f"writes byte 0 of out, which another warp or copy wrote {RACE}", grid=2)
 def blocks_store_to_one_place(g, right):
     block = fly.block_id.x
     g.out.store(thread() + block + 5, thread() + (block * 128 if right else 0))  #!
 
 
-@mistake("global-race", f"reads byte 0 of out, which another warp wrote {RACE}", grid=3)
+@mistake("global-race", f"reads byte (0|128) of out, which another warp or copy wrote {RACE}", grid=3)
 def a_count_that_orders_nothing(g, right):
     """Blocks but the last store a part; the last one to come reads all of them."""
     block = fly.block_id.x
