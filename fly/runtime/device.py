@@ -130,12 +130,15 @@ def device_for(key: DeviceKey) -> Device:
 
 def _open(kind: str, ordinal: int) -> Device:
     if kind == "cpu":
-        if any(t.arch == config.ARCH.get() and t.backend == "nvvm" for t in targets()):
-            return importlib.import_module("fly.runtime.simulated").SimulatedDevice(config.ARCH.get())
+        arch, known = config.ARCH.get(), {t.arch: t.backend for t in targets()}
+        if arch not in known:
+            raise DeviceError(f"FLY_ARCH={arch!r}; CPU tensors run on one of {', '.join(known)}")
+        if known[arch] == "nvvm":
+            return importlib.import_module("fly.runtime.simulated").SimulatedDevice(arch)
         for module in _EMULATOR:
             if importlib.util.find_spec(module) is None:
                 raise MissingPackageError("emulating a GPU for CPU tensors", module, "; or pass tensors on a GPU")
-        return importlib.import_module("fly.runtime.emulated").EmulatedDevice(config.ARCH.get())
+        return importlib.import_module("fly.runtime.emulated").EmulatedDevice(arch)
     if kind != "cuda":
         raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")
     torch = sys.modules.get("torch")

@@ -22,7 +22,8 @@ MAX_MBARRIERS = 128
 
 @dataclass(frozen=True)
 class Components:
-    """Which components of the launch's clocks a block has: warps, warpgroups' products, warps' bulk stores, mbarriers."""
+    """Which components of the launch's clocks a block has: warps, warpgroups' products, warps' bulk stores,
+    and mbarriers."""
 
     first: int
     warps: int
@@ -63,7 +64,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Copy:
-    """A bulk copy on its way; `land` does it. `store`: its warp in the role and its number, of a copy to global memory."""
+    """A bulk copy on its way; `land` does it. `store`: its warp in the role and its number, of a store."""
 
     block: Block
     role: Role
@@ -76,7 +77,8 @@ class Copy:
 class Block:
     """One that runs: `components` are its own of the launch's clocks, which have `time` of them.
 
-    All blocks share `atomics`, what those know who counted at an address, and `counts` of what was executed.
+    All blocks share `atomics`, what those know who counted at an address, and `counts` of what was executed. Warps of
+    the warpgroups `apart` go on each for itself.
     """
 
     program: Program
@@ -88,6 +90,7 @@ class Block:
     time: int
     atomics: dict[int, np.ndarray]
     counts: Counter[str]
+    apart: frozenset[int]
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
@@ -103,7 +106,10 @@ class Block:
         for warp in range(parts.warps):
             self.clocks[warp, 0, parts.warp(warp)] = 1
         self.registers = Registers.of(self.threads, parts.roles)
-        self.roles = [Role(self, number) for number in range(parts.roles)]
+        self.roles = []
+        for number in range(parts.roles):
+            warps = range(4 * number, min(4 * number + 4, parts.warps))
+            self.roles += [Role(self, number, w) for w in warps] if number in self.apart else [Role(self, number)]
 
     def mbarrier(self, address: int, clocks: np.ndarray, what: str = "nothing orders before that") -> Mbarrier:
         """The mbarrier at an address, used by who has these clocks.

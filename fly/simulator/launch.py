@@ -14,7 +14,7 @@ import numpy as np
 from fly.simulator.block import WARP, WARPGROUP, Block, Components, Copy
 from fly.simulator.memory import GlobalMemory, Region
 from fly.simulator.program import Program
-from fly.simulator.report import Finding, error
+from fly.simulator.report import Finding, Together, error
 from fly.simulator.role import Role
 
 RESIDENT = 4  # blocks that run at a time
@@ -45,6 +45,14 @@ class Policy:
         return among[0] if self.seed < 2 else self.random.choice(among)
 
 
+class _Apart(Exception):
+    """Warpgroups of which some warps wait for what others of them have not come to: they have to run apart."""
+
+    def __init__(self, warpgroups: frozenset[int]):
+        super().__init__()
+        self.warpgroups = warpgroups
+
+
 @dataclass
 class Launch:
     """A grid of blocks of a program, over flat arguments: addresses, numbers, and `TensorMap`s.
@@ -62,9 +70,9 @@ class Launch:
     counts: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
-        self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
-        self.atomics: dict[int, np.ndarray] = {}
-        self.values = self._values()
+        self.apart: frozenset[int] = frozenset()  # warpgroups whose warps go on each for itself
+        self.deadlock: Exception | None = None  # of when they did not
+        self.told = 0  # blocks that `progress` knows of
 
     def run(self) -> None:
         """Until all blocks have ended. A launch that fails leaves memory as it was.
@@ -73,13 +81,21 @@ class Launch:
             SimulatorReportError: the checks found something.
             SimulatorError: an operation that the simulator does not know.
         """
-        try:
-            self._run()
-        except BaseException:
-            self.memory.restore()
-            raise
+        while True:
+            self.policy, self.memory = Policy(self.seed), GlobalMemory(self.regions)
+            try:
+                return self._run()
+            except _Apart as apart:
+                self.memory.restore()
+                self.apart |= apart.warpgroups
+            except BaseException:
+                self.memory.restore()
+                raise
 
     def _run(self) -> None:
+        self.atomics: dict[int, np.ndarray] = {}
+        self.values = self._values()
+        self.counts.clear()
         waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
         free = list(range(RESIDENT))
         live: list[Block] = []
@@ -118,7 +134,7 @@ class Launch:
     def _start(self, index: tuple[int, int, int], place: int) -> Block:
         time = 1 + RESIDENT * self._per_block
         components = Components(1 + place * self._per_block, *self._sizes)
-        shared = self.memory, self.policy, components, time, self.atomics, self.counts
+        shared = self.memory, self.policy, components, time, self.atomics, self.counts, self.apart
         block = Block(self.program, index, self.grid, *shared)
         for role in block.roles:
             role.start(self.program.translated.run(role, *self.values))
@@ -144,6 +160,8 @@ class Launch:
         except Finding as finding:
             location = self.program.translated.raised_at(finding)
             raise self._error(finding, role, location) from None
+        except Together:
+            raise self.deadlock from None  # which is one, then
 
     def _land(self, copy: Copy) -> None:
         copy.block.copies.remove(copy)
@@ -160,7 +178,9 @@ class Launch:
         except Finding as finding:
             raise self._error(finding, block.roles[0], "") from None
         self.counts["blocks"] += 1
-        self.progress(1)
+        if self.counts["blocks"] > self.told:
+            self.told += 1
+            self.progress(1)
 
     def _error(self, finding: Finding, role: Role, location: str) -> Exception:
         warp = role.first_warp + (finding.warp or 0)
@@ -168,21 +188,14 @@ class Launch:
         return error(finding.kind, self.program.name, finding.location or location, role.block.index, warp, message)
 
     def _deadlock(self, live: list[Block]) -> Exception:
-        """Nobody can go on: who waits for what."""
-        waits = []
-        for block in live:
-            for role in block.roles:
-                if not role.ended:
-                    place = self.program.translated.location(role.line)
-                    waits.append(
-                        (role, place, f"block {block.index} warpgroup {role.number} at {place}: {role.waits_for()}")
-                    )
-        role, place, _ = waits[0]
-        return error(
-            "deadlock",
-            self.program.name,
-            place,
-            role.block.index,
-            role.first_warp,
-            f"nobody can go on; {'; '.join(text for *_, text in waits)} (schedule {self.seed})",
-        )
+        """Nobody can go on: who waits for what; or an `_Apart`, where warps of a warpgroup wait for one another."""
+        roles = [role for block in live for role in block.roles if not role.ended]
+        first = roles[0]
+        message = f"nobody can go on; {'; '.join(role.waits_for() for role in roles)} (schedule {self.seed})"
+        where = first.place, first.block.index, first.first_warp
+        found = error("deadlock", self.program.name, *where, message)
+        apart = frozenset(role.number for role in roles if role.apart)
+        if not apart:
+            return found
+        self.deadlock = self.deadlock or found
+        return _Apart(apart)

@@ -50,7 +50,8 @@ class GlobalMemory:
         place = int(np.searchsorted(self.starts, low, "right")) - 1
         if place >= 0 and high <= self.spans[place].end:
             return self.spans[place]
-        return [self.span(address, address + size) for address in addresses.tolist()][0]
+        spans = [self.span(address, address + size) for address in addresses.tolist()]
+        return spans[0]
 
     def _described(self, low: int, high: int) -> str:
         """Where an address is, by the region that it is nearest to."""
@@ -92,7 +93,7 @@ class GlobalMemory:
         scatter(span.bytes, offsets, data)
 
     def check_fetch(self, span: Span, offsets: np.ndarray, size: int, clocks: np.ndarray) -> None:
-        """Raises a Finding where a bulk copy reads what the launch has stored: no fence of the dialect's orders that."""
+        """Raises a Finding where a bulk copy reads what the launch has stored: the dialect has no fence for that."""
         if not span.written:
             return
         words = words_of(offsets, size, 1)

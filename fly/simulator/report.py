@@ -29,6 +29,10 @@ def error(kind: str, kernel: str, location: str, block: tuple[int, int, int], wa
     return SimulatorReportError(text, (Report(kind, kernel, location, block, warp, text),))
 
 
+class Together(Exception):
+    """A warp that goes on for itself has come to what its whole warpgroup executes."""
+
+
 class Finding(Exception):
     """What a part of the simulator found that does not know the line; the role that ran into it adds where it is.
 

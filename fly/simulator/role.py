@@ -28,10 +28,10 @@ Arrival = tuple[NamedBarrier, int, list[int]]  # at which barrier, its generatio
 
 
 class Role(Warps):
-    """Warps `4 * number` to `4 * number + 3` of a block, as far as it has them."""
+    """Warps that go on together: a warpgroup's, as far as the block has them, or one of them `alone`."""
 
-    def __init__(self, block: Block, number: int):
-        super().__init__(block, number)
+    def __init__(self, block: Block, number: int, alone: int | None = None):
+        super().__init__(block, number, alone)
         self.products = block.components.products(number)
         self.groups = self.retired = 0
         self.started = ""  # where the last product was
@@ -132,7 +132,8 @@ class Role(Warps):
         return told[arrivals[0][2][0]] if len(arrivals) == 1 else told[self.warp_of]
 
     def setmaxnreg(self, node: Node, m: Mask, *, action: str, registers: int) -> Waiting:
-        self.whole(m, "setmaxnreg")
+        if m is not None or not self.alone:
+            self.whole(m, "setmaxnreg")
         pool = self.block.registers
         held = pool.held[self.number]
         if (registers > held) if action == "dec" else (registers < held):

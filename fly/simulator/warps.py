@@ -15,7 +15,7 @@ from fly.simulator import lanes as lane_operations
 from fly.simulator.arithmetic import below, is_array
 from fly.simulator.clocks import Party
 from fly.simulator.program import Node, Type
-from fly.simulator.report import Finding
+from fly.simulator.report import Finding, Together
 from fly.simulator.shared import CHUNK
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ FREE: Wait = (lambda: True, lambda: "nothing")
 
 
 class Warps:
-    """Four warps of a block from warp `4 * number` on, or as many as it has."""
+    """Four warps of a block from warp `4 * number` on, or as many as it has; or `alone`, the one with that number."""
 
-    def __init__(self, block: Block, number: int):
-        self.block, self.number = block, number
-        first = number * WARPGROUP
-        self.lanes = min(WARPGROUP, block.threads - first)
+    def __init__(self, block: Block, number: int, alone: int | None = None):
+        self.block, self.number, self.alone = block, number, alone is not None
+        first, most = (number * WARPGROUP, WARPGROUP) if alone is None else (alone * WARP, WARP)
+        self.lanes = min(most, block.threads - first)
         self.first_warp, self.warps = first // WARP, -(-self.lanes // WARP)
         self.clocks = block.clocks[self.first_warp : self.first_warp + self.warps]
         thread = np.arange(first, first + self.lanes, dtype=np.int32)
@@ -59,7 +59,15 @@ class Warps:
             self.ended = True
 
     def waits_for(self) -> str:
-        return f"waits for {self.waits[1]()}"
+        """For messages: who it is, where, and what for."""
+        who = f"warp {self.first_warp}" if self.warps == 1 else f"warpgroup {self.number}"
+        return f"block {self.block.index} {who} at {self.place}: waits for {self.waits[1]()}"
+
+    @property
+    def apart(self) -> bool:
+        """Whether some of its warps are elsewhere in the kernel than those that go on."""
+        m = self.steps.gi_frame.f_locals["m"]
+        return len(self.active_warps(m)) < self.warps
 
     @property
     def line(self) -> int:
@@ -114,7 +122,9 @@ class Warps:
         return warps
 
     def whole(self, m: Mask, what: str) -> None:
-        """Raises a Finding where it is not a whole warpgroup."""
+        """Raises a Finding where it is not a whole warpgroup, or `Together`."""
+        if self.alone:
+            raise Together
         if m is not None or self.lanes < WARPGROUP:
             raise Finding("divergence", f"{what} in a part of a warpgroup")
 

@@ -125,9 +125,9 @@ def tile(name: str = "tile") -> fly.Pointer:
     return fly.alloc_shared(name, TILE.bytes, 1024)
 
 
-def landing(arrivals: int = 1, count: int = 1) -> Mbarriers:
+def landing(arrivals: int = 1, count: int = 1, name: str = "landed") -> Mbarriers:
     """Barriers that are ready for use."""
-    barriers = Mbarriers.allocate("landed", count, arrivals)
+    barriers = Mbarriers.allocate(name, count, arrivals)
     init_all([barriers])
     return barriers
 

@@ -9,7 +9,6 @@ from fly.backends.nvvm.mbarrier import Position, Ring, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from fly.ir import memory
 from tests.simulating.mistakes import (
-    ATOM,
     TILE,
     Mistake,
     Mistakes,

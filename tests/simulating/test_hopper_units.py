@@ -25,6 +25,7 @@ from fly.backends.nvvm.intrinsics import (
     sync_warp,
     warpgroup_id,
 )
+from fly.backends.nvvm.mbarrier import Position, Ring, init_all
 from fly.errors import CheckError
 from tests.simulating.schedules import SEEDS, in_every_schedule
 
@@ -180,8 +181,7 @@ def last_one_adds(source: fly.Tensor, parts: fly.Tensor, counters: fly.Tensor, o
         is_last.store(fly.select(atomic_wrap(counters.at(y), blocks - 1) == blocks - 1, 1, 0), 0)
     fly.barrier()
     with fly.when(is_last.load(0) == 1):
-        total = fly.f32(0.0)
-        for i, total in (loop := fly.range(blocks, carry=total)):
+        for i, total in (loop := fly.range(blocks, carry=fly.f32(0.0))):
             loop.next(total + parts.load(i, y, thread))
         out.store(loop.results, y, thread)
 
@@ -311,3 +311,53 @@ def test_a_matrix_product_that_names_no_architecture(arch, dtype, monkeypatch):
     tiling = example.Tiling(m=64, n=64, k=32)
     in_every_schedule(lambda: example.matmul[(1, 2), example.THREADS](a, b, c, tiling=tiling), c)
     assert torch.equal(c, (a.double() @ b.double().T).to(dtype))
+
+
+# warps of one warpgroup with roles of their own
+
+
+@fly.kernel
+def pipeline(source: fly.Tensor, out: fly.Tensor, *, rows: int, stages: int):
+    """out = 3 (source + 1): warp 0 fills a ring, warp 1 adds and fills another one, warp 2 takes from that.
+
+    Warp 3 leaves; and warpgroup 1 counts the rows that warp 2 tells it of.
+    """
+    words = [fly.SharedMemory(name, fly.f32, stages * 32) for name in ("first", "second")]
+    rings = [Ring.allocate(name, stages, 1, producer_warps=1) for name in ("ring", "next_ring")]
+    init_all(rings)
+    warp, lane = fly.thread_id.x // 32, fly.lane_id()
+    with fly.when(warp == 0):
+        for row, at in (loop := fly.range(rows, carry=Position.start())):
+            rings[0].claim(at)
+            words[0].store(source.load(row, lane), at.index * 32 + lane)
+            rings[0].publish(at)
+            loop.next(rings[0].next(at))
+    with fly.when(warp == 1):
+        for _, at in (loop := fly.range(rows, carry=Position.start())):
+            rings[0].wait(at)
+            rings[1].claim(at)
+            words[1].store(words[0].load(at.index * 32 + lane) + 1.0, at.index * 32 + lane)
+            rings[0].release(at)
+            rings[1].publish(at)
+            loop.next(rings[1].next(at))
+    with fly.when(warp == 2):
+        for row, at in (loop := fly.range(rows, carry=Position.start())):
+            rings[1].wait(at)
+            out.store(words[1].load(at.index * 32 + lane) * 3.0, row, lane)
+            rings[1].release(at)
+            barrier_sync(1, 64)
+            loop.next(rings[1].next(at))
+    with fly.when(warp == 4):
+        for row, total in (loop := fly.range(rows, carry=fly.i32(0))):
+            barrier_sync(1, 64)
+            loop.next(total + row)
+        out.store(loop.results.to(fly.f32), rows, lane)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_warps_of_a_warpgroup_work_for_one_another(stages):
+    rows = 5
+    source, out = torch.randint(-50, 50, (rows, 32)).float(), torch.full((rows + 1, 32), torch.nan)
+    in_every_schedule(lambda: pipeline[2, 160](source, out, rows=rows, stages=stages), out)
+    assert torch.equal(out[:rows], 3 * (source + 1))
+    assert torch.equal(out[rows], torch.full((32,), 10.0))
