@@ -20,7 +20,8 @@ REGISTERS = 65536  # of a multiprocessor
 class Mbarrier:
     """One mbarrier: a phase is complete when `pending` arrivals and `bytes` are there.
 
-    `component`: whose time its phases are; `made`: the warp that initialised it, and when. `clocks`: what those know
+    `component`: whose time its phases are; `made`: the warp that initialised it, and when; `fenced`: the same of the
+    `fence.mbarrier_init` after that. `clocks`: what those know
     who arrive in this phase; `done`: what those learn who wait for the last one.
     """
 
@@ -34,6 +35,7 @@ class Mbarrier:
     pending: int = 0
     bytes: int = 0
     place: str = ""  # where bytes were announced last
+    fenced: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self.pending = self.arrivals
@@ -41,6 +43,13 @@ class Mbarrier:
     def passed(self, parity: int) -> bool:
         """Whether the phase with this parity has completed, as a wait sees it."""
         return (self.phase & 1) != parity
+
+    def check_visible(self, clocks: np.ndarray) -> None:
+        """Raises a Finding where bulk copies of who has these clocks, (2, components), may not see it initialised."""
+        by_fence = self.fenced is not None and clocks[0, self.fenced[0]] >= self.fenced[1]
+        if not by_fence and clocks[1, self.made[0]] < self.made[1]:
+            what = f"uses {self.name}, whose initialisation no fence made visible to bulk copies"
+            raise Finding("mbarrier-init", what)
 
     def arrive(self, count: int, clocks: np.ndarray) -> None:
         """Raises a Finding for more arrivals than the phase has."""

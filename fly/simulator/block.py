@@ -111,18 +111,18 @@ class Block:
             warps = range(4 * number, min(4 * number + 4, parts.warps))
             self.roles += [Role(self, number, w) for w in warps] if number in self.apart else [Role(self, number)]
 
-    def mbarrier(self, address: int, clocks: np.ndarray, what: str = "nothing orders before that") -> Mbarrier:
+    def mbarrier(self, address: int, clocks: np.ndarray) -> Mbarrier:
         """The mbarrier at an address, used by who has these clocks.
 
         Raises:
-            Finding: there is none, or it was initialised and they do not know of that: `what` is missing.
+            Finding: there is none, or it was initialised with nothing since that orders that before its use.
         """
         barrier = self.mbarriers.get(address)
         if barrier is None:
             raise Finding("mbarrier-init", f"{self.shared.named(address)} is no mbarrier that was initialised")
         component, when = barrier.made
         if clocks[component] < when:
-            raise Finding("mbarrier-init", f"uses {barrier.name}, whose initialisation {what}")
+            raise Finding("mbarrier-init", f"uses {barrier.name}, whose initialisation nothing orders before that")
         return barrier
 
     def make_mbarrier(self, address: int, arrivals: int, made: tuple[int, int]) -> None:

@@ -149,7 +149,13 @@ class Role(Warps):
             self.clocks[warp, 0, self.own[warp]] += 1
 
     def fence_mbarrier_init(self, node: Node, m: Mask) -> None:
-        self.fence_async_shared(node, m)
+        for warp in self.active_warps(m):
+            own, clocks = self.own[warp], self.clocks[warp, 0]
+            for barrier in self.block.mbarriers.values():
+                component, when = barrier.made
+                if barrier.fenced is None and clocks[component] >= when:
+                    barrier.fenced = own, int(clocks[own])
+            clocks[own] += 1
 
     # mbarriers
 
@@ -207,9 +213,8 @@ class Role(Warps):
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
         place = self.uniform(m, destination, "a destination")
         clocks = self.clocks[warp].copy()
-        where = self.uniform(m, mbarrier, "an mbarrier's address")
-        barrier = block.mbarrier(where, clocks[0])
-        block.mbarrier(where, clocks[1], "no fence made visible to bulk copies")
+        barrier = block.mbarrier(self.uniform(m, mbarrier, "an mbarrier's address"), clocks[0])
+        barrier.check_visible(clocks)
         words = self._box(tensor_map, place, corner)
         phase = barrier.phase + 1
         block.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})

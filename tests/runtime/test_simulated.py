@@ -106,11 +106,6 @@ GRIDS = {
     "grid y": ((1, 65536), 64, "doubled: grid y is 65536; the simulated GPU (sm_90a) takes at most 65535"),
     "grid z": ((1, 1, 65536), 64, "doubled: grid z is 65536; the simulated GPU (sm_90a) takes at most 65535"),
     "block z": (1, (1, 1, 65), "doubled: block z is 65; the simulated GPU (sm_90a) takes at most 64"),
-    "threads": (
-        1,
-        (64, 32),
-        "doubled: block is (64, 32, 1), threads: 2048; the simulated GPU (sm_90a) takes at most",
-    ),
 }
 
 
