@@ -7,8 +7,22 @@ import torch
 
 from fly import config
 from fly.runtime.device import CPU, device_for
-from kernels import flash_attn_interface, kv_cache, tile_counters
+from fly.runtime.launch import Launcher
+from kernels import (
+    flash_attn_interface,
+    flash_attn_sm90,
+    flash_attn_sm90_fp8,
+    kv_cache,
+    split_combine,
+    tile_counters,
+)
 
+KERNELS = (
+    flash_attn_sm90.flash_attn_sm90,
+    flash_attn_sm90_fp8.flash_attn_sm90_fp8,
+    flash_attn_sm90_fp8.turn_values,
+    split_combine.split_combine,
+)
 SEEDS = range(5)  # schedules
 UNITS = 3  # multiprocessors: few, so that blocks take several tiles
 
@@ -27,6 +41,8 @@ def simulated(request, monkeypatch, seed):
     monkeypatch.setenv(config.SIMULATOR_SEED.name, str(seed % len(SEEDS) if schedule is None else schedule))
     monkeypatch.setattr(device_for(CPU), "compute_units", UNITS)
     monkeypatch.setattr(tile_counters, "_counters", {})  # a bug may leave them in any state
+    for kernel in KERNELS:  # builds that no other test has take memory
+        monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
     for module in (flash_attn_interface, kv_cache):  # plans of other builds
         monkeypatch.setattr(module, "_plans", {})
 

@@ -14,7 +14,6 @@ import torch
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 from fly.errors import SimulatorReportError
-from fly.runtime.launch import Launcher
 from kernels import flash_attn_sm90, flash_attn_sm90_fp8, sm90_combine, sm90_producer
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90 import Consumer
@@ -32,12 +31,11 @@ from tests.kernels.reference import check, reference
 from tests.kernels.simulated import SEEDS, simulated  # noqa: F401
 
 KERNEL = ""
-KERNELS = (flash_attn_sm90.flash_attn_sm90, flash_attn_sm90_fp8.flash_attn_sm90_fp8, flash_attn_sm90_fp8.turn_values)
 
 
 @pytest.fixture
 def force(monkeypatch):
-    """Builds of a call's request, whatever its shape; kernels are traced anew."""
+    """Builds of a call's request, whatever its shape."""
 
     def take(**fields) -> None:
         def build(request, units, typical=None, table=None, kind=Sm90Options):
@@ -48,8 +46,6 @@ def force(monkeypatch):
 
         for module in (flash_attn_sm90, flash_attn_sm90_fp8):
             monkeypatch.setattr(module, "build_for", build)
-        for kernel in KERNELS:
-            monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
 
     return take
 
