@@ -151,3 +151,10 @@ class Block:
             if barrier.bytes:
                 what = f"the block ends while {barrier.name} expects {barrier.bytes} bytes"
                 raise Finding("unfinished", what, location=barrier.place)
+
+    def close(self) -> None:
+        """Let go of what is large: blocks and roles know each other, and what does waits for the garbage collector."""
+        for role in self.roles:
+            role.close()
+        self.roles, self.copies = [], []
+        del self.shared, self.clocks

@@ -99,17 +99,22 @@ class Launch:
         waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
         free = list(range(RESIDENT))
         live: list[Block] = []
-        with np.errstate(all="ignore"):
-            while True:
-                for index in itertools.islice(waiting, len(free)):
-                    live.append(self._start(index, free.pop(0)))
-                if not live:
-                    return
-                self._step(live)
-                for block in [b for b in live if all(role.ended for role in b.roles) and not b.copies]:
-                    self._end(block)
-                    live.remove(block)
-                    free.append((block.components.first - 1) // self._per_block)
+        try:
+            with np.errstate(all="ignore"):
+                while True:
+                    for index in itertools.islice(waiting, len(free)):
+                        live.append(self._start(index, free.pop(0)))
+                    if not live:
+                        return
+                    self._step(live)
+                    for block in [b for b in live if all(role.ended for role in b.roles) and not b.copies]:
+                        self._end(block)
+                        live.remove(block)
+                        free.append((block.components.first - 1) // self._per_block)
+                        block.close()
+        finally:
+            for block in live:
+                block.close()
 
     @property
     def _per_block(self) -> int:

@@ -48,6 +48,11 @@ class Warps:
     def start(self, steps: Generator[Wait | None, None, None]) -> None:
         self.steps = steps
 
+    def close(self) -> None:
+        """Let go of the block, and of all that the kernel's values are."""
+        self.steps.close()
+        del self.steps, self.clocks
+
     def ready(self) -> bool:
         return not self.ended and self.waits[0]()
 
