@@ -153,7 +153,7 @@ class Block:
                 raise Finding("unfinished", what, location=barrier.place)
 
     def close(self) -> None:
-        """Let go of what is large: blocks and roles know each other, and such circles wait for the garbage collector."""
+        """Let go of what is large: blocks and roles are circles, which wait for the garbage collector."""
         for role in self.roles:
             role.close()
         self.roles, self.copies = [], []
