@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fly.simulator.program import Node, Type
+from fly.simulator.report import Finding
 
 FLOAT8 = {"f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "f8e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 
@@ -63,9 +64,15 @@ def select(condition: Any, a: Any, b: Any) -> Any:
 
 
 def merge(condition: Any, a: Any, b: Any) -> Any:
-    """Values of two branches that lanes took apart; anything but numbers is the same in both."""
+    """Values of two branches that lanes took apart; anything but numbers is the same in both.
+
+    Raises:
+        Finding: tokens of copies, which cannot be waited for by some lanes.
+    """
     if a is b:
         return a
+    if isinstance(a, frozenset):
+        raise Finding("divergence", "a token of copies in a loop or a branch that threads leave apart")
     if is_array(a) and a.ndim == 2:
         condition = condition[:, None]
     return np.where(condition, a, b)

@@ -11,19 +11,18 @@ import numpy as np
 
 from fly.simulator.barriers import Mbarrier, NamedBarrier, Registers
 from fly.simulator.memory import GlobalMemory
-from fly.simulator.program import Program
+from fly.simulator.program import ROLE_WARPS, Program
 from fly.simulator.report import Finding
 from fly.simulator.role import Role
-from fly.simulator.shared import SharedMemory
+from fly.simulator.shared import SharedAccess, SharedMemory
 
-WARP, WARPGROUP = 32, 128
 MAX_MBARRIERS = 128
 
 
 @dataclass(frozen=True)
 class Components:
     """Which components of the launch's clocks a block has: warps, warpgroups' products, warps' bulk stores,
-    and mbarriers."""
+    warps' asynchronous copies, and mbarriers."""
 
     first: int
     warps: int
@@ -31,7 +30,7 @@ class Components:
 
     @staticmethod
     def count(warps: int, roles: int) -> int:
-        return 2 * warps + roles + MAX_MBARRIERS
+        return 3 * warps + roles + MAX_MBARRIERS
 
     def warp(self, number: int) -> int:
         return self.first + number
@@ -42,8 +41,11 @@ class Components:
     def stores(self, warp: int) -> int:
         return self.first + self.warps + self.roles + warp
 
+    def copies(self, warp: int) -> int:
+        return self.first + self.readers + warp
+
     def mbarrier(self, number: int) -> int:
-        return self.first + self.readers + number
+        return self.first + self.readers + self.warps + number
 
     @property
     def readers(self) -> int:
@@ -59,7 +61,9 @@ class Components:
             return f"a product of warpgroup {number - self.warps}"
         if number < self.readers:
             return f"a bulk store of warp {number - self.warps - self.roles}"
-        return f"a bulk copy that completes on {mbarriers[number - self.readers].name}"
+        if number < self.readers + self.warps:
+            return f"a copy of warp {number - self.readers} that is not waited for"
+        return f"a bulk copy that completes on {mbarriers[number - self.readers - self.warps].name}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Copy:
 class Block:
     """One that runs: `components` are its own of the launch's clocks, which have `time` of them.
 
-    All blocks share `atomics`, what those know who counted at an address, and `counts` of what was executed. Warps of
-    the warpgroups `apart` go on each for itself.
+    All blocks share `atomics`, what those know who counted at an address, `counts` of what was executed, and
+    `shared_accesses`. Warps of the warpgroups `apart` go on each for itself.
     """
 
     program: Program
@@ -90,25 +94,25 @@ class Block:
     time: int
     atomics: dict[int, np.ndarray]
     counts: Counter[str]
+    shared_accesses: list[SharedAccess] | None
     apart: frozenset[int]
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        x, y, z = self.program.block
-        self.threads = x * y * z
         parts = self.components
-        self.shared = SharedMemory(self.program.target.shared_bytes, parts.roles, parts.first, parts.readers)
+        limit, sizes = self.program.target.shared_bytes, self.program.allocations
+        self.shared = SharedMemory(limit, sizes, parts.roles, parts.first, parts.readers)
         self.shared.who = lambda component: parts.described(component, list(self.mbarriers.values()))
         # of each warp: what it knows, and what the asynchronous proxy may see through it
         self.clocks = np.zeros((parts.warps, 2, self.time), np.int32)
         for warp in range(parts.warps):
             self.clocks[warp, 0, parts.warp(warp)] = 1
-        self.registers = Registers.of(self.threads, parts.roles)
+        self.registers = Registers.of(self.program.threads, parts.roles)
         self.roles = []
         for number in range(parts.roles):
-            warps = range(4 * number, min(4 * number + 4, parts.warps))
+            warps = range(ROLE_WARPS * number, min(ROLE_WARPS * (number + 1), parts.warps))
             self.roles += [Role(self, number, w) for w in warps] if number in self.apart else [Role(self, number)]
 
     def mbarrier(self, address: int, clocks: np.ndarray) -> Mbarrier:

@@ -8,6 +8,7 @@ run here. So a missing wait is found in every schedule.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,21 @@ class Party:
 
 
 @dataclass(frozen=True)
+class Parties:
+    """Accesses of several warps: the warp of each, and of each warp what it knows, who it is and its own time."""
+
+    rows: np.ndarray
+    clocks: np.ndarray  # (warps, components)
+    components: np.ndarray
+    now: np.ndarray
+
+    def __iter__(self) -> Iterator[Party]:
+        for row in np.unique(self.rows):
+            lanes = np.flatnonzero(self.rows == row)
+            yield Party(lanes, self.clocks[row], int(self.components[row]), int(self.now[row]))
+
+
+@dataclass(frozen=True)
 class Conflict:
     """An access that another is not ordered before: `by` is its component, `word` the first word concerned."""
 
@@ -47,11 +63,16 @@ class Shadow:
 
     def __init__(self, words: int, layers: int, readers: int = 0, first_reader: int = 0, written: bool = False):
         self.writer = np.full((layers, words), NOBODY, np.int32)
-        self.clock = np.zeros((layers, words), np.int32)
+        self.clock = np.full((layers, words), NEVER, np.int32)
         self.reads = np.zeros((readers, words), np.int32)
         self.first_reader = first_reader
         if written:
-            self.writer[ASYNC] = HOST
+            self.writer[ASYNC], self.clock[ASYNC] = HOST, 0
+
+    def known(self, words: np.ndarray, rows: np.ndarray, clocks: np.ndarray) -> bool:
+        """Whether somebody wrote every word of whom its row of `clocks` knows."""
+        writer, clock = self.writer.take(words, axis=1), self.clock.take(words, axis=1)
+        return bool((clocks[rows, writer] >= clock).any(axis=0).all())
 
     def unwritten(self, words: Words) -> int | None:
         """The first word of an access that nobody has written."""
@@ -71,7 +92,7 @@ class Shadow:
 
     def _knows(self, layer: int, words: Words, clocks: np.ndarray) -> np.ndarray:
         writer = self.writer[layer, words]
-        return (clocks[writer] >= self.clock[layer, words]) & (writer != NOBODY)
+        return clocks[writer] >= self.clock[layer, words]
 
     def stored_unseen(self, words: Words, generic: np.ndarray) -> Conflict | None:
         """The first word with a store of a role that `generic` does not know of."""
@@ -87,15 +108,15 @@ class Shadow:
 
         `part`: the access is of a part of a word, and warps may write other parts.
         """
-        for layer in range(1 if part else len(self.writer)):
-            writer = self.writer[layer, words]
-            late = (clocks[writer] < self.clock[layer, words]) & (writer != NOBODY)
-            if late.any():
-                return self._conflict(late, words)
+        layers = slice(1 if part else None)
+        writer, clock = _at(self.writer[layers], words), _at(self.clock[layers], words)
+        late = ((clocks[writer] < clock) & (writer != NOBODY)).any(axis=0)
+        if late.any():
+            return self._conflict(late, words)
         if not len(self.reads):
             return None
         known = clocks[self.first_reader : self.first_reader + len(self.reads)]
-        late = self.reads[:, words] > known[:, None]
+        late = _at(self.reads, words) > known[:, None]
         if not late.any():
             return None
         row, place = (int(x) for x in np.argwhere(late)[0])
@@ -107,16 +128,21 @@ class Shadow:
 
     def wrote(self, words: Words, layer: int, by: int, clock: int) -> None:
         """Words have a new value."""
-        self.writer[:, words] = NOBODY
+        self.writer[:, words], self.clock[:, words] = NOBODY, NEVER
         self.wrote_same(words, layer, by, clock)
 
     def wrote_same(self, words: Words, layer: int, by: int, clock: int) -> None:
         """Words were written with the value that they had."""
         self.writer[layer, words], self.clock[layer, words] = by, clock
 
-    def read(self, words: Words, by: int, clock: int) -> None:
+    def read(self, words: Words, by: int | np.ndarray, clock: int | np.ndarray) -> None:
         """Words were read."""
         self.reads[by - self.first_reader, words] = clock
+
+
+def _at(table: np.ndarray, words: Words) -> np.ndarray:
+    """Columns of a table."""
+    return table[:, words] if isinstance(words, slice) else table.take(words, axis=1)
 
 
 def words_of(offsets: np.ndarray, size: int, word: int) -> np.ndarray:

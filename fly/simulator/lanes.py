@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fly.backends.target import target
 from fly.simulator.arithmetic import is_array
-from fly.simulator.products import places
+from fly.simulator.products import places, widened
 from fly.simulator.report import Finding
-
-_WARP = 32
 
 
 def _same(value: np.ndarray) -> Any:
@@ -19,36 +20,36 @@ def _same(value: np.ndarray) -> Any:
     return value[0] if value.ndim == 1 and (value == value[0]).all() else value
 
 
-def shuffle(value: Any, lane: Any, mode: str, lanes: int) -> Any:
-    """The value of another lane, by index or by xor.
+def shuffle(value: Any, lane: Any, mode: str, size: int) -> Any:
+    """The value of another lane of a warp of `size`, by index or by xor.
 
     Raises:
         Finding: a lane outside of the warp.
     """
     if not is_array(value):
         return value
-    own = np.arange(lanes)
-    other = np.broadcast_to(lane, lanes) if mode == "idx" else own % _WARP ^ lane
-    if ((other < 0) | (other >= _WARP)).any():
+    own = np.arange(len(value))
+    other = np.broadcast_to(lane, len(value)) if mode == "idx" else own % size ^ lane
+    if ((other < 0) | (other >= size)).any():
         raise Finding("divergence", "a shuffle from a lane outside of the warp")
-    result = value[own // _WARP * _WARP + other]
+    result = value[own // size * size + other]
     return _same(result) if mode == "idx" else result
 
 
-def pair(value: Any, mask: int, lanes: int) -> tuple[Any, Any]:
+def pair(value: Any, mask: int) -> tuple[Any, Any]:
     """Of a lane and its xor partner, the lower lane's first."""
     if not is_array(value):
         return value, value
-    lane = np.arange(lanes)
+    lane = np.arange(len(value))
     return value[np.minimum(lane, lane ^ mask)], value[np.maximum(lane, lane ^ mask)]
 
 
-def any_lane(condition: Any, m: np.ndarray | None, lanes: int) -> Any:
-    """Whether it holds in an active lane of the warp."""
+def any_lane(condition: Any, m: np.ndarray | None, size: int) -> Any:
+    """Whether it holds in an active lane of the warp of `size`."""
     if not is_array(condition):
         return condition
     held = condition if m is None else condition & m
-    return _same(held.reshape(-1, _WARP).any(axis=1).repeat(_WARP))
+    return _same(held.reshape(-1, size).any(axis=1).repeat(size))
 
 
 def permute_bytes(low: Any, high: Any, selector: Any) -> Any:
@@ -74,20 +75,57 @@ def matrix_rows(words: Sequence[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(rows).view(np.uint8)
 
 
-def load_matrix(load: Any, runs: np.ndarray) -> np.ndarray:
-    """An operand's elements, from the run at each lane's address."""
-    warps = runs.reshape(-1, load.lanes * load.run)
-    return warps[:, places(load.table)].reshape(len(runs), load.values)
+@dataclass(frozen=True)
+class WarpLoad:
+    """A matrix load of a warp: each lane gives the address of a run, and gets the values at `table` of all runs."""
+
+    name: str
+    run: int  # elements
+    table: np.ndarray  # (lanes, values)
+
+    @staticmethod
+    @functools.cache
+    def of(arch: str, name: str) -> WarpLoad:
+        """An architecture's load by name."""
+        load = target(arch).matrix_load(name)
+        return WarpLoad(name, load.run, places(load.table))
+
+    def __call__(self, runs: np.ndarray) -> np.ndarray:
+        """(lanes of all warps, values), from the run at each lane's address."""
+        warps = runs.reshape(-1, len(self.table) * self.run)
+        return warps.take(self.table, axis=1).reshape(len(runs), -1)
 
 
-def mma(atom: Any, a: Any, b: Any, c: Any, lanes: int) -> np.ndarray:
-    """A warp's product; the index of C is row + m * column."""
-    ia, ib, ic = places(atom.a), places(atom.b), places(atom.c)
-    a, b, c = (np.broadcast_to(v, (lanes, v.shape[1])) for v in (a, b, c))
-    result = np.empty(c.shape, np.float32)
-    for first in range(0, lanes, _WARP):
-        warp = slice(first, first + _WARP)
-        left, right = np.zeros((atom.k, atom.m), np.float32), np.zeros((atom.k, atom.n), np.float32)
-        left.flat[ia], right.flat[ib] = a[warp], b[warp]
-        result[warp] = c[warp] + (right.T @ left).ravel()[ic]
-    return result
+@dataclass(frozen=True)
+class WarpProduct:
+    """A product of a warp: of each element of A (k, m) and B (k, n), which of the warp's values it is, lane by lane,
+    and of each lane's values of C which element of (n, m) it is."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    a: np.ndarray
+    b: np.ndarray
+    c: np.ndarray
+
+    @staticmethod
+    @functools.cache
+    def of(arch: str, name: str) -> WarpProduct:
+        """An architecture's matrix instruction by name."""
+        atom = target(arch).atom(name)
+        a, b = (np.argsort(places(layout), axis=None) for layout in (atom.a, atom.b))
+        return WarpProduct(atom.m, atom.n, atom.k, atom.dtype, a, b, places(atom.c))
+
+    def __call__(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, lanes: int) -> np.ndarray:
+        """(lanes, values) of A times B and C, of all warps in `lanes`."""
+        warps = lanes // len(self.c)
+        left = self._operand(a, self.a, lanes, warps).reshape(warps, self.k, self.m)
+        right = self._operand(b, self.b, lanes, warps).reshape(warps, self.k, self.n)
+        product = (right.transpose(0, 2, 1) @ left).reshape(warps, -1)
+        return c + product.take(self.c, axis=1).reshape(lanes, -1)
+
+    def _operand(self, values: np.ndarray, which: np.ndarray, lanes: int, warps: int) -> np.ndarray:
+        """(warps, elements) of a matrix, in f32."""
+        whole = values if len(values) == lanes else np.broadcast_to(values, (lanes, values.shape[1]))
+        return widened(whole.reshape(warps, -1).take(which, axis=1).view(np.uint8), self.dtype)

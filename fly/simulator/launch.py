@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from fly.simulator.block import WARP, WARPGROUP, Block, Components, Copy
+from fly.simulator.block import Block, Components, Copy
 from fly.simulator.memory import GlobalMemory, Region
 from fly.simulator.program import Program
 from fly.simulator.report import Finding, Together, error
 from fly.simulator.role import Role
+from fly.simulator.shared import SharedAccess
 
 RESIDENT = 4  # blocks that run at a time
 
@@ -24,6 +25,7 @@ class Policy:
     """Who goes on next, by a seed: in order, copies at once (0), copies as late as can be (1), or by chance.
 
     Those by chance differ in how often roles are interrupted, how long copies take, and when products read.
+    `late_copies`: asynchronous copies of a thread's own land when they are waited for, else when they are issued.
     """
 
     def __init__(self, seed: int):
@@ -31,6 +33,7 @@ class Policy:
         self.interrupts = 0.0 if seed < 2 else self.random.choice((0.0, 0.1, 0.5))
         self.copies = {0: 1.0, 1: 0.0}.get(seed, self.random.choice((0.02, 0.2, 0.5)))
         self.late_products = seed == 1 or (seed > 1 and self.random.random() < 0.5)
+        self.late_copies = seed == 1 or (seed > 1 and self.random.random() < 0.5)
 
     def interrupt(self) -> bool:
         """Whether a role that could go on lets others go first."""
@@ -59,6 +62,7 @@ class Launch:
 
     `seed` chooses the schedule; results of a right kernel do not depend on it. `progress` is told of finished blocks.
     `counts`: blocks, bulk copies and their bytes, products and their multiply-adds that were executed.
+    `shared_accesses`: what warps did to shared memory, if `observe_shared`.
     """
 
     program: Program
@@ -67,7 +71,9 @@ class Launch:
     arguments: Sequence[Any]
     seed: int = 0
     progress: Callable[[int], None] = lambda blocks: None
+    observe_shared: bool = False
     counts: Counter[str] = field(default_factory=Counter, init=False)
+    shared_accesses: list[SharedAccess] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.apart: frozenset[int] = frozenset()  # warpgroups whose warps go on each for itself
@@ -96,6 +102,7 @@ class Launch:
         self.atomics: dict[int, np.ndarray] = {}
         self.values = self._values()
         self.counts.clear()
+        self.shared_accesses.clear()
         waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
         free = list(range(RESIDENT))
         live: list[Block] = []
@@ -118,13 +125,7 @@ class Launch:
 
     @property
     def _per_block(self) -> int:
-        return Components.count(*self._sizes)
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        x, y, z = self.program.block
-        threads = x * y * z
-        return -(-threads // WARP), -(-threads // WARPGROUP)
+        return Components.count(self.program.warps, self.program.roles)
 
     def _values(self) -> list[Any]:
         """Arguments as the kernel's values."""
@@ -138,9 +139,10 @@ class Launch:
 
     def _start(self, index: tuple[int, int, int], place: int) -> Block:
         time = 1 + RESIDENT * self._per_block
-        components = Components(1 + place * self._per_block, *self._sizes)
-        shared = self.memory, self.policy, components, time, self.atomics, self.counts, self.apart
-        block = Block(self.program, index, self.grid, *shared)
+        components = Components(1 + place * self._per_block, self.program.warps, self.program.roles)
+        shared = self.memory, self.policy, components, time, self.atomics, self.counts
+        accesses = self.shared_accesses if self.observe_shared else None
+        block = Block(self.program, index, self.grid, *shared, accesses, self.apart)
         for role in block.roles:
             role.start(self.program.translated.run(role, *self.values))
         return block

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, HOST, Conflict, Party, Shadow, words_of
+from fly.simulator.clocks import ASYNC, HOST, Conflict, Parties, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
 
@@ -61,21 +61,25 @@ class GlobalMemory:
         near = min(self.regions, key=lambda r: max(r.address - low, high - r.end))
         return f"{text}, byte {low - near.address} of {near.name}, which has {near.nbytes}"
 
-    def read(self, addresses: np.ndarray, size: int, align: int, parties: Sequence[Party]) -> np.ndarray:
+    def read(self, addresses: np.ndarray, size: int, align: int, parties: Parties) -> np.ndarray:
         """(lanes, size) bytes at addresses, of which each of `parties` reads its own."""
         check_alignment(addresses, align)
         data = np.empty((len(addresses), size), np.uint8)
         for span, lanes in self._apart(addresses, size):
             offsets = addresses[lanes] - span.start
             data[lanes] = gather(span.bytes, offsets, size)
-        for party in parties:
-            for span, lanes in self._apart(addresses[party.lanes], size):
-                if span.written:
-                    words = words_of(addresses[party.lanes][lanes] - span.start, size, 1)
-                    self._check(span.shadow.unseen(words, party.clocks), span, "reads")
+            if span.written:
+                words, rows = words_of(offsets, size, 1), parties.rows[lanes].repeat(size)
+                if not span.shadow.known(words, rows, parties.clocks):
+                    self._check_read(span, addresses[lanes], size, replace(parties, rows=parties.rows[lanes]))
         return data
 
-    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Sequence[Party]) -> None:
+    def _check_read(self, span: Span, addresses: np.ndarray, size: int, parties: Parties) -> None:
+        for party in parties:
+            words = words_of(addresses[party.lanes] - span.start, size, 1)
+            self._check(span.shadow.unseen(words, party.clocks), span, "reads")
+
+    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Iterable[Party]) -> None:
         """Store (lanes, size) bytes, of which each of `parties` stores its own."""
         check_alignment(addresses, align)
         for party in parties:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from fly.passes.walk import kernel_function
 if TYPE_CHECKING:
     from fly.simulator.translate import Translated
 
+STRUCTURED = ("scf.if", "scf.for", "scf.while")  # operations with regions
+ROLE_WARPS = 4  # warps that go through a kernel together: a warpgroup of Hopper's
 DTYPES = {
     "i1": np.dtype(np.bool_),
     "i8": np.dtype(np.int8),
@@ -74,6 +78,27 @@ class Program:
     nodes: tuple[Node, ...]
     locations: tuple[str, ...]
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return -(-self.threads // self.target.wave_size)
+
+    @property
+    def roles(self) -> int:
+        """Roles of a block."""
+        return -(-self.warps // ROLE_WARPS)
+
+    @functools.cached_property
+    def allocations(self) -> tuple[tuple[int, int], ...]:
+        """(bytes, alignment) of every buffer of shared memory."""
+        nodes = [node for node in _walk(self.nodes) if node.name == "fly.alloc_shared"]
+        return tuple((node.attributes["bytes"], node.attributes["align"]) for node in nodes)
+
     @staticmethod
     def of(module: ir.Module, target: Target) -> Program:
         """Read a traced module.
@@ -99,6 +124,13 @@ class Program:
         return translate(self)
 
 
+def _walk(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        for _, inner in node.regions:
+            yield from _walk(inner)
+
+
 class _Reader:
     """Numbers the values of one module."""
 
@@ -106,7 +138,9 @@ class _Reader:
         self.numbers: dict[ir.Value, int] = {}
         self.types: list[Type] = []
         self.locations: list[str] = []
-        self.known: dict[Any, str] = {}
+        self.known_types: dict[ir.Type, Type] = {}
+        self.known_attributes: dict[ir.Attribute, Any] = {}
+        self.known_locations: dict[ir.Location, str] = {}
 
     def program(self, module: ir.Module, target: Target) -> Program:
         function = kernel_function(module)
@@ -126,8 +160,18 @@ class _Reader:
     def number(self, value: ir.Value) -> int:
         number = self.numbers.setdefault(value, len(self.numbers))
         if number == len(self.types):
-            self.types.append(_type(value.type))
+            self.types.append(self.type(value.type))
         return number
+
+    def type(self, type_: ir.Type) -> Type:
+        if type_ not in self.known_types:
+            self.known_types[type_] = _type(type_)
+        return self.known_types[type_]
+
+    def attribute(self, attribute: ir.Attribute) -> Any:
+        if attribute not in self.known_attributes:
+            self.known_attributes[attribute] = _attribute(attribute)
+        return self.known_attributes[attribute]
 
     def of_all(self, values: Any) -> tuple[int, ...]:
         return tuple(self.number(value) for value in values)
@@ -141,17 +185,20 @@ class _Reader:
     def node(self, op: ir.Operation) -> Node:
         place = len(self.locations)
         self.locations.append(self.location(op.location))
-        regions = tuple((self.of_all(b.arguments), self.nodes(b)) for r in op.regions for b in list(r.blocks)[:1])
+        name = op.name
+        regions = op.regions if name in STRUCTURED else ()  # the question takes as long as the rest
+        inner = tuple((self.of_all(b.arguments), self.nodes(b)) for r in regions for b in list(r.blocks)[:1])
         operands, results = self.of_all(op.operands), self.of_all(op.results)
-        attributes = {name: _attribute(op.attributes[name]) for name in op.attributes}
+        found = op.attributes
+        attributes = {name: self.attribute(found[name]) for name in found} if len(found) else {}
         types = self.types_of(operands), self.types_of(results)
-        return Node(op.name, place, operands, types[0], results, types[1], attributes, regions)
+        return Node(name, place, operands, types[0], results, types[1], attributes, inner)
 
     def location(self, location: ir.Location) -> str:
-        if location not in self.known:
+        if location not in self.known_locations:
             file = location.is_a_file()
-            self.known[location] = f"{location.filename}:{location.start_line}" if file else ""
-        return self.known[location]
+            self.known_locations[location] = f"{location.filename}:{location.start_line}" if file else ""
+        return self.known_locations[location]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ What may have to wait for others is a generator, which yields what it waits for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ import numpy as np
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.simulator.barriers import Mbarrier, NamedBarrier, Stores
 from fly.simulator.clocks import NEVER, Party
+from fly.simulator.memory import scatter
 from fly.simulator.products import InFlight, Located, multiply, registers_as_rows
 from fly.simulator.program import Node
 from fly.simulator.report import Finding
 from fly.simulator.shared import CHUNK, words_between
 from fly.simulator.tensor_map import TensorMap
-from fly.simulator.warps import WARP, Mask, Wait, Warps
+from fly.simulator.warps import Mask, Wait, Warps, address_of
 
 if TYPE_CHECKING:
     from fly.simulator.block import Block
@@ -37,7 +39,8 @@ class Role(Warps):
         self.started = ""  # where the last product was
         self.stored = [Stores() for _ in range(self.warps)]
         self.late: dict[int, Callable[[], None]] = {}  # products whose operands are read at the wait
-        self.async_copies: list[Callable[[], None] | None] = []
+        self.issued = 0  # asynchronous copies
+        self.landing: dict[int, Callable[[], None]] = {}  # of those, what is done when they are waited for
 
     def check_end(self) -> None:
         """Raises a Finding where products or stores were not waited for."""
@@ -49,36 +52,49 @@ class Role(Warps):
                 what = f"warp {self.first_warp + warp} ends with bulk stores that may still read shared memory"
                 raise Finding("unfinished", what, warp, stores.places[stores.over + 1])
 
-    # copies of sm_80
+    # asynchronous copies of a thread's own
 
     def copy_async(self, node: Node, m: Mask, destination: Any, source: Any, inside: Any, *, bytes: int) -> frozenset:
-        mask = None if m is None else m.copy()
+        return self._copy(m, self.active(m, inside), destination, source, bytes)
 
-        def land() -> None:
-            held = self.active(mask, inside)
-            data = np.zeros((self.lanes, bytes), np.uint8)
-            if held is not False:
-                got, indices = self.read(False, held, np.broadcast_to(source, self.lanes), bytes, bytes)
-                data[indices] = got
-            self.write(True, mask, data, np.broadcast_to(destination, self.lanes), bytes)
+    def copy_direct(
+        self, node: Node, m: Mask, destination: Any, base: Any, offset: Any, bound: Any, *, bytes: int, shift: int
+    ) -> frozenset:
+        self.whole_warps(m, "a direct copy")
+        self.warp_uniform(m, destination, "the destination of a direct copy")
+        offset = offset + np.int32(shift)
+        inside = self.inside(m, base, offset, bound, bytes)
+        place = destination + shift + np.arange(self.lanes) % self.wave * bytes
+        return self._copy(m, inside, place, address_of(base, offset), bytes)
 
-        self.async_copies.append(land)
-        number = len(self.async_copies) - 1
-        if not self.block.policy.late_products:
-            self._finish_copy(number)
+    def _copy(self, m: Mask, inside: Any, destination: Any, source: Any, size: int) -> frozenset:
+        """Each lane of `m` copies bytes to shared memory: what lanes of `inside` find, and zeros in the others."""
+        indices = self.indices(m)
+        data = np.zeros((self.lanes, size), np.uint8)
+        if inside is not False:
+            got, held = self.read(False, inside, np.broadcast_to(source, self.lanes), size, size)
+            data[held] = got
+        data = data[indices]
+        places = np.broadcast_to(destination, self.lanes)[indices]
+        self.issued += 1
+        number, shared = self.issued, self.block.shared
+        who = dataclasses.replace(self.parties(indices), components=self.copies, now=np.full(self.warps, number))
+        shared.announce_lanes(places, size, who, 1 + self.number)
+        self.landing[number] = lambda: scatter(shared.bytes, places, data)
+        if not self.block.policy.late_copies:
+            self.landing.pop(number)()
         return frozenset([number])
-
-    def _finish_copy(self, number: int) -> None:
-        land, self.async_copies[number] = self.async_copies[number], None
-        if land is not None:
-            land()
 
     def join(self, node: Node, m: Mask, *tokens: frozenset) -> frozenset:
         return frozenset().union(*tokens)
 
     def wait_copies(self, node: Node, m: Mask, token: frozenset) -> None:
-        for number in sorted(token):
-            self._finish_copy(number)
+        for number in sorted(token & self.landing.keys()):
+            self.landing.pop(number)()
+        newest = max(token, default=0)
+        for warp in self.active_warps(m):
+            known, copies = self.clocks[warp, 0], self.copies[warp]
+            known[copies] = max(known[copies], newest)
 
     # barriers
 
@@ -90,7 +106,11 @@ class Role(Warps):
     def barrier(self, node: Node, m: Mask) -> Waiting:
         if m is not None:
             raise Finding("divergence", "fly.barrier in a part of a block")
-        yield from self._sync(node, m, 0, WARP * self.block.components.warps)
+        yield from self._sync(node, m, 0, self.wave * self.block.components.warps)
+
+    def meet(self, node: Node, m: Mask) -> Waiting:
+        """S_BARRIER: warps of a block come to it wherever they are."""
+        yield from self._sync(node, m, 0, self.wave * self.block.components.warps)
 
     def barrier_sync(self, node: Node, m: Mask, number: Any, threads: Any) -> Waiting:
         yield from self._sync(node, m, number, threads)
@@ -114,7 +134,7 @@ class Role(Warps):
             barrier = self.block.named_barrier(which)
             arrivals.append((barrier, barrier.generation, these))
             held = any(self._holds(self.inside_warp(m, warp), condition) for warp in these)
-            barrier.arrive(WARP * len(these), count, self.released(these), held)
+            barrier.arrive(self.wave * len(these), count, self.released(these), held)
         return arrivals
 
     def _holds(self, m: Mask, condition: Any) -> bool:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, WORD, Conflict, Party, Shadow, Words, words_of
+from fly.simulator.clocks import ASYNC, WORD, Conflict, Parties, Party, Shadow, Words, words_of
 from fly.simulator.memory import check_alignment, gather, scatter
 from fly.simulator.report import Finding
 
 GAP = 128  # bytes between buffers that belong to none
 CHUNK = 16  # bytes that products and bulk copies move at once
 _ADDRESSES = 1 << 18  # what a matrix descriptor can name
+
+
+@dataclass(frozen=True)
+class SharedAccess:
+    """One access of a warp: a byte address a lane, None of lanes that take no part, and how many bytes each moves.
+
+    `kind`: "load", "store", or the name of a matrix load or store.
+    """
+
+    kind: str
+    bytes: int
+    addresses: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -30,16 +42,18 @@ class Buffer:
 
 
 class SharedMemory:
-    """`limit`: bytes that a block may have; `readers` components from `first_reader` on; `roles`: layers of writes.
+    """`limit`: bytes that a block may have; `sizes`: bytes and alignment of each buffer that the kernel has;
+    `readers` components from `first_reader` on; `roles`: layers of writes.
 
     Buffers lie apart, so that an access beyond one is found, and bytes that were never written are all ones: NaN.
     """
 
-    def __init__(self, limit: int, roles: int, first_reader: int, readers: int):
+    def __init__(self, limit: int, sizes: Iterable[tuple[int, int]], roles: int, first_reader: int, readers: int):
         self.limit, self.used = limit, 0
-        self.bytes = np.full(_ADDRESSES, 0xFF, np.uint8)
+        size = min(sum(GAP + align + nbytes for nbytes, align in sizes), _ADDRESSES)
+        self.bytes = np.full(-(-size // CHUNK) * CHUNK, 0xFF, np.uint8)
         self.chunks = self.bytes.view(np.complex128)  # 16 bytes each
-        self.shadow = Shadow(_ADDRESSES // WORD, 1 + roles, readers, first_reader)
+        self.shadow = Shadow(len(self.bytes) // WORD, 1 + roles, readers, first_reader)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Buffer] = {}
 
@@ -81,17 +95,19 @@ class SharedMemory:
 
     # accesses of lanes
 
-    def read(self, addresses: np.ndarray, size: int, align: int, parties: Sequence[Party]) -> np.ndarray:
+    def read(self, addresses: np.ndarray, size: int, align: int, parties: Parties) -> np.ndarray:
         """(lanes, size) bytes at addresses, of which each of `parties` reads its own."""
         self._bounds(addresses, size, align)
-        for party in parties:
-            words = words_of(addresses[party.lanes], size, WORD)
-            self.check_read(words, party.clocks)
-            self.shadow.read(words, party.component, party.now)
+        words = words_of(addresses, size, WORD)
+        rows = parties.rows.repeat(len(words) // len(addresses))
+        if not self.shadow.known(words, rows, parties.clocks):
+            for party in parties:
+                self.check_read(words_of(addresses[party.lanes], size, WORD), party.clocks)
+        self.shadow.read(words, parties.components[rows], parties.now[rows])
         return gather(self.bytes, addresses, size)
 
     def write(
-        self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Sequence[Party], layer: int
+        self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Iterable[Party], layer: int
     ) -> None:
         """Store (lanes, size) bytes, of which each of `parties` stores its own; `layer`: of its role."""
         size = data.shape[1]
@@ -151,7 +167,7 @@ class SharedMemory:
         """A component for a message; the block says who they are."""
         return f"component {component}"
 
-    # bulk copies and products
+    # copies and products
 
     def announce(self, words: Words, clocks: np.ndarray, proxy: np.ndarray, by: int, phase: int) -> None:
         """A bulk copy will write words, until `by` has reached `phase`; `proxy` as `generic` of `check_read`."""
@@ -160,6 +176,14 @@ class SharedMemory:
         if conflict is not None:
             self._no_fence(conflict, "writes over")
         self.shadow.wrote(words, ASYNC, by, phase)
+
+    def announce_lanes(self, addresses: np.ndarray, size: int, parties: Iterable[Party], layer: int) -> None:
+        """Copies will write `size` bytes at addresses, of which each of `parties` has its own."""
+        self._bounds(addresses, size, size)
+        for party in parties:
+            words = words_of(addresses[party.lanes], size, WORD)
+            self.check_write(words, party.clocks)
+            self.shadow.wrote(words, layer, party.component, party.now)
 
 
 def words_between(low: int, high: int) -> slice:

@@ -19,7 +19,6 @@ from fly.simulator.program import Node, Program
 
 # operations that a method of the role executes, and how their attributes are passed on; `WAITING` ones may yield
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fly.id": ("id", ("name",)),
     "fly.alloc_shared": ("alloc_shared", ("name", "bytes", "align")),
     "fly.shuffle": ("shuffle", ("mode",)),
     "fly.pair": ("pair", ("mask",)),
@@ -29,6 +28,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fly.load_bounded": ("load_bounded", ("align",)),
     "fly.store_bounded": ("store_bounded", ("align",)),
     "fly.copy_async": ("copy_async", ("bytes",)),
+    "fly.copy_direct": ("copy_direct", ("bytes", "shift")),
     "fly.join": ("join", ()),
     "fly.wait": ("wait_copies", ()),
     "llvm.load": ("load", ("alignment",)),
@@ -53,6 +53,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "fly.barrier": ("barrier", ()),
+    "llvm.amdgcn.s.barrier": ("meet", ()),
     "hopper.barrier_sync": ("barrier_sync", ()),
     "hopper.barrier_arrive": ("barrier_arrive", ()),
     "hopper.barrier_any": ("barrier_any", ()),
@@ -64,7 +65,8 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.tma_store": ("tma_store", ()),
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }
-_IGNORED = {"fly.sched"}  # hints that order nothing
+_PACE = ("s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
+_IGNORED = {"fly.sched", *(f"llvm.amdgcn.{name}" for name in _PACE)}  # they order nothing that is told apart here
 _PROCEED = ("scf.yield", "scf.condition", "func.return")
 
 
@@ -114,6 +116,8 @@ class _Translator:
         self.depth = 1
         self.names: dict[str, Any] = {}
         self.numbers: dict[Any, str] = {}
+        self.texts: dict[int, str] = {}  # of values without a statement: constants, and what was computed before
+        self.computed: dict[str, str] = {}  # expression -> its value, in this region and those around it
         self.masks = 0
         self.place = 0
         self.places: list[int] = []  # of lines
@@ -143,34 +147,52 @@ class _Translator:
 
     def nodes(self, nodes: tuple[Node, ...]) -> list[str]:
         """Statements of a region; gives what its last operation hands on."""
+        outer, self.computed = self.computed, dict(self.computed)
+        handed: list[str] = []
         for node in nodes:
             if node.name in _PROCEED:
-                return [f"v{n}" for n in node.operands]
+                handed = self.values(node)
+                break
             self.node(node)
-        return []
+        self.computed = outer
+        return handed
 
     def node(self, node: Node) -> None:
         self.place = node.place
-        operands = [f"v{n}" for n in node.operands]
+        operands = self.values(node)
         if node.name == "arith.constant":
-            self.line(f"v{node.results[0]} = {self.constant(node)}")
+            self.texts[node.results[0]] = self.constant(node)
         elif node.name in arithmetic.EXPRESSIONS:
-            self.line(f"v{node.results[0]} = {self.expression(node, operands)}")
+            self.compute(node.results[0], self.expression(node, operands))
         elif node.name == "vector.shuffle":
-            same = operands[0] == operands[1]
-            mask = arithmetic.indices_of(node.attributes["mask"], node.operand_types[0].length, same)
-            self.line(f"v{node.results[0]} = shuffle({', '.join(operands)}, {self.name(mask)})")
+            key = tuple(node.attributes["mask"]), node.operand_types[0].length, operands[0] == operands[1]
+            mask = self.name(arithmetic.indices_of(*key), key)
+            self.compute(node.results[0], f"shuffle({', '.join(operands)}, {mask})")
+        elif node.name == "fly.id":
+            self.compute(node.results[0], f"r.id({node.attributes['name']!r})")
         elif node.name in _STRUCTURED:
             _STRUCTURED[node.name](self, node, operands)
-        elif node.name not in _IGNORED:
+        elif _called(node) not in _IGNORED:
             self.call(node, operands)
+
+    def values(self, node: Node) -> list[str]:
+        """The text of each operand."""
+        return [self.texts.get(n) or f"v{n}" for n in node.operands]
+
+    def compute(self, result: int, expression: str) -> None:
+        """A statement, unless the same expression has a value already: much of an address is computed again."""
+        if expression in self.computed:
+            self.texts[result] = self.computed[expression]
+        else:
+            self.computed[expression] = f"v{result}"
+            self.line(f"v{result} = {expression}")
 
     def constant(self, node: Node) -> str:
         type_, value = node.types[0], node.attributes["value"]
         if type_.length is None:
             return self.name(type_.dtype.type(value), (type_.dtype, repr(value)))
         values = np.broadcast_to(np.array(value).astype(type_.dtype), (1, type_.length))
-        return self.name(values)
+        return self.name(values, (type_, repr(value)))
 
     def expression(self, node: Node, operands: list[str]) -> str:
         template = arithmetic.EXPRESSIONS[node.name]
@@ -182,11 +204,12 @@ class _Translator:
         return text.format(*operands, **places)
 
     def call(self, node: Node, operands: list[str]) -> None:
-        waits = node.name in WAITING
-        method = (WAITING if waits else METHODS).get(node.name)
+        called = _called(node)
+        waits = called in WAITING
+        method = (WAITING if waits else METHODS).get(called)
         if method is None:
             location = self.program.locations[node.place]
-            raise SimulatorError(f"the simulator does not know {node.name}{location and ' at '}{location}")
+            raise SimulatorError(f"the simulator does not know {called}{location and ' at '}{location}")
         name, attributes = method
         extra = [f"{a}={self.name(node.attributes[a])}" for a in attributes]
         arguments = ", ".join([self.name(node, ("node", node.place)), "m", *operands, *extra])
@@ -282,6 +305,11 @@ class _Translator:
         self.depth += 1
         self.assign(names, merged)
         self.depth -= 1
+
+
+def _called(node: Node) -> str:
+    """The operation's name, or that of the intrinsic that it calls."""
+    return node.attributes["intrin"] if node.name == "llvm.call_intrinsic" else node.name
 
 
 _STRUCTURED = {"scf.if": _Translator.if_, "scf.for": _Translator.for_, "scf.while": _Translator.while_}

@@ -13,17 +13,16 @@ import numpy as np
 
 from fly.simulator import lanes as lane_operations
 from fly.simulator.arithmetic import below, is_array
-from fly.simulator.clocks import Party
-from fly.simulator.program import Node, Type
+from fly.simulator.clocks import Parties, Party
+from fly.simulator.program import ROLE_WARPS, Node, Type
 from fly.simulator.report import Finding, Together
-from fly.simulator.shared import CHUNK
+from fly.simulator.shared import CHUNK, SharedAccess
 
 if TYPE_CHECKING:
     from fly.simulator.block import Block
 
 Mask = np.ndarray | None
 Wait = tuple[Callable[[], bool], Callable[[], str]]  # whether it is over, and what it is for
-WARP, WARPGROUP = 32, 128
 FREE: Wait = (lambda: True, lambda: "nothing")
 
 
@@ -32,15 +31,22 @@ class Warps:
 
     def __init__(self, block: Block, number: int, alone: int | None = None):
         self.block, self.number, self.alone = block, number, alone is not None
-        first, most = (number * WARPGROUP, WARPGROUP) if alone is None else (alone * WARP, WARP)
-        self.lanes = min(most, block.threads - first)
-        self.first_warp, self.warps = first // WARP, -(-self.lanes // WARP)
+        program = block.program
+        self.arch, self.wave = program.target.arch, program.target.wave_size
+        self.scalar_bases = program.target.backend == "rocdl"  # bounded accesses go through buffer descriptors
+        self.first_warp, most = (number * ROLE_WARPS, ROLE_WARPS) if alone is None else (alone, 1)
+        first = self.first_warp * self.wave
+        self.lanes = min(most * self.wave, program.threads - first)
+        self.warps = -(-self.lanes // self.wave)
         self.clocks = block.clocks[self.first_warp : self.first_warp + self.warps]
         thread = np.arange(first, first + self.lanes, dtype=np.int32)
-        x, y, _ = block.program.block
+        x, y, _ = program.block
         self.thread_id = (thread % x, thread // x % y, thread // (x * y))
-        self.warp_of = np.arange(self.lanes) // WARP
-        self.own = [block.components.warp(self.first_warp + w) for w in range(self.warps)]
+        self.warp_of = np.arange(self.lanes) // self.wave
+        numbers = range(self.first_warp, self.first_warp + self.warps)
+        self.own = np.array([block.components.warp(number) for number in numbers])
+        self.all_lanes = np.arange(self.lanes)
+        self.copies = np.array([block.components.copies(number) for number in numbers])
         self.ended, self.waits = False, FREE
 
     # being scheduled
@@ -103,7 +109,11 @@ class Warps:
         return m if everywhere else held
 
     def indices(self, m: Mask) -> np.ndarray:
-        return np.arange(self.lanes) if m is None else np.flatnonzero(m)
+        return self.all_lanes if m is None else np.flatnonzero(m)
+
+    def each(self, value: Any) -> np.ndarray:
+        """A scalar of every lane."""
+        return value if is_array(value) else np.full(self.lanes, value)
 
     def active_warps(self, m: Mask) -> list[int]:
         """Warps, counted in the role, with a lane in the mask."""
@@ -122,7 +132,7 @@ class Warps:
         warps = self.active_warps(m)
         if m is not None:
             for warp in warps:
-                if not m[warp * WARP : (warp + 1) * WARP].all():
+                if not m[warp * self.wave : (warp + 1) * self.wave].all():
                     raise Finding("divergence", f"{what} in a part of a warp", warp)
         return warps
 
@@ -130,7 +140,7 @@ class Warps:
         """Raises a Finding where it is not a whole warpgroup, or `Together`."""
         if self.alone:
             raise Together
-        if m is not None or self.lanes < WARPGROUP:
+        if m is not None or self.warps < ROLE_WARPS:
             raise Finding("divergence", f"{what} in a part of a warpgroup")
 
     def uniform(self, m: Mask, value: Any, what: str) -> int:
@@ -146,16 +156,22 @@ class Warps:
             raise Finding("divergence", f"{what} differs between lanes")
         return int(values[0])
 
+    def warp_uniform(self, m: Mask, value: Any, what: str) -> None:
+        """Raises a Finding where active lanes of a warp have several values."""
+        if is_array(value):
+            for warp in self.active_warps(m):
+                self.uniform(self.warp_of == warp if m is None else m & (self.warp_of == warp), value, what)
+
     # what warps know
 
     def party(self, warp: int, lanes: Any) -> Party:
         own = self.own[warp]
         return Party(lanes, self.clocks[warp, 0], own, int(self.clocks[warp, 0, own]))
 
-    def parties(self, m: Mask, indices: np.ndarray) -> list[Party]:
-        """Of accesses of these lanes, a party for each warp."""
-        warps = self.warp_of[indices]
-        return [self.party(warp, np.flatnonzero(warps == warp)) for warp in self.active_warps(m)]
+    def parties(self, indices: np.ndarray) -> Parties:
+        """Of accesses of these lanes."""
+        now = self.clocks[np.arange(self.warps), 0, self.own]
+        return Parties(self.warp_of[indices], self.clocks[:, 0], self.own, now)
 
     def released(self, warps: list[int]) -> np.ndarray:
         """What warps know together, and their time goes on: what they do from here on is not part of it."""
@@ -170,7 +186,7 @@ class Warps:
 
     # places and lanes
 
-    def id(self, node: Node, m: Mask, *, name: str) -> Any:
+    def id(self, name: str) -> Any:
         kind, axis = name.split(".")
         if kind == "thread_id":
             return self.thread_id["xyz".index(axis)]
@@ -186,15 +202,15 @@ class Warps:
 
     def shuffle(self, node: Node, m: Mask, value: Any, lane: Any, *, mode: str) -> Any:
         self.whole_warps(m, "a shuffle")
-        return lane_operations.shuffle(value, lane, mode, self.lanes)
+        return lane_operations.shuffle(value, lane, mode, self.wave)
 
     def pair(self, node: Node, m: Mask, value: Any, *, mask: int) -> tuple[Any, Any]:
         self.whole_warps(m, "a shuffle")
-        return lane_operations.pair(value, mask, self.lanes)
+        return lane_operations.pair(value, mask)
 
     def any_lane(self, node: Node, m: Mask, condition: Any) -> Any:
         self.whole_warps(m, "a vote")
-        return lane_operations.any_lane(condition, m, self.lanes)
+        return lane_operations.any_lane(condition, m, self.wave)
 
     def sync_warp(self, node: Node, m: Mask) -> None:
         self.whole_warps(m, "bar.warp.sync")
@@ -204,9 +220,20 @@ class Warps:
 
     def mma(self, node: Node, m: Mask, a: Any, b: Any, c: Any, *, atom: str) -> np.ndarray:
         self.whole_warps(m, "mma")
-        return lane_operations.mma(self.block.program.target.atom(atom), a, b, c, self.lanes)
+        return lane_operations.WarpProduct.of(self.arch, atom)(a, b, c, self.lanes)
 
     # memory
+
+    def observe(self, kind: str, m: Mask, address: Any, size: int) -> None:
+        """Tell the launch of accesses to shared memory, if it wants to know."""
+        if self.block.shared_accesses is None:
+            return
+        places = [None] * self.lanes
+        for lane in self.indices(m):
+            places[lane] = int(address[lane] if is_array(address) else address)
+        for warp in self.active_warps(m):
+            lanes = slice(warp * self.wave, (warp + 1) * self.wave)
+            self.block.shared_accesses.append(SharedAccess(kind, size, tuple(places[lanes])))
 
     def alloc_shared(self, node: Node, m: Mask, *, name: str, bytes: int, align: int) -> np.int64:
         return np.int64(self.block.shared.allocate(node.place, name, bytes, align))
@@ -216,12 +243,12 @@ class Warps:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(bytes at each address, the lanes that they are for; None: all have the same)."""
         memory = self.block.shared if shared else self.block.memory
-        if not is_array(address):
-            one = np.array([address], np.int64)
-            parties = [self.party(warp, slice(None)) for warp in self.active_warps(m)]
-            return memory.read(one, size, align, parties), None
         indices = self.indices(m)
-        return memory.read(address[indices], size, align, self.parties(m, indices)), indices
+        if not is_array(address):
+            _, first = np.unique(self.warp_of[indices], return_index=True)  # one lane of each warp
+            places = np.full(len(first), address, np.int64)
+            return memory.read(places, size, align, self.parties(indices[first]))[:1], None
+        return memory.read(address[indices], size, align, self.parties(indices)), indices
 
     def spread(self, data: np.ndarray, indices: np.ndarray | None, type_: Type) -> Any:
         """What `read` gave as a value; zeros in other lanes."""
@@ -235,23 +262,27 @@ class Warps:
         return values if type_.length else values[:, 0]
 
     def load(self, node: Node, m: Mask, address: Any, *, alignment: int) -> Any:
-        type_ = node.types[0]
-        data, indices = self.read(node.operand_types[0].shared, m, address, type_.bytes, alignment)
+        type_, shared = node.types[0], node.operand_types[0].shared
+        if shared:
+            self.observe("load", m, address, type_.bytes)
+        data, indices = self.read(shared, m, address, type_.bytes, alignment)
         return self.spread(data, indices, type_)
 
     def store(self, node: Node, m: Mask, value: Any, address: Any, *, alignment: int) -> None:
-        _, pointer = node.operand_types
+        type_, pointer = node.operand_types
+        if pointer.shared:
+            self.observe("store", m, address, type_.bytes)
         self.write(pointer.shared, m, bitcast_rows(value), address, alignment)
 
     def write(self, shared: bool, m: Mask, data: np.ndarray, address: Any, align: int) -> None:
         """Store rows of bytes, one a lane or one for all."""
         if m is None and not is_array(address) and len(data) == 1:
-            indices = np.arange(0, self.lanes, WARP)  # one lane of each warp
+            indices = np.arange(0, self.lanes, self.wave)  # one lane of each warp
         else:
             indices = self.indices(m)
         places = np.broadcast_to(np.asarray(address, np.int64), self.lanes)[indices]
         rows = data[indices] if len(data) > 1 else np.repeat(data, len(indices), axis=0)
-        parties = self.parties(m, indices)
+        parties = self.parties(indices)
         if shared:
             self.block.shared.write(places, rows, align, parties, 1 + self.number)
         else:
@@ -259,11 +290,11 @@ class Warps:
 
     def load_bounded(self, node: Node, m: Mask, base: Any, offset: Any, bound: Any, *, align: int) -> Any:
         type_ = node.types[0]
-        inside = self.inside(m, offset, bound, type_.bytes)
+        inside = self.inside(m, base, offset, bound, type_.bytes)
         if inside is False:
             zeros = np.zeros((1, type_.length or 1), type_.dtype)
             return zeros if type_.length else zeros[0, 0]
-        address = base + np.asarray(offset).view(np.uint32)[()].astype(np.int64)
+        address = address_of(base, offset)
         data, indices = self.read(node.operand_types[0].shared, inside, address, type_.bytes, align)
         if indices is None and inside is not m:
             indices = self.indices(inside)
@@ -274,17 +305,20 @@ class Warps:
         self, node: Node, m: Mask, value: Any, base: Any, offset: Any, bound: Any, *, align: int
     ) -> None:
         type_, pointer, *_ = node.operand_types
-        inside = self.inside(m, offset, bound, type_.bytes)
+        inside = self.inside(m, base, offset, bound, type_.bytes)
         if inside is not False:
-            address = base + np.asarray(offset).view(np.uint32)[()].astype(np.int64)
-            self.write(pointer.shared, inside, bitcast_rows(value), address, align)
+            self.write(pointer.shared, inside, bitcast_rows(value), address_of(base, offset), align)
 
-    def inside(self, m: Mask, offset: Any, bound: Any, size: int) -> Any:
+    def inside(self, m: Mask, base: Any, offset: Any, bound: Any, size: int) -> Any:
         """The lanes whose offset is below the bound; False for none.
 
         Raises:
-            Finding: an access begins below its bound and ends above it.
+            Finding: an access begins below its bound and ends above it, or lanes of a warp have several bases or
+                bounds where a buffer descriptor holds them.
         """
+        if self.scalar_bases:
+            self.warp_uniform(m, base, "the base of a bounded access")
+            self.warp_uniform(m, bound, "the bound of a bounded access")
         held = self.active(m, below(offset, bound))
         if held is not False:
             first, end = (np.broadcast_to(v, self.lanes).astype(np.int64) & 0xFFFFFFFF for v in (offset, bound))
@@ -327,22 +361,30 @@ class Warps:
         return before if m is None or m.sum() > 1 else before[m][0]
 
     def load_matrix(self, node: Node, m: Mask, address: Any, *, atom: str) -> np.ndarray:
-        self.whole_warps(m, "ldmatrix")
-        load, type_ = self.block.program.target.matrix_load(atom), node.types[0]
+        self.whole_warps(m, "a matrix load")
+        load, type_ = lane_operations.WarpLoad.of(self.arch, atom), node.types[0]
         size = load.run * type_.dtype.itemsize
-        data, indices = self.read(True, m, np.broadcast_to(address, self.lanes).astype(np.int64), size, size)
+        self.observe(load.name, m, address, size)
+        data, indices = self.read(True, m, self.each(address), size, size)
         runs = self.spread(data, indices, Type(type_.dtype, load.run))
-        return lane_operations.load_matrix(load, runs)
+        return load(runs)
 
     def ldmatrix_turned(self, node: Node, m: Mask, address: Any) -> tuple[np.ndarray, ...]:
         self.whole_warps(m, "ldmatrix")
-        data, indices = self.read(True, m, np.broadcast_to(address, self.lanes).astype(np.int64), CHUNK, CHUNK)
+        self.observe("ldmatrix", m, address, CHUNK)
+        data, indices = self.read(True, m, self.each(address), CHUNK, CHUNK)
         return lane_operations.turned_matrices(self.spread(data, indices, Type(np.dtype(np.uint8), CHUNK)))
 
     def stmatrix(self, node: Node, m: Mask, address: Any, *words: Any) -> None:
         self.whole_warps(m, "stmatrix")
+        self.observe("stmatrix", m, address, CHUNK)
         rows = lane_operations.matrix_rows([np.broadcast_to(w, self.lanes) for w in words])
-        self.write(True, m, rows, np.broadcast_to(address, self.lanes).astype(np.int64), CHUNK)
+        self.write(True, m, rows, self.each(address), CHUNK)
+
+
+def address_of(base: Any, offset: Any) -> Any:
+    """A base and an unsigned offset of 32 bits."""
+    return base + np.asarray(offset).view(np.uint32)[()].astype(np.int64)
 
 
 def bitcast_rows(value: Any) -> np.ndarray:

@@ -20,7 +20,7 @@ from tests.backends.builds import build, needs_ptxas, run_ptxas
 from tests.backends.hopper import SMALL, artefact
 from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import ARCHS, matrix, trace
 
 MAP = TensorMapSpec("f16", (1, 8, 64), 128)
@@ -235,7 +235,7 @@ def test_a_position_goes_round_its_ring(stages):
             at = at.next(stages)
 
     found = np.zeros(18, np.int32)
-    Machine(Program(trace(kernel, matrix("i32"), arch="sm_90a"), target("sm_90a")))(flat(found))
+    Machine(Program.of(trace(kernel, matrix("i32"), arch="sm_90a"), target("sm_90a")))(flat(found))
     assert [tuple(pair) for pair in found.reshape(-1, 2)] == [(i % stages, i // stages % 2) for i in range(9)]
 
 

@@ -20,7 +20,7 @@ from fly.lang.fragment import AccumulatorLayout
 from fly.lang.signature import TensorSpec
 from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 SWIZZLES = (128, 64, 32)
@@ -218,7 +218,7 @@ def test_first_rows_are_half_of_the_accumulators(n):
     source = np.array([[row + 64 * column for row, column in of_lane] for of_lane in places], np.int32)
     kept, doubled = np.zeros((128, n // 4), np.int32), np.zeros((128, n // 2), np.int32)
     module = trace(kernel, *[matrix("i32", 2)] * 3, arch="sm_90a", block=128)
-    Machine(Program(module, target("sm_90a")))(flat(source, kept, doubled))
+    Machine(Program.of(module, target("sm_90a")))(flat(source, kept, doubled))
     for lane in range(128):
         found = [(int(x) % 64, int(x) // 64) for x in kept[lane]]
         assert found == [half.coordinate(lane, v) for v in range(n // 4)]
@@ -441,5 +441,5 @@ def test_runs_are_eight_columns_each(n):
     module = trace(kernel, half, half, arch="sm_90a", block=128)
     source = np.arange(64 * n, dtype=np.int16).reshape(64, n).view(np.float16)
     result = np.zeros_like(source)
-    Machine(Program(module, target("sm_90a")))(flat(source, result))
+    Machine(Program.of(module, target("sm_90a")))(flat(source, result))
     np.testing.assert_array_equal(result.view(np.int16), source.view(np.int16))

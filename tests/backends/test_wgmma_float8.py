@@ -17,7 +17,7 @@ from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
 from tests.backends.lowering import instructions
 from tests.filecheck import filecheck
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -103,7 +103,7 @@ def test_accumulators_become_registers_without_an_exchange(n):
     assert "shuffle" not in str(module).replace("vector.shuffle", "")
     source = np.random.default_rng(n).normal(size=(64, n)).astype(np.float32)
     result = np.zeros((128, n // 8), np.int32)
-    Machine(Program(module, target("sm_90a")))(flat(source, result))
+    Machine(Program.of(module, target("sm_90a")))(flat(source, result))
     registers = result.view(E4M3).reshape(128, n // 32, 16)
     a = np.zeros((64, n), E4M3)
     for thread in range(128):

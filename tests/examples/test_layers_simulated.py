@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fly.backends.target import target
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 nvidia = pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -41,7 +41,7 @@ def test_rms_norm(arch, columns, example):
     pieces = -(-columns // (module.THREADS * module.VECTOR))
     specs = matrix("bf16", 2, alignment=8), matrix("bf16"), matrix("bf16", 2, alignment=8)  # rows of 8 n bytes
     traced = trace(module.rms_norm, *specs, arch=arch, block=module.THREADS, pieces=pieces, epsilon=1e-6)
-    Machine(Program(traced, target(arch)))(flat(x, weight, y), (3, 1, 1))
+    Machine(Program.of(traced, target(arch)))(flat(x, weight, y), (3, 1, 1))
     wide = x.astype(np.float64)
     exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
     rounded_like(y, exact, seed)
@@ -57,7 +57,7 @@ def test_linear_layer_with_gelu(arch, example):
     y = np.full((70, 40), np.nan, BF16)
     specs = matrix("bf16", 2), matrix("bf16", 2), matrix("bf16"), matrix("bf16", 2)
     traced = trace(module.linear_gelu, *specs, arch=arch, block=module.THREADS, tiling=tiling)
-    Machine(Program(traced, target(arch)), True)(flat(x, w, bias, y), (1, 1, 1))
+    Machine(Program.of(traced, target(arch)), True)(flat(x, w, bias, y), (1, 1, 1))
     v = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
     exact = v / 2 * (1 + np.vectorize(math.erf)(v * math.sqrt(0.5)))
     np.testing.assert_allclose(y.astype(np.float64), exact, rtol=2.0**-8 * 1.01, atol=1e-5, err_msg=f"seed {seed}")
@@ -75,7 +75,7 @@ def test_rotary_embedding(arch, example):
     frequencies = (10000.0 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     specs = matrix("f32", 3), matrix("i32"), matrix("f32"), matrix("f32", 3)
     traced = trace(module.rotary, *specs, arch=arch, block=module.THREADS, head_dim=head_dim)
-    Machine(Program(traced, target(arch)))(flat(x, positions, frequencies, y), (tokens, 1, 1))
+    Machine(Program.of(traced, target(arch)))(flat(x, positions, frequencies, y), (tokens, 1, 1))
     angle = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)[:, None]
     a, b = np.split(x.astype(np.float64), 2, axis=-1)
     exact = np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)

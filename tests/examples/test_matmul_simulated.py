@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fly.backends.target import target
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -30,6 +30,6 @@ def test_every_target_gives_the_product(arch, dtype, shape, monkeypatch):
     tiling = example.Tiling()
     traced = trace(example.matmul, *[matrix(dtype, 2)] * 3, arch=arch, block=example.THREADS, tiling=tiling)
     # copies land as late as the waits allow
-    Machine(Program(traced, target(arch)), True)(flat(a, b, c), (-(-n // tiling.n), -(-m // tiling.m), 1))
+    Machine(Program.of(traced, target(arch)), True)(flat(a, b, c), (-(-n // tiling.n), -(-m // tiling.m), 1))
     exact = a.astype(np.float64) @ b.astype(np.float64).T
     np.testing.assert_allclose(c.astype(np.float64), exact, rtol=2**-8, atol=1e-3, err_msg=f"seed {seed}")

@@ -28,7 +28,7 @@ from kernels.sm90_turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels import hopper_stub
 from tests.kernels.fp8_reference import plain, reference, rounded
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import trace
 
 E4M3 = torch.float8_e4m3fn
@@ -235,7 +235,7 @@ def test_values_are_turned_in_the_order_of_registers(dim, keys):
     values = np.random.default_rng(keys).integers(-128, 128, (2, keys, 3, dim), np.int8)
     turned = np.full((2, 3, dim, padded), 77, np.int8)
     grid = (-(-keys // keys_of_block(dim)), 3, 2)
-    Machine(Program(module, target("sm_90a")))(flat(values, turned), grid)
+    Machine(Program.of(module, target("sm_90a")))(flat(values, turned), grid)
     order = [16 * (slot // 16) + PAIRS(slot % 16) for slot in range(padded)]
     wanted = np.pad(values, ((0, 0), (0, padded - keys), (0, 0), (0, 0)))[:, order].transpose(0, 2, 3, 1)
     np.testing.assert_array_equal(turned, wanted)

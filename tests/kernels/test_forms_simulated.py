@@ -13,7 +13,7 @@ from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.split_combine import THREADS, rows_of_block, split_combine
 from kernels.tile_scheduler import grid
 from tests.kernels.test_generic_simulated import DTYPES, exact
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 HEADS, HEAD_DIM = 2, 64
@@ -26,7 +26,7 @@ def forward(arch: str, dtype: str, options: GenericOptions, packed: bool, split:
     results = matrix("f32" if split else dtype, rank + split), matrix("f32", rank - 1 + split)
     specs = (*[matrix(dtype, rank)] * 3, *results, "f32", *(OFFSETS if packed else (None, None)))
     block = options.waves * target(arch).wave_size
-    return Program(trace(flash_attn_generic, *specs, arch=arch, block=block, options=options), target(arch))
+    return Program.of(trace(flash_attn_generic, *specs, arch=arch, block=block, options=options), target(arch))
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def combination(arch: str, dtype: str, packed: bool, head_dim: int) -> Program:
     rank = 3 if packed else 4
     results = matrix(dtype, rank), matrix("f32", rank - 1)
     specs = matrix("f32", rank + 1), matrix("f32", rank), *results, OFFSETS[0] if packed else None
-    return Program(trace(split_combine, *specs, arch=arch, block=THREADS, head_dim=head_dim), target(arch))
+    return Program.of(trace(split_combine, *specs, arch=arch, block=THREADS, head_dim=head_dim), target(arch))
 
 
 def combined(arch, dtype, partial, partial_lse, out, lse, offsets=None):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -30,7 +30,7 @@ def program(arch: str, dtype: str, options: GenericOptions) -> Program:
     tensor = matrix(dtype, 4)
     block = options.waves * target(arch).wave_size
     specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32", None, None)
-    return Program(trace(flash_attn_generic, *specs, arch=arch, block=block, options=options), target(arch))
+    return Program.of(trace(flash_attn_generic, *specs, arch=arch, block=block, options=options), target(arch))
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, causal: bool) -> tuple[np.ndarray, np.ndarray]:

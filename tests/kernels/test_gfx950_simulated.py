@@ -17,7 +17,7 @@ from kernels.features import Features
 from kernels.flash_attn_gfx950 import BLOCK_M, WAVES, DualWaveOptions, flash_attn_gfx950
 from tests.kernels.paged import Paged
 from tests.kernels.test_generic_simulated import DTYPES, exact
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 
@@ -27,7 +27,7 @@ def program(dtype: str, options: DualWaveOptions) -> Program:
     operands = () if options.page_size is None else (matrix("i32"), matrix("i32", 2))
     specs = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32", None, None, None, *operands)
     block = WAVES * gfx950.wave_size
-    return Program(trace(flash_attn_gfx950, *specs, arch=gfx950.arch, block=block, options=options), gfx950)
+    return Program.of(trace(flash_attn_gfx950, *specs, arch=gfx950.arch, block=block, options=options), gfx950)
 
 
 @pytest.mark.parametrize("late", [False, True])

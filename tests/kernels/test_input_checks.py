@@ -23,7 +23,7 @@ from kernels.input_checks import THREADS, check_inputs
 from kernels.input_rules import RULES
 from tests.backends.builds import run_ptxas
 from tests.kernels.input_cases import GOOD, MISTAKES, heads, numbers, packed, run_nothing
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import ARCHS, matrix, trace
 
 mistakes = pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
@@ -64,7 +64,7 @@ def simulated(arch):
                 arrays = [x.numpy() if isinstance(x, torch.Tensor) else x for x in operands]
                 specs = [matrix("i32", x.ndim) if isinstance(x, np.ndarray) else "i32" for x in arrays]
                 module = trace(check_inputs, matrix("i64", 2), *specs, arch=arch, block=block, **statics)
-                Machine(Program(module, target(arch)))(flat(report.numpy(), *arrays), (grid, 1, 1))
+                Machine(Program.of(module, target(arch)))(flat(report.numpy(), *arrays), (grid, 1, 1))
 
             return launch
 

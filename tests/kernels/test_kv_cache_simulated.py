@@ -17,7 +17,7 @@ from fly.backends.target import target
 from kernels import kv_cache
 from kernels.kv_cache import THREADS, rotate_and_append
 from tests.kernels.kv_cache_cases import Case, Problem, failures
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 NUMPY = {
@@ -38,7 +38,7 @@ class Simulated:
         assert kernel is rotate_and_append and threads == THREADS
         names = [None if x is None else NUMPY[x.dtype] for x in operands]
         specs = [None if x is None else matrix(name[0], x.dim()) for x, name in zip(operands, names)]
-        program = Program(trace(kernel, *specs, arch=self.arch, block=threads, **statics), target(self.arch))
+        program = Program.of(trace(kernel, *specs, arch=self.arch, block=threads, **statics), target(self.arch))
         arrays = [
             None if x is None else (x if x.dtype == torch.int32 else x.view(torch.int16)).numpy().view(name[1])
             for x, name in zip(operands, names)

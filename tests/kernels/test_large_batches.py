@@ -23,7 +23,7 @@ from kernels.tile_scheduler import block_work, fold_grid
 from tests.kernels import fp8_reference
 from tests.kernels.kv_cache_cases import Case, Problem, failures
 from tests.kernels.reference import check, reference
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 MANY = 65_600  # sequences: more than a grid has along z
@@ -102,7 +102,7 @@ def test_every_block_of_a_folded_grid_has_its_place_or_none(xcds, batch, key_hea
     y = -(-slices // z)
     found = np.full((blocks * y * z, 4), -1, np.int32)
     specs = (matrix("bf16", 4),) * 3 + (matrix("i32", 2),)
-    program = Program(trace(place, *specs, arch="sm_80", xcds=xcds), target("sm_80"))
+    program = Program.of(trace(place, *specs, arch="sm_80", xcds=xcds), target("sm_80"))
     Machine(program)(flat(q, k, q, found), (blocks, y, z))
     working = [tuple(row[:3]) for row in found.tolist() if row[3]]
     assert sorted(working) == sorted(itertools.product(range(batch), range(heads), range(0, 32 * blocks, 32)))
@@ -166,7 +166,7 @@ def test_values_of_a_folded_grid_are_turned(seed):
         module = trace(turn_values.function, *specs, arch="sm_90a", block=threads, head_dim=dim, **statics)
         turned = np.full((batch, heads, dim, keys + -keys % 16), 77, np.int8)
         blocks = -(-keys // keys_of_block(dim))
-        Machine(Program(module, target("sm_90a")))(flat(values, turned), (blocks, *grid))
+        Machine(Program.of(module, target("sm_90a")))(flat(values, turned), (blocks, *grid))
         results.append(turned)
     np.testing.assert_array_equal(*results, err_msg=f"seed {seed}")
 

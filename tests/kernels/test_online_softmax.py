@@ -15,7 +15,7 @@ from fly.backends.target import target
 from fly.lang.fragment import AccumulatorLayout
 from kernels.flash_attn_sm90_fp8 import OFFSET
 from kernels.online_softmax import EXACT_BELOW, LARGE, LAZY_LOG2, OnlineSoftmax
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 N, TILES = 16, 5
@@ -92,7 +92,7 @@ def program(arch: str, masked: bool, lazy: bool | None, offset: float) -> Progra
     specs = (full, "f32", full, vector, matrix("i32"), vector)
     statics = {"layout": LAYOUTS[arch], "masked": masked, "lazy": lazy, "offset": offset}
     module = trace(softmax, *specs, arch=arch, block=LAYOUTS[arch].atom.lanes, **statics)
-    return Program(module, target(arch))
+    return Program.of(module, target(arch))
 
 
 def run(arch: str, scores: np.ndarray, scale: float, *, masked: bool, lazy: bool | None, offset: float = 0.0) -> Ran:

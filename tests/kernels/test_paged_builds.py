@@ -25,7 +25,7 @@ from tests.backends.builds import needs_ptxas
 from tests.kernels.paged import Paged
 from tests.kernels.test_flash_attn_sm90_isa import accept, specs
 from tests.kernels.test_generic_simulated import exact
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 FEATURES = Features(("seqused_kv", "block_table"))
@@ -62,7 +62,7 @@ def _program(arch: str, options: GenericOptions) -> Program:
     tensor = matrix("f16", 4)
     arguments = (tensor, tensor, tensor, tensor, matrix("f32", 3), "f32", None, None, matrix("i32"), matrix("i32", 2))
     block = options.waves * target(arch).wave_size
-    return Program(trace(flash_attn_generic, *arguments, arch=arch, block=block, options=options), target(arch))
+    return Program.of(trace(flash_attn_generic, *arguments, arch=arch, block=block, options=options), target(arch))
 
 
 @pytest.mark.parametrize(("arch", "dim", "page_size", "build"), WAYS, ids=str)

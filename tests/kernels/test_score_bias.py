@@ -19,7 +19,7 @@ from fly.backends.target import target
 from kernels.flash_attn_sm90 import HeadPlace
 from kernels.mask import KeyRange
 from kernels.score_bias import BiasTile, add
-from tests.simulator import Machine, Program
+from tests.simulated import Machine, Program
 from tests.tracing import matrix, trace
 
 COLUMNS, BATCH, HEADS = 64, 2, 4
@@ -90,7 +90,7 @@ class Memory:
         out = np.full((64, COLUMNS), 9.0, np.float32)
         strides = self.strides[:-1] if self.unit else self.strides
         arguments: list[Any] = [out, 64, COLUMNS, COLUMNS, buffer, *self.shape, *strides]
-        Machine(Program(module, target(arch)))([*arguments, first_row, first_key, queries, keys])
+        Machine(Program.of(module, target(arch)))([*arguments, first_row, first_key, queries, keys])
         inside = max(min(keys - first_key, COLUMNS), 0)
         rows = int((out[:, 0] != 9.0).sum())
         assert rows >= 16

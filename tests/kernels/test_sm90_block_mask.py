@@ -25,7 +25,7 @@ from tests.kernels.feature_cases import stripes
 from tests.kernels.hopper_stub import UNITS
 from tests.kernels.test_sm90_builds import request
 from tests.kernels.test_sm90_features import Counting, some
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 FIELDS = ("batch", "head", "first_row", "split", "first", "partial", "last", "seen_first", "seen_end")
@@ -130,7 +130,7 @@ class Problem:
         module = trace(walk, *results, *["i32"] * 5, *specs, arch="sm_90a", block=1, **statics)
         out, found = np.full((512, len(FIELDS)), -7, np.int32), np.full((512, 64), -7, np.int32)
         sizes = (self.queries, self.keys, heads, batch, self.splits)
-        machine = Machine(Program(module, target("sm_90a")))
+        machine = Machine(Program.of(module, target("sm_90a")))
         machine(flat(out, found, np.zeros(4, np.int32), *sizes, *operands), (1, 1, 1))
         assert out[511, 0] == STOP
         rows = int((out[:, 0] >= 0).sum())

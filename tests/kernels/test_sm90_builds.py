@@ -35,7 +35,7 @@ from kernels.tile_counters import MAX_ARRIVALS
 from kernels.tile_scheduler import MAX_SPLITS
 from tests.kernels import hopper_stub
 from tests.kernels.hopper_stub import UNITS
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 DIMS = sorted({row[:2] for row in TILES})
@@ -388,7 +388,7 @@ def places(rows: fly.Tensor, vector: fly.Tensor, queries: fly.Tensor):
 def test_rows_are_a_querys_heads_one_after_the_other():
     module = trace(places, matrix("i32", 3), matrix("i32", 2), matrix("i32"), arch="sm_80")
     rows, vector, queries = (np.full(shape, -1, np.int32) for shape in ((8, 12, 2), (12, 11), (32,)))
-    Machine(Program(module, target("sm_80")))(flat(rows, vector, queries), (1, 1, 1))
+    Machine(Program.of(module, target("sm_80")))(flat(rows, vector, queries), (1, 1, 1))
     wanted = np.arange(32).reshape(8, PACK)
     heads = slice(FIRST * PACK, (FIRST + 1) * PACK)
     assert (rows[:, heads, 1] == wanted).all() and (vector[heads, 3:] == wanted.T).all()

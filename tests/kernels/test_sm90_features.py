@@ -23,7 +23,7 @@ from kernels.mask import KeyRange
 from kernels.sm90_builds import build_for, keys_seen
 from kernels.sm90_schedule import Schedule, query_of
 from tests.kernels.feature_reference import Scores, Span
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 SM90 = target("sm_90a")
@@ -148,7 +148,7 @@ class Problem:
         module = trace(walk, *specs, *["i32"] * len(window), arch="sm_90a", block=1, **statics)
         out = np.full((4096, len(FIELDS) + 3), -7, i32)
         given = flat(out, np.zeros(4, i32), *offsets, *numbers, *operands, *window)
-        Machine(Program(module, SM90))(given, (1, 1, 1))
+        Machine(Program.of(module, SM90))(given, (1, 1, 1))
         return out[: int((out[:, 0] != -7).sum())]
 
 
@@ -305,7 +305,7 @@ def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
         modified, matrix("f32", 2), matrix("f32", 2), *["i32"] * 4, *specs, arch="sm_90a", block=128, **statics
     )
     scores, out = rng.normal(size=(64, KEYS)).astype(f32), np.full((64, KEYS + 1), 9.0, f32)
-    Machine(Program(module, SM90))(flat(out, scores, first_row, first_key, queries, keys, *values), (1, 1, 1))
+    Machine(Program.of(module, SM90))(flat(out, scores, first_row, first_key, queries, keys, *values), (1, 1, 1))
 
     # what the reference says of these heads' whole scores, cut to the tile
     sides = tuple(operands[n] if n in names else -1 for n in ("window_left", "window_right"))

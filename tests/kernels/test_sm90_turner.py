@@ -14,7 +14,7 @@ from fly.errors import LayoutError
 from fly.ir import memory
 from kernels.sm90_producer import clear_rows
 from kernels.sm90_turner import TileTurn
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 LINE = 128 * 16  # bytes that the threads of a warpgroup move at once
@@ -55,7 +55,7 @@ def run(keys: int, dim: int, source: np.ndarray, first: int | None = None) -> tu
             y.store(memory.load(made.offset(mine + at), fly.i32, 4, align=16), (mine + at) // 4)
 
     module = trace(kernel, matrix("i32"), matrix("i32"), "i32", arch="sm_90a", block=128)
-    machine = Machine(Program(module, target("sm_90a")), observe_shared=True)
+    machine = Machine(Program.of(module, target("sm_90a")), observe_shared=True)
     result = np.full(raw.bytes // 4, -1, np.int32)
     machine(flat(source.view(np.int32).copy(), result, first or 0))
     return result.view(np.uint8), machine

@@ -21,7 +21,7 @@ from kernels.tile_scheduler import (
     grid,
     shared_keys_place,
 )
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 BLOCK_M, BLOCK_N = 32, 16
@@ -83,7 +83,9 @@ def test_offsets_never_leave_the_tensor(offsets, wanted):
     module = trace(span, matrix("i32"), matrix("bf16", 3), matrix("i32", 2), arch="sm_80")
     found = np.full((len(wanted), 2), -1, np.int32)
     tokens = np.zeros((10, 1, 1), np.int16)
-    Machine(Program(module, target("sm_80")))(flat(np.array(offsets, np.int32), tokens, found), (len(wanted), 1, 1))
+    Machine(Program.of(module, target("sm_80")))(
+        flat(np.array(offsets, np.int32), tokens, found), (len(wanted), 1, 1)
+    )
     assert [tuple(row) for row in found.tolist()] == wanted
 
 
@@ -114,7 +116,7 @@ def test_lengths_never_leave_the_pages(used, offsets, wanted):
     found = np.full(len(wanted), -1, np.int32)
     given = [None if values is None else np.array(values, np.int32) for values in (offsets, used)]
     table = np.zeros((len(wanted), PAGES), np.int32)
-    Machine(Program(module, target("sm_80")))(flat(table, *given, found), (len(wanted), 1, 1))
+    Machine(Program.of(module, target("sm_80")))(flat(table, *given, found), (len(wanted), 1, 1))
     assert found.tolist() == wanted
 
 
@@ -130,7 +132,7 @@ def tiles(q: fly.Tensor, k: fly.Tensor, out: fly.Tensor, lse: fly.Tensor, found:
 @functools.cache
 def tiles_program(causal: bool) -> Program:
     specs = (matrix("bf16", 4), matrix("bf16", 4), matrix("f32", 5), matrix("f32", 4), matrix("i32", 2))
-    return Program(trace(tiles, *specs, arch="sm_80", causal=causal), target("sm_80"))
+    return Program.of(trace(tiles, *specs, arch="sm_80", causal=causal), target("sm_80"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,5 +209,5 @@ def test_places_of_traced_blocks():
             out.store(value, linear, i)
 
     out = np.full((72, 3), -1, np.int32)
-    Machine(Program(trace(body, matrix("i32", 2)), target("gfx950")))(flat(out), (72, 1, 1))
+    Machine(Program.of(trace(body, matrix("i32", 2)), target("gfx950")))(flat(out), (72, 1, 1))
     assert [tuple(row) for row in out.tolist()] == [shared_keys_place(i, shape, group, xcds) for i in range(72)]

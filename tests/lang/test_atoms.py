@@ -11,7 +11,7 @@ from fly.errors import AtomError, TargetError
 from fly.lang.atoms import MmaAtom
 from fly.layout import Layout
 from tests.host import NUMPY
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import ARCHS, matrix, trace
 
 ATOMS = [pytest.param(t.arch, atom, id=f"{t.arch}-{atom.name}") for t in targets() for atom in t.mma_atoms]
@@ -107,7 +107,7 @@ def product(a: fly.Tensor, b: fly.Tensor, c: fly.Tensor, *, atom: MmaAtom):
 def test_a_product_is_matmul(arch, atom):
     random = np.random.default_rng(0)
     module = trace(product, *[matrix(d, 2) for d in (atom.dtype, atom.dtype, "f32")], arch=arch, atom=atom)
-    program = Program(module, fly.backends.target.target(arch))
+    program = Program.of(module, fly.backends.target.target(arch))
     a, b = (random.integers(-4, 5, (n, atom.k)).astype(NUMPY[atom.dtype]) for n in (atom.m, atom.n))
     c = random.integers(-4, 5, (atom.m, atom.n)).astype(np.float32)
     wanted = c + a.astype(np.float32) @ b.astype(np.float32).T

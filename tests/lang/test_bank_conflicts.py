@@ -15,7 +15,7 @@ import pytest
 
 from fly.backends.target import target
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
-from tests.simulator import Machine, Program, SharedAccess, flat
+from tests.simulated import Machine, Program, SharedAccess, flat
 from tests.tracing import matrix, trace
 
 
@@ -25,7 +25,7 @@ def extra_cycles(access: SharedAccess, banks: int) -> int:
     group = banks * 4 // access.bytes
     for first in range(0, len(access.addresses), group):
         words = defaultdict(set)
-        for address in access.addresses[first : first + group]:
+        for address in (a for a in access.addresses[first : first + group] if a is not None):
             for word in range(address // 4, -(-(address + access.bytes) // 4)):
                 words[word % banks].add(word)
         worst = max(worst, max(map(len, words.values())) - 1)
@@ -51,7 +51,7 @@ def accesses(arch: str, head_dim: int) -> list[SharedAccess]:
         options=options,
     )
     q, k, v, out = (np.zeros((1, 64, 1, head_dim), np.float16) for _ in range(4))
-    machine = Machine(Program(module, target(arch)), observe_shared=True)
+    machine = Machine(Program.of(module, target(arch)), observe_shared=True)
     machine(flat(q, k, v, out, np.zeros((1, 1, 64), np.float32), 1.0))
     return machine.shared_accesses
 

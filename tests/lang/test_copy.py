@@ -9,7 +9,7 @@ import fly
 from fly.backends.target import target
 from fly.errors import LayoutError, ShapeError, TraceError
 from fly.ir import memory
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 TILES = 3
@@ -49,7 +49,7 @@ def run(arch: str, block: int, source: np.ndarray, tile: fly.SwizzledTile, late:
     spec = matrix("f16", 2)
     columns = source.shape[1]
     module = trace(stream, spec, spec, arch=arch, block=block, tile=tile, tiles=TILES, columns=columns, **statics)
-    Machine(Program(module, target(arch)), late)(flat(source, out))
+    Machine(Program.of(module, target(arch)), late)(flat(source, out))
     return out
 
 
@@ -149,7 +149,7 @@ def test_two_copies_each_in_its_turn(feed, late):
     out = np.zeros(a.shape, np.float32)
     specs = (matrix("f16", 2), matrix("f16", 2), matrix("f32", 2))
     module = trace(two_streams, *specs, arch="sm_80", block=64, tile=tile, feed=feed, tiles=TILES)
-    Machine(Program(module, target("sm_80")), late)(flat(a, b, out))
+    Machine(Program.of(module, target("sm_80")), late)(flat(a, b, out))
     late_b = np.concatenate([np.zeros((tile.rows, tile.columns)), b[: -tile.rows]])
     np.testing.assert_array_equal(out, a.astype(np.float32) + (late_b if feed == "lag" else b))
 

@@ -13,7 +13,7 @@ from fly.runtime.compile import compile_kernel
 from fly.runtime.inspect import loops
 from kernels.flash_attn_gfx950_copies import k_tile, v_tile
 from tests.isa import count, kinds
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 LAYOUTS = {"k128": k_tile(128), "v128": v_tile(128), "k64": k_tile(64), "v64": v_tile(64)}
@@ -69,7 +69,7 @@ def test_the_simulator_agrees():
     out = np.full((3 * 64, 128), 7, np.float16)
     spec = matrix("f16", 2)
     module = trace(stream, spec, spec, "i32", arch="gfx950", block=512, layout=tile, group=1, turns=3)
-    Machine(Program(module, target("gfx950")))(flat(source, out, 3))
+    Machine(Program.of(module, target("gfx950")))(flat(source, out, 3))
     np.testing.assert_array_equal(out[:97], source[3:])
     assert (out[97:] == 0).all()
 
@@ -167,7 +167,7 @@ def test_the_simulator_agrees_on_pages():
     out = np.full((3 * 64, 128), 7, np.float16)
     specs = (matrix("f16", 3), matrix("i32"), matrix("f16", 2), "i32", "i32")
     module = trace(stream_pages, *specs, arch="gfx950", block=512, layout=tile, page_size=16, tiles=3)
-    Machine(Program(module, target("gfx950")), late_copies=True)(
+    Machine(Program.of(module, target("gfx950")), late_copies=True)(
         flat(np.ascontiguousarray(pages), table, out, 150, 0)
     )
     np.testing.assert_array_equal(out[:150], rows)

@@ -11,7 +11,7 @@ from fly.backends.target import target, targets
 from fly.errors import AtomError, ShapeError
 from fly.lang.atoms import MmaAtom
 from fly.lang.fragment import AccumulatorLayout
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 LAYOUTS = [
@@ -125,7 +125,7 @@ def test_row_operations_compute_what_they_say(arch, layout):
     full, vector, ints = matrix("f32", 2), matrix("f32"), matrix("i32")
     specs = (full, ints, vector, vector, ints, full, full, ints, full)
     module = trace(row_operations, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
-    Machine(Program(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked, starts, cut))
+    Machine(Program.of(module, target(arch)))(flat(source, limits, maxima, sums, index, changed, masked, starts, cut))
     largest = source.max(axis=1)
     np.testing.assert_array_equal(maxima, largest)
     np.testing.assert_array_equal(sums, source.sum(axis=1))
@@ -149,7 +149,7 @@ def test_runs_of_the_columns_in_use(arch, left_out):
     out = np.zeros((ROW_TILES * layout.rows, COLUMN_TILES * layout.columns), np.float32)
     columns = out.shape[1] - left_out
     module = trace(store_runs, matrix("f32", 2), arch=arch, layout=layout, columns=columns)
-    Machine(Program(module, target(arch)))(flat(out))
+    Machine(Program.of(module, target(arch)))(flat(out))
     assert (out[:, :columns] == 1).all() and (out[:, columns:] == 0).all()
     with pytest.raises(ShapeError, match=r"20 columns of a fragment in use; expected a multiple of 8"):
         trace(store_runs, matrix("f32", 2), arch=arch, layout=layout, columns=20)
@@ -196,5 +196,5 @@ def test_map_places_tells_rows_and_columns(arch, layout):
     out = np.zeros_like(source)
     specs = (matrix("f32", 2), matrix("i32"), matrix("f32", 2))
     module = trace(numbered, *specs, arch=arch, block=layout.atom.lanes, layout=layout)
-    Machine(Program(module, target(arch)))(flat(source, limits, out))
+    Machine(Program.of(module, target(arch)))(flat(source, limits, out))
     np.testing.assert_array_equal(out, source + limits[:, None] + 1000 * np.arange(columns))

@@ -11,14 +11,14 @@ import fly
 from fly.backends.target import target
 from fly.errors import DTypeError, LayoutError, ShapeError, TraceError
 from tests.filecheck import filecheck
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 
 def run(kernel, *arrays: np.ndarray, arch: str = "gfx950", block=None, grid=(1, 1, 1), **statics) -> None:
     """Trace a kernel of i32 vectors and run it in numpy."""
     specs = [matrix("i32") for _ in arrays]
-    Machine(Program(trace(kernel, *specs, arch=arch, block=block, **statics), target(arch)))(flat(*arrays), grid)
+    Machine(Program.of(trace(kernel, *specs, arch=arch, block=block, **statics), target(arch)))(flat(*arrays), grid)
 
 
 linear_tables = st.lists(st.integers(0, 300), min_size=0, max_size=6).map(

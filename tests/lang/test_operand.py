@@ -11,7 +11,7 @@ import fly
 from fly.backends.target import target, targets
 from fly.errors import AtomError, LayoutError
 from fly.lang.atoms import MmaAtom, plain_load
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 CASES = [
@@ -104,7 +104,7 @@ def test_loaders_fetch_them_at_every_static_offset(arch, atom, operand, transpos
             column=column,
             prepare=bool(number % 2),
         )
-        Machine(Program(module, target(arch)))(flat(source, out))
+        Machine(Program.of(module, target(arch)))(flat(source, out))
         wanted = [
             [source[r + row, c + column] for r, c in (want(lane, v) for v in range(plan.tiles * plan.values))]
             for lane in range(target(arch).wave_size)

@@ -12,7 +12,7 @@ from fly.backends.target import target
 from fly.emulator.banks import MODELS, BankModel
 from fly.errors import LayoutError
 from kernels.flash_attn_gfx950_copies import k_tile, v_tile
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 TILES = {
@@ -59,7 +59,7 @@ def test_run_time_coordinates(tile):
         out.store(tile.base(index // tile.columns, index % tile.columns), index)
 
     out = np.zeros(tile.rows * tile.columns, np.int32)
-    Machine(Program(trace(body, matrix("i32")), target("gfx950")))(flat(out), (len(out) // 64, 1, 1))
+    Machine(Program.of(trace(body, matrix("i32")), target("gfx950")))(flat(out), (len(out) // 64, 1, 1))
     assert out.tolist() == [2 * tile(*at) for at in coordinates(tile)]
 
 

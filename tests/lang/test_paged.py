@@ -9,7 +9,7 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
 from fly.ir import memory
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 PAGE, COLUMNS = 16, 8
@@ -32,7 +32,7 @@ def test_windows_are_the_rows(arch, count, height):
         with fly.when(lane < height):
             result.store(window.load(lane, 0, COLUMNS), first + lane, 0)
 
-    program = Program(
+    program = Program.of(
         trace(kernel, matrix("f32", 3), matrix("i32"), matrix("f32", 2), "i32", arch=arch), target(arch)
     )
     pages = np.random.default_rng(count).standard_normal((6, PAGE, COLUMNS)).astype(np.float32)
@@ -60,7 +60,7 @@ def test_scattered_rows_are_found_one_by_one(arch, page_size, first, count):
             result.store(memory.load(row, fly.f32, COLUMNS), lane, 0)
             exists.store(there.to(fly.i32), lane)
 
-    program = Program(
+    program = Program.of(
         trace(kernel, matrix("f32", 3), matrix("i32"), matrix("f32", 2), matrix("i32"), "i32", arch=arch),
         target(arch),
     )

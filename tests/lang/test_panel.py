@@ -7,7 +7,7 @@ import pytest
 
 import fly
 from fly.backends.target import target
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 ROWS, COLUMNS = 20, 16
@@ -28,6 +28,6 @@ def test_a_tile_behind_the_last_has_no_rows(arch, width, whole):
     a = np.zeros((ROWS, width), np.float16)
     rows, bounds = np.full(4, -1, np.int32), np.full(4, -1, np.int32)
     module = trace(reach, matrix("f16", 2), matrix("i32"), matrix("i32"), arch=arch, block=1)
-    Machine(Program(module, target(arch)))(flat(a, rows, bounds), (1, 1, 1))
+    Machine(Program.of(module, target(arch)))(flat(a, rows, bounds), (1, 1, 1))
     assert rows.tolist() == [ROWS] * whole + [0] * (4 - whole)
     assert all(bounds[:whole] > 0) and not bounds[whole:].any()

@@ -8,7 +8,7 @@ import pytest
 import fly
 from fly.backends.target import target
 from fly.errors import PipelineError
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 
@@ -127,7 +127,7 @@ def test_values_reach_their_tile(unroll, tiles):
     a = np.random.default_rng(tiles).standard_normal(tiles).astype(np.float32)
     out, sums = np.full(tiles, np.nan, np.float32), np.zeros(1, np.float32)
     module = trace(pipelined, matrix(), matrix(), matrix(), "i32", unroll=unroll)
-    Machine(Program(module, target("gfx950")))(flat(a, out, sums, tiles))
+    Machine(Program.of(module, target("gfx950")))(flat(a, out, sums, tiles))
     before = np.concatenate([[0], np.cumsum(a)[:-1]])
     np.testing.assert_allclose(out, a * before + 10 * a, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(sums[0], a.sum(), rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import pytest
 import fly
 from fly.backends.target import target
 from fly.errors import LayoutError
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 TILES = [
@@ -79,7 +79,7 @@ def test_run_time_offsets_are_the_static_ones(tile):
     threads = -(-tile.rows // 32) * 32
     out = np.zeros((threads, tile.columns), np.int32)
     module = trace(tabulate, matrix("i32", 2), arch="sm_80", block=threads, tile=tile)
-    Machine(Program(module, target("sm_80")))(flat(out))
+    Machine(Program.of(module, target("sm_80")))(flat(out))
     np.testing.assert_array_equal(out[: tile.rows], 2 * offsets(tile))
 
 

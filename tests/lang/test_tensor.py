@@ -16,7 +16,7 @@ from fly.backends.target import target
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from tests.filecheck import filecheck
 from tests.host import HostFunction
-from tests.simulator import Machine, Program, flat
+from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
 
@@ -86,7 +86,7 @@ def test_tiles_and_their_tails(length, vector):
     out = np.zeros_like(source)
     module = trace(copy_tile, matrix(), matrix(), size=size, vector=vector)
     # the simulator checks that nothing past the end is touched, and alignments
-    Machine(Program(module, target("gfx950")))(flat(source, out), (-(-length // size), 1, 1))
+    Machine(Program.of(module, target("gfx950")))(flat(source, out), (-(-length // size), 1, 1))
     np.testing.assert_array_equal(out, source + 1)
 
 
@@ -97,7 +97,7 @@ def test_a_share_reads_zeros_past_the_end():
             out.store(element, fly.thread_id.x, i)
 
     source, out = np.ones(99, np.float32), np.full((64, 4), 7, np.float32)
-    Machine(Program(trace(kernel, matrix(), matrix("f32", 2)), target("gfx950")))(flat(source, out))
+    Machine(Program.of(trace(kernel, matrix(), matrix("f32", 2)), target("gfx950")))(flat(source, out))
     np.testing.assert_array_equal(out.ravel(), [1] * 99 + [0] * 157)
 
 
@@ -115,7 +115,7 @@ def test_windows_end_with_the_matrix(arch, count):
     source = np.random.default_rng(0).standard_normal((count, 8)).astype(np.float32)
     out = np.zeros_like(source)
     module = trace(copy_rows, matrix("f32", 2), matrix("f32", 2), arch=arch, rows=rows)
-    Machine(Program(module, target(arch)))(flat(source, out))
+    Machine(Program.of(module, target(arch)))(flat(source, out))
     wanted = np.zeros_like(source)
     wanted[5 : 5 + rows] = 2 * source[5 : 5 + rows]
     np.testing.assert_array_equal(out, wanted)
@@ -217,7 +217,7 @@ def test_sections_start_further_on():
         np.arange(10, dtype=np.float32),
         np.zeros((2, 2), "f4"),
     )
-    Machine(Program(module, target("gfx950")))(flat(x, v, out, 3), (2, 1, 1))
+    Machine(Program.of(module, target("gfx950")))(flat(x, v, out, 3), (2, 1, 1))
     assert out.tolist() == [[13, 3], [17, 4]]
 
 
