@@ -40,6 +40,10 @@ class Parties:
     components: np.ndarray
     now: np.ndarray
 
+    def of(self, lanes: np.ndarray | slice) -> Parties:
+        """Of some of the accesses."""
+        return Parties(self.rows[lanes], self.clocks, self.components, self.now)
+
     def __iter__(self) -> Iterator[Party]:
         for row in np.unique(self.rows):
             lanes = np.flatnonzero(self.rows == row)
@@ -73,6 +77,15 @@ class Shadow:
         """Whether somebody wrote every word of whom its row of `clocks` knows."""
         writer, clock = self.writer.take(words, axis=1), self.clock.take(words, axis=1)
         return bool((clocks[rows, writer] >= clock).any(axis=0).all())
+
+    def ordered(self, words: np.ndarray, rows: np.ndarray, clocks: np.ndarray, part: bool = False) -> bool:
+        """Whether each word's row of `clocks` knows of all writers and readers; `part`: see `unordered`."""
+        layers = slice(1 if part else None)
+        writer, clock = self.writer[layers].take(words, axis=1), self.clock[layers].take(words, axis=1)
+        if ((clocks[rows, writer] < clock) & (writer != NOBODY)).any():
+            return False
+        known = clocks[:, self.first_reader : self.first_reader + len(self.reads)]
+        return not len(self.reads) or bool((self.reads.take(words, axis=1) <= known[rows].T).all())
 
     def unwritten(self, words: Words) -> int | None:
         """The first word of an access that nobody has written."""
@@ -126,12 +139,12 @@ class Shadow:
         word = _first(bad, words)
         return None if word is None else Conflict(word, int(self.writer[:, word].max()))
 
-    def wrote(self, words: Words, layer: int, by: int, clock: int) -> None:
+    def wrote(self, words: Words, layer: int, by: int | np.ndarray, clock: int | np.ndarray) -> None:
         """Words have a new value."""
         self.writer[:, words], self.clock[:, words] = NOBODY, NEVER
         self.wrote_same(words, layer, by, clock)
 
-    def wrote_same(self, words: Words, layer: int, by: int, clock: int) -> None:
+    def wrote_same(self, words: Words, layer: int, by: int | np.ndarray, clock: int | np.ndarray) -> None:
         """Words were written with the value that they had."""
         self.writer[layer, words], self.clock[layer, words] = by, clock
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fly.simulator.clocks import ASYNC, HOST, Conflict, Parties, Party, Shadow, words_of
 from fly.simulator.report import Finding
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by size
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,20 @@ class GlobalMemory:
             if span.written:
                 words, rows = words_of(offsets, size, 1), parties.rows[lanes].repeat(size)
                 if not span.shadow.known(words, rows, parties.clocks):
-                    self._check_read(span, addresses[lanes], size, replace(parties, rows=parties.rows[lanes]))
+                    for party in parties.of(lanes):
+                        words = words_of(offsets[party.lanes], size, 1)
+                        self._check(span.shadow.unseen(words, party.clocks), span, "reads")
         return data
 
-    def _check_read(self, span: Span, addresses: np.ndarray, size: int, parties: Parties) -> None:
-        for party in parties:
-            words = words_of(addresses[party.lanes] - span.start, size, 1)
-            self._check(span.shadow.unseen(words, party.clocks), span, "reads")
-
-    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Iterable[Party]) -> None:
+    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Parties) -> None:
         """Store (lanes, size) bytes, of which each of `parties` stores its own."""
         check_alignment(addresses, align)
-        for party in parties:
-            own, values = addresses[party.lanes], data[party.lanes]
-            for span, lanes in self._apart(own, data.shape[1]):
-                self.put(span, own[lanes] - span.start, values[lanes], party)
+        for span, lanes in self._apart(addresses, data.shape[1]):
+            offsets, values, who = addresses[lanes] - span.start, data[lanes], parties.of(lanes)
+            span.begin_writing()
+            if not store_together(span.bytes, span.shadow, offsets, values, who, ASYNC, 1):
+                for party in who:
+                    self.put(span, offsets[party.lanes], values[party.lanes], party)
 
     def put(self, span: Span, offsets: np.ndarray, data: np.ndarray, party: Party) -> None:
         """Store runs of bytes, (offsets, bytes). The same bytes again may be stored with nothing that orders that."""
@@ -175,21 +176,49 @@ def _merged(regions: Sequence[Region]) -> list[tuple[int, int]]:
     return ends
 
 
+def store_together(
+    memory: np.ndarray, shadow: Shadow, offsets: np.ndarray, data: np.ndarray, parties: Parties, layer: int, word: int
+) -> bool:
+    """Store what warps store at one time, (lanes, size) bytes, if all of them may; False: nothing is stored.
+
+    `word`: bytes of the words of `shadow`. Most stores are right, and warps are quicker looked at together.
+    """
+    size = data.shape[1]
+    words = words_of(offsets, size, word)
+    rows = parties.rows.repeat(len(words) // len(offsets))
+    before = gather(memory, offsets, size)
+    changed = (before != data).any() or shadow.unwritten(words) is not None
+    if changed and not shadow.ordered(words, rows, parties.clocks, part=size < word):
+        return False
+    scatter(memory, offsets, data)
+    if (gather(memory, offsets, size) != data).any():  # two lanes, perhaps of two warps, at one place
+        scatter(memory, offsets, before)
+        return False
+    record = shadow.wrote if changed else shadow.wrote_same
+    record(words, layer, parties.components[rows], parties.now[rows])
+    return True
+
+
 def check_alignment(addresses: np.ndarray, align: int) -> None:
-    """Raises a Finding for an address that is no multiple of `align`."""
-    wrong = addresses % align != 0
-    if wrong.any():
-        raise Finding("misaligned", f"address {int(addresses[wrong][0]):#x}; expected a multiple of {align}")
+    """Raises a Finding for an address that is no multiple of `align`, a power of 2."""
+    if int(np.bitwise_or.reduce(addresses)) & (align - 1):
+        wrong = addresses[addresses % align != 0]
+        raise Finding("misaligned", f"address {int(wrong[0]):#x}; expected a multiple of {align}")
 
 
 def gather(memory: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
     """(len(offsets), size) bytes of memory."""
-    if size in (1, 2, 4, 8) and not (offsets % size).any():
-        words = memory[: len(memory) // size * size].view(f"u{size}")
-        return words[offsets // size][:, None].view(np.uint8)
+    if size in _WORDS and not int(np.bitwise_or.reduce(offsets)) & (size - 1):
+        words = memory[: len(memory) // size * size].view(_WORDS[size])
+        return words.take(offsets // size)[:, None].view(np.uint8)
     return memory[offsets[:, None] + np.arange(size)]
 
 
 def scatter(memory: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> None:
     """Store (len(offsets), size) bytes."""
-    memory[offsets[:, None] + np.arange(data.shape[1])] = data
+    size = data.shape[1]
+    if size in _WORDS and not int(np.bitwise_or.reduce(offsets)) & (size - 1):
+        words = memory[: len(memory) // size * size].view(_WORDS[size])
+        words[offsets // size] = np.ascontiguousarray(data).view(_WORDS[size])[:, 0]
+    else:
+        memory[offsets[:, None] + np.arange(size)] = data

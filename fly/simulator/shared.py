@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, WORD, Conflict, Parties, Party, Shadow, Words, words_of
-from fly.simulator.memory import check_alignment, gather, scatter
+from fly.simulator.clocks import ASYNC, WORD, Conflict, Parties, Shadow, Words, words_of
+from fly.simulator.memory import check_alignment, gather, scatter, store_together
 from fly.simulator.report import Finding
 
 GAP = 128  # bytes between buffers that belong to none
@@ -106,12 +106,12 @@ class SharedMemory:
         self.shadow.read(words, parties.components[rows], parties.now[rows])
         return gather(self.bytes, addresses, size)
 
-    def write(
-        self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Iterable[Party], layer: int
-    ) -> None:
+    def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Parties, layer: int) -> None:
         """Store (lanes, size) bytes, of which each of `parties` stores its own; `layer`: of its role."""
         size = data.shape[1]
         self._bounds(addresses, size, align)
+        if store_together(self.bytes, self.shadow, addresses, data, parties, layer, WORD):
+            return
         for party in parties:
             own, values = addresses[party.lanes], data[party.lanes]
             words = words_of(own, size, WORD)
@@ -177,9 +177,16 @@ class SharedMemory:
             self._no_fence(conflict, "writes over")
         self.shadow.wrote(words, ASYNC, by, phase)
 
-    def announce_lanes(self, addresses: np.ndarray, size: int, parties: Iterable[Party], layer: int) -> None:
+    def announce_lanes(self, addresses: np.ndarray, size: int, parties: Parties, layer: int) -> None:
         """Copies will write `size` bytes at addresses, of which each of `parties` has its own."""
         self._bounds(addresses, size, size)
+        words = words_of(addresses, size, WORD)
+        rows = parties.rows.repeat(len(words) // len(addresses))
+        if self.shadow.ordered(words, rows, parties.clocks):
+            by = parties.components[rows]
+            self.shadow.wrote(words, layer, by, parties.now[rows])
+            if (self.shadow.writer[layer].take(words) == by).all():
+                return  # no two warps copy to one place
         for party in parties:
             words = words_of(addresses[party.lanes], size, WORD)
             self.check_write(words, party.clocks)
