@@ -21,12 +21,13 @@ class Machine:
     """A program, how it runs, and what was observed.
 
     Copies land when they are issued or, with `late_copies`, only when their tokens are waited for: a kernel that is
-    right in both is right in between.
+    right in both is right in between. `seed`: another schedule than these two.
     """
 
     program: Program
     late_copies: bool = False
     observe_shared: bool = False
+    seed: int | None = None
     shared_accesses: list[SharedAccess] = field(default_factory=list)
 
     def __call__(self, arguments: Sequence[Any], grid: tuple[int, int, int] = (1, 1, 1)) -> None:
@@ -37,7 +38,7 @@ class Machine:
             if isinstance(argument, np.ndarray)
         ]
         values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-        seed = int(self.late_copies)
+        seed = int(self.late_copies) if self.seed is None else self.seed
         launch = Launch(self.program, grid, regions, values, seed, observe_shared=self.observe_shared)
         launch.run()
         self.shared_accesses += launch.shared_accesses

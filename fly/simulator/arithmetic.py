@@ -24,8 +24,18 @@ def is_array(value: Any) -> bool:
 
 
 def cast(value: Any, dtype: np.dtype) -> Any:
-    """To another number format, rounded to nearest even; integers keep their low bits."""
+    """To another number format, rounded to nearest even."""
     return value.astype(dtype)
+
+
+def truncate(value: Any, dtype: np.dtype) -> Any:
+    """The low bits of an integer."""
+    return (value & value.dtype.type(1)).astype(dtype) if dtype == np.bool_ else value.astype(dtype)
+
+
+def signed_cast(value: Any, dtype: np.dtype) -> Any:
+    """A signed integer to a wider or a floating format; a bit is 0 or -1."""
+    return (-value.view(np.int8) if value.dtype == np.bool_ else value).astype(dtype)
 
 
 def unsigned_cast(value: Any, dtype: np.dtype) -> Any:
@@ -190,6 +200,11 @@ def _infix(operator: str) -> str:
     return f"({{0}} {operator} {{1}})"
 
 
+def _integer(operator: str, of_bits: str) -> Callable[[Node], str]:
+    """numpy's + of bits is a disjunction."""
+    return lambda node: _infix(of_bits if node.types[0].dtype == np.bool_ else operator)
+
+
 def _call(name: str, operands: int = 2) -> str:
     return f"{name}({', '.join(f'{{{i}}}' for i in range(operands))})"
 
@@ -197,9 +212,12 @@ def _call(name: str, operands: int = 2) -> str:
 # Python text of each operation: {0}, {1}, ... are operands, {type0} and so on the results' types, {dtype0} their
 # element types. What depends on attributes is a function of the node.
 EXPRESSIONS: dict[str, str | Callable[[Node], str]] = {
-    **{f"arith.{name}": _infix("+") for name in ("addi", "addf")},
-    **{f"arith.{name}": _infix("-") for name in ("subi", "subf")},
-    **{f"arith.{name}": _infix("*") for name in ("muli", "mulf")},
+    "arith.addi": _integer("+", "^"),
+    "arith.subi": _integer("-", "^"),
+    "arith.muli": _integer("*", "&"),
+    "arith.addf": _infix("+"),
+    "arith.subf": _infix("-"),
+    "arith.mulf": _infix("*"),
     "arith.divf": _infix("/"),
     "arith.negf": "(-{0})",
     "arith.andi": _infix("&"),
@@ -215,7 +233,9 @@ EXPRESSIONS: dict[str, str | Callable[[Node], str]] = {
     "arith.cmpi": _compare_integers,
     "arith.cmpf": _compare_floats,
     "arith.select": _call("select", 3),
-    **{f"arith.{name}": "cast({0}, {dtype0})" for name in ("trunci", "extsi", "sitofp", "extf", "truncf")},
+    **{f"arith.{name}": "cast({0}, {dtype0})" for name in ("extf", "truncf")},
+    **{f"arith.{name}": "signed_cast({0}, {dtype0})" for name in ("extsi", "sitofp")},
+    "arith.trunci": "truncate({0}, {dtype0})",
     **{f"arith.{name}": "unsigned_cast({0}, {dtype0})" for name in ("extui", "uitofp")},
     "arith.fptosi": "to_integer({0}, {dtype0})",
     "fly.narrow": "cast({0}, {dtype0})",
@@ -245,6 +265,6 @@ NAMES = {
     function.__name__: function
     for function in (
         *(bitcast, broadcast, cast, divide, elements, exp2, extract, fma, log2, merge, narrow_pairs, reciprocal),
-        *(rsqrt, select, shuffle, to_integer, unsigned_cast, widen_pairs),
+        *(rsqrt, select, shuffle, signed_cast, to_integer, truncate, unsigned_cast, widen_pairs),
     )
 }

@@ -2,7 +2,8 @@
 
 One function for the whole kernel: each operation is a statement, run-time loops and branches are Python's, and `m` is
 the mask of the lanes that are where the statement is (None: all of the role). Lanes that leave a loop or take the
-other branch wait for the rest. Where a role may have to wait for others it yields.
+other branch wait for the rest. Where a role may have to wait for others it yields. What has been computed in a region
+or around it is not computed again there.
 """
 
 from __future__ import annotations
