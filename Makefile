@@ -33,7 +33,7 @@ demo: $(STAMP) ## compile flash attention for AMD and NVIDIA, check it, run it w
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run the tests (TESTS=tests/ir for some of them, WORKERS=8 for more processes)
-	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 lint: $(STAMP) ## check formatting and style
 	$(BIN)/ruff format --check .

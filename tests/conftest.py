@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
+
 # Every process of pytest-xdist has a core: more threads in each wait for one another. Before torch and NumPy load.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Traced modules and decoded programs are many objects that stay. At Python's own thresholds, looking through them for
@@ -28,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `exhaustive` unless they are asked for; then they have more time."""
     asked = config.getoption("--exhaustive")
+    left_out = sampling.mark_left_out(items)
+    if left_out and not config.getoption("lf") and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("\n".join(left_out))
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -163,8 +164,8 @@ class PaddedTile:
                 f"a tile of {self.order.size} elements does not divide into lines of {self.line} with {self.pad} of "
                 f"padding, {self.group} to a group with {self.group_pad} more; padding is a multiple of {multiple}"
             )
-        bits = [1 << b for b in range((self.order.size - 1).bit_length())]
-        if sorted(self.order.table()[bit] for bit in bits) != bits:
+        table, bits = self.order.table(), [1 << b for b in range((self.order.size - 1).bit_length())]
+        if sorted(table[bit] for bit in bits) != bits:
             raise LayoutError(f"order {self.order} of a padded tile mixes bits of its coordinates")
 
     @property
@@ -196,8 +197,14 @@ class PaddedTile:
 
     def coordinate(self, place: int) -> tuple[int, int]:
         """(row, column) of the element at a place in the tile without padding: the inverse of `order`."""
-        column, row = divmod(self.order.table().index(place), self.rows)
+        column, row = divmod(self._inverse[place], self.rows)
         return row, column
+
+    @functools.cached_property
+    def _inverse(self) -> list[int]:
+        """By place in the tile without padding, the linear index of the element."""
+        table = self.order.table()
+        return sorted(range(len(table)), key=table.__getitem__)
 
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mlir import ir
 
 
-def operations(block: ir.Block) -> Iterator[ir.Operation]:
-    """All operations under a block, outer before inner, in program order; the current one may be erased."""
-    for op in list(block.operations):
-        operation = op.operation
-        regions = list(operation.regions)
-        yield operation
-        for region in regions:
-            for inner in region.blocks:
-                yield from operations(inner)
+def operations(block: ir.Block) -> list[ir.Operation]:
+    """All operations under a block, outer before inner, in program order, as they are now: each may be erased in
+    turn, and operations that are added are not among them."""
+    found: list[ir.Operation] = []
+
+    def add(op: ir.Operation) -> ir.WalkResult:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    for op in block.operations:
+        op.operation.walk(add, ir.WalkOrder.PRE_ORDER)
+    return found
 
 
 def kernel_function(module: ir.Module) -> ir.Operation:

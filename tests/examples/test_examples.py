@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,7 +28,24 @@ SAID = {
 examples = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 
 
-def run(path: Path, *flags: str) -> str:
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """`run(path, *flags)`: the output of an example as a script, but in this process, which has torch already."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def script(path: Path, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(path), *flags])
+        runpy.run_path(str(path), run_name="__main__")
+        return capfd.readouterr().out
+
+    before = set(sys.modules)
+    yield script
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) in {str(path) for path in EXAMPLES.glob("*.py")}:
+            del sys.modules[name]
+
+
+def run_alone(path: Path, *flags: str) -> str:
     """A script's output; it must succeed."""
     done = subprocess.run([sys.executable, str(path), *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +57,7 @@ def test_there_are_examples():
 
 
 @examples
-def test_compiles_for_every_target(path):
+def test_compiles_for_every_target(path, run):
     shown = run(path, "--compile")
     for arch in ("gfx942", "gfx950"):
         assert re.search(rf"^{arch}: \d+ registers, \d+ shared bytes, 0 spills\n +s_load", shown, re.M), shown
@@ -51,7 +69,7 @@ def test_compiles_for_every_target(path):
 
 @examples
 @needs_emulator
-def test_is_right(path):
+def test_is_right(path, run):
     check(run(path, "--device", "cpu"), path)
 
 
@@ -65,7 +83,7 @@ def check(shown: str, path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @examples
 def test_is_right_on_a_gpu(path):
-    check(run(path, "--device", "cuda"), path)
+    check(run_alone(path, "--device", "cuda"), path)
 
 
 @examples
@@ -73,8 +91,13 @@ def test_is_short_enough_to_read(path):
     assert len(path.read_text().splitlines()) <= 150
 
 
+@needs_emulator
+def test_a_script_needs_nothing_around_it():
+    assert "largest error" in run_alone(NUMBERED[0], "--device", "cpu")
+
+
 def test_demo():
-    shown = run(EXAMPLES / "demo.py")
+    shown = run_alone(EXAMPLES / "demo.py")
     assert shown.endswith("All checks passed.\n"), shown
     for arch in ("gfx942", "gfx950", "sm_80", "sm_90a"):
         for head_dim in (64, 128):

@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mask_mod", "shape", "size", "head_dim", "heads", "options"),
     CASES,
@@ -181,6 +182,7 @@ LISTS = (*PARTIAL, *WHOLE)
 TABLES = {name: fly.TensorSpec("i32", 3 + name.endswith("indices"), 4, True) for name in LISTS}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "functions", "aux", "split"),
     [

@@ -78,6 +78,7 @@ def steep(seed: int, keys: int, growth: float):
     return [x.half() for x in (q, k, v)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("splits", [1, 2], ids=["whole", "split"])
 @pytest.mark.parametrize("growth", [0.0, 0.0625, -0.0625, 8.0], ids=str)
 def test_large_scores_over_many_tiles(device, growth, splits, seed):
@@ -114,6 +115,7 @@ def test_the_largest_numbers_of_f16(device, size, masked, seed):
     hold(seed, device, q.half(), k.half(), v.half(), masked)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", [1e-46, 1e-40, 1e-30, 1e9, 1e30, 1e36], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_any_softmax_scale(device, scale, causal, seed):
@@ -126,6 +128,7 @@ def test_a_huge_scale_of_scores_that_are_zero(device, seed):
     hold(seed, device, torch.zeros_like(q), k, v, softmax_scale=2e33)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cap", [1e-45, 1e-30, 1e-3, 1.0, 50.0, 300.0, 1e4, 1e6, 1e20, 3e38, 1e300], ids=str)
 def test_any_softcap(device, cap, seed):
     q, k, v = tensors(seed, 40, 100, size=3.0)
@@ -137,6 +140,7 @@ def test_scores_as_large_as_a_wide_softcap(device, seed):
     hold(seed, device, q, k, v, softcap=1000.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sink", [-300.0, 60.0, 1e5, 1e10, 3e38, -3e38], ids=str)
 @pytest.mark.parametrize("splits", [1, 2], ids=["whole", "split"])
 def test_sinks_far_from_the_scores(device, sink, splits, seed):
@@ -149,6 +153,7 @@ LARGEST = 2**31 - 1
 WINDOWS = [(-1, LARGEST), (LARGEST, -1), (LARGEST, LARGEST), (LARGEST, 7), (5, LARGEST - 40), (0, 0)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (90, 40), (40, 90)], ids=str)
 def test_any_window(device, window, queries, keys, seed):
@@ -156,6 +161,7 @@ def test_any_window(device, window, queries, keys, seed):
     hold(seed, device, q, k, v, window_size=window)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("window", WINDOWS[:4], ids=str)
 def test_any_window_with_lengths_of_its_own(device, window, seed):
     q, k, v = (x.expand(2, -1, -1, -1).contiguous() for x in tensors(seed, 70, 90))

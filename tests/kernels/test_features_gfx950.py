@@ -180,6 +180,7 @@ def test_two_waves_a_simd_without_spills(names, functions, aux, head_dim):
     no_spills(Features(names, **{n: Mod.of(function) for n, function in functions.items()}), head_dim, names, aux)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_of_every_kind_without_spills(bias, causal, monkeypatch):

@@ -77,6 +77,8 @@ def run(case: Case) -> Report:
         options = inputs.form()
         for name in case.features:
             options |= FEATURES[name](inputs)
+        if {"cache_leftpad", "seqused_kv"} <= options.keys():  # no more than there are keys
+            options["cache_leftpad"] = torch.minimum(options["cache_leftpad"], options["seqused_kv"])
         return compare(*tensors, case.causal, case.splits, **options)
     finally:
         os.environ.clear()
@@ -165,7 +167,7 @@ STRATA = [(arch, kernel, form) for arch, kernel in KERNELS for form in FORMS]
 @pytest.mark.parametrize(("arch", "kernel", "form"), STRATA)
 def test_random_calls(arch, kernel, form):
     dims = (64,) if kernel == "gfx950" else (32, 40, 64)
-    search(4 if kernel == "generic" else 2, form=form, arch=arch, kernel=kernel, dims=dims)
+    search(2, form=form, arch=arch, kernel=kernel, dims=dims)
 
 
 @pytest.mark.exhaustive

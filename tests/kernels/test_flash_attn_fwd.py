@@ -92,6 +92,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(2)
 @emulated
 @kinds
 @reduced_families
@@ -99,6 +100,7 @@ def test_emulated(run, family, kind, seed):
     assert failures(run, acceptance.sampled(run, family, kind), seed) == []
 
 
+@pytest.mark.sample(2)
 @emulated
 @kinds
 def test_emulated_small_lengths(run, kind, seed):

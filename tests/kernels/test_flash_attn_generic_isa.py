@@ -85,6 +85,7 @@ def other_head_dims(*archs: str):
     return pytest.mark.parametrize(("arch", "head_dim"), list(itertools.product(archs, (96, 160, 192, 224, 256))))
 
 
+@pytest.mark.sample(2)
 @other_head_dims("gfx942", "gfx950")
 def test_other_head_dims_without_spills(arch, head_dim):
     artefact, options = compiled(arch, head_dim, "bf16", True)
@@ -93,6 +94,7 @@ def test_other_head_dims_without_spills(arch, head_dim):
     assert resources.registers + resources.accum_registers <= 512 // options.waves_per_eu
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @other_head_dims("sm_90a")
 def test_ptxas_spills_nothing_at_other_head_dims(arch, head_dim, tmp_path):
@@ -207,6 +209,7 @@ def test_rounding_to_16_bits(arch, head_dim, dtype, causal):
             assert count(loop, "v_perm_b32") == turned
 
 
+@pytest.mark.sample(2)
 @nvidia
 def test_ptx_matrix_instructions_and_loads(arch, head_dim, dtype, causal):
     artefact, options = compiled(arch, head_dim, dtype, causal)
@@ -243,6 +246,7 @@ def test_ptx_copies(arch, head_dim, dtype, causal):
     assert waits == [str(2 * (options.stages - 1)), *[str(2 * (options.stages - 2))] * 2]
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @nvidia
 def test_ptxas_spills_nothing(arch, head_dim, dtype, causal, tmp_path):

@@ -77,6 +77,7 @@ def accept_decoding(artefact, options, directory) -> None:
     assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @every_row
 @pytest.mark.parametrize("features", [NO_FEATURES, DESCALED], ids=["plain", "descaled"])
@@ -108,6 +109,7 @@ CACHES = [
 ]
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(("names", "page_size", "form", "split"), CACHES)
 @pytest.mark.parametrize("head_dim", [64, 256])

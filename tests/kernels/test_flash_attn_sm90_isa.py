@@ -83,6 +83,7 @@ def test_other_forms_are_accepted_too(form, dtype, tmp_path):
     accept(compiled(FORM_ROW, form, dtype), options_of(FORM_ROW), tmp_path)
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize("form", ["packed", "split"])
 @pytest.mark.parametrize("row", [row for row in TILES if row[3] == 3], ids=str)
@@ -119,6 +120,7 @@ DECODE = [
 ]
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "pack", "form"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, head_dim_v, causal, pack, form, tmp_path):
@@ -126,6 +128,7 @@ def test_decode_builds_are_accepted_too(head_dim, head_dim_v, causal, pack, form
     accept(build(options, form), options, tmp_path)
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize("form", ["dense", "packed", "split"])
 @pytest.mark.parametrize("row", [FORM_ROW, (64, 64, False, 3, None)], ids=str)

@@ -77,6 +77,7 @@ def test_packed_sequences_with_split_keys(arch, dtype, causal, seed):
     assert (out[at_q[6] : at_q[7]] == 0).all() and (lse[:, at_q[6] : at_q[7]] == -math.inf).all()
 
 
+@pytest.mark.sample(2)
 @archs
 @pytest.mark.parametrize(
     "queries, keys, dtype, causal, splits",

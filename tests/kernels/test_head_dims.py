@@ -31,6 +31,7 @@ def test_the_dispatch_table_has_the_kernels_head_dims():
     assert row.head_dims == tuple(HEAD_DIMS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("arch", "head_dim"), list(itertools.product(ARCHS, SOME)))
 def test_emulated(monkeypatch, arch, head_dim, seed):
     """Two blocks of queries, the second one short; two tiles of keys, the last one short."""

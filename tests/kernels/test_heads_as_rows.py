@@ -41,6 +41,7 @@ def ints(*values):
 SINKS = torch.tensor([1.0, -1.0, 0.5, 2.0, 7.0, -math.inf])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("causal", "splits", "options"),
     [

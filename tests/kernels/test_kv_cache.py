@@ -90,6 +90,7 @@ def device(where, monkeypatch):
     return "cpu"
 
 
+@pytest.mark.sample(2)
 @everywhere
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append(case, device, seed):

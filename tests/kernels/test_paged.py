@@ -60,12 +60,14 @@ PAGE_SIZES = [("gfx942", 32), ("gfx950", 128), ("gfx942", 256), ("gfx950", 1024)
 PAGE_SIZES += [(TUNED, size) for size in (16, 32, 64, 128, 512)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("arch", "page_size"), [*itertools.product(["gfx942", "gfx950"], [16, 64]), *PAGE_SIZES])
 def test_page_sizes(arch, page_size, seed):
     dtype = torch.float16 if page_size in (32, 128) else torch.bfloat16
     assert dense_failure(page_size, 1, True, seed, dtype=dtype) is None, f"seed {seed}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arch", "page_size", "seq_len", "causal", "splits"),
     [
@@ -89,6 +91,7 @@ def test_several_queries_and_split_keys(arch, page_size, seq_len, causal, splits
 HEAD_DIMS = [((32, 32), 16), ((40, 40), 16), ((96, 96), 32), ((72, 104), 16), ((192, 128), 16), ((256, 256), 32)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arch", "dims", "page_size"),
     [

@@ -65,6 +65,7 @@ def _program(arch: str, options: GenericOptions) -> Program:
     return Program.of(trace(flash_attn_generic, *arguments, arch=arch, block=block, options=options), target(arch))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("arch", "dim", "page_size", "build"), WAYS, ids=str)
 def test_every_way_to_feed_a_tile(arch, dim, page_size, build):
     tiles = {"block_m": 64, "block_n": 64, "waves": 2, "stages": 2} | build
@@ -151,6 +152,7 @@ def build(options: Sm90Options, form: str):
     return compile_kernel(flash_attn_sm90, arguments, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(
     ("head_dims", "queries", "causal", "page_size", "form"),

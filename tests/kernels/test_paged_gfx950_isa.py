@@ -77,6 +77,7 @@ def executed(device, head_dim: int, page_size: int | None) -> Counter[str]:
     return Counter({opcode: count for opcode, count in mix.items() if count})
 
 
+@pytest.mark.sample(2)
 @head_dims
 @pages
 def test_what_pages_add_to_a_tile(page_size, head_dim, emulated):
@@ -91,6 +92,7 @@ def test_what_pages_add_to_a_tile(page_size, head_dim, emulated):
     assert 0 < more <= (41 if page_size > 64 else 31)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", [{}, {"causal": False}, {"packed": True}, {"split": True, "packed": True}], ids=str)
 @head_dims
 @pages

@@ -31,6 +31,7 @@ from tests.kernels.test_paged import (
 archs = pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 
 
+@pytest.mark.sample(2)
 @archs
 @pytest.mark.parametrize("page_size", [1, 8, 24, None])
 def test_pages_of_any_number_of_keys(arch, page_size, seed):

@@ -51,6 +51,7 @@ def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
     return compile_kernel(flash_attn_sm90, arguments, {"options": options}, "sm_90a", (options.threads, 1, 1))
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(
     ("base", "form", "asked"),
@@ -89,6 +90,7 @@ ROWS_ALONE = [
 ]
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(("kind", "row"), ROWS_ALONE, ids=str)
 def test_wide_tiles_are_accepted_too(kind, row, tmp_path):
@@ -111,6 +113,7 @@ BIASES = {
 }
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_is_loaded_in_runs_before_the_products(bias, tmp_path):
@@ -145,6 +148,7 @@ def with_lists(dims: tuple[int, int], causal: bool, seq_len: int, asked: Feature
     return build_for(request(seq_len, 4096, 16, 16, 4, **shape), UNITS)[0]
 
 
+@pytest.mark.sample(2)
 @needs_ptxas
 @pytest.mark.parametrize(
     ("dims", "causal", "seq_len", "form", "asked"),

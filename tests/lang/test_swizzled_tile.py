@@ -28,6 +28,7 @@ def offsets(tile: fly.SwizzledTile) -> np.ndarray:
     return np.array([[tile(r, c) for c in range(tile.columns)] for r in range(tile.rows)])
 
 
+@pytest.mark.sample(3)
 @EVERY_TILE
 def test_is_a_bijection_that_keeps_runs_together(tile):
     table = offsets(tile)
@@ -58,6 +59,7 @@ def test_phases_of_disjoint_row_bits_combine_by_xor(tile):
         assert tile.phase(low + high) == tile.phase(low) ^ tile.phase(high)
 
 
+@pytest.mark.sample(3)
 @EVERY_TILE
 def test_repeats_after_its_period(tile):
     table = offsets(tile)
