@@ -17,7 +17,7 @@ from kernels.sm90_builds import options_of
 from tests.kernels.feature_cases import DENSE_ONLY, Inputs
 from tests.kernels.paged import Paged
 from tests.kernels.reference import check, reference
-from tests.kernels.simulated import in_several_schedules, simulated  # noqa: F401
+from tests.kernels.simulated import in_every_schedule, simulated  # noqa: F401
 from tests.kernels.test_features_gpu import CASES, wrong
 
 KERNEL = "sm90"
@@ -33,7 +33,6 @@ def turn(feature: str, causal: bool) -> int:
     return 2 * list(CASES).index(feature) + causal
 
 
-@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("feature", CASES)
 def test_features_of_dense_sequences(feature, causal, seed):
@@ -44,7 +43,6 @@ def test_features_of_dense_sequences(feature, causal, seed):
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
-@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("feature", CASES)
 def test_features_of_packed_heads(feature, causal, seed):
@@ -55,7 +53,6 @@ def test_features_of_packed_heads(feature, causal, seed):
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
-@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("feature", [name for name in CASES if name not in DENSE_ONLY])
 def test_features_of_packed_sequences(feature, causal, seed):
@@ -94,7 +91,7 @@ def test_every_build(row, force, seed):
         out = torch.full((*q.shape[:-1], dim_v), torch.nan, dtype=q.dtype)
         return flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out)
 
-    out, lse = in_several_schedules(call)
+    out, lse = in_every_schedule(call)
     report = check(out, reference(q, k, v, causal=causal), lse)
     assert report.ok, f"seed {seed}: {report}"
 
@@ -126,7 +123,7 @@ def test_every_option(name, causal, force, seed):
         out = torch.full_like(q, torch.nan)
         return flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out, num_kv_splits=splits)
 
-    out, lse = in_several_schedules(call)
+    out, lse = in_every_schedule(call)
     report = check(out, reference(q, k, v, causal=causal), lse)
     assert report.ok, f"seed {seed}: {report}"
 
