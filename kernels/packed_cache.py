@@ -128,6 +128,12 @@ def append_packed(
             )
     if cu_seqlens_k_new is None and len(k) != len(cache_seqlens):
         raise ArgumentError(f"{function}: k must have a batch of {len(cache_seqlens)}, got shape {tuple(k.shape)}")
+    pages = block_table is not None and _is_plain(block_table) and block_table.dim() == 2
+    if pages and cache_batch_idx is None and len(block_table) != len(cache_seqlens):
+        raise ArgumentError(
+            f"{function}: block_table must have a row for each of {len(cache_seqlens)} sequences, got shape "
+            f"{tuple(block_table.shape)}"
+        )
     caches, tables = (k_cache, v_cache), (rotary_cos, rotary_sin)
     device = q.device
     if not torch.compiler.is_compiling() and input_checks.on(device):
@@ -142,7 +148,7 @@ def append_packed(
         }
         shapes = dict.fromkeys(on_device, (count,))
         shapes |= {"cu_seqlens_q": (count + 1,), "cu_seqlens_k_new": (count + 1,), "block_table": None}
-        if _is_plain(block_table) and block_table.dim() == 2:
+        if pages:
             shapes["block_table"] = (count if cache_batch_idx is None else len(block_table), block_table.shape[1])
         # `append` says what is wrong with a tensor itself
         good = all(

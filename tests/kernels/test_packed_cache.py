@@ -226,6 +226,11 @@ MISTAKES = {
         ArgumentError,
         "k must have a batch of 2, got shape (1, 1, 2, 64)",
     ),
+    "too few rows of pages for new keys": (
+        TWO | {"k": NEW_KEYS, "v": NEW_KEYS, "cache_seqlens": 1, "block_table": int32(0)[None]},
+        ArgumentError,
+        "block_table must have a row for each of 2 sequences, got shape (1, 1)",
+    ),
     "nested queries": (
         TWO | {"q": torch.nested.nested_tensor([torch.zeros(2, 4, 64), torch.zeros(3, 4, 64)], layout=torch.jagged)},
         ArgumentTypeError,
