@@ -1,6 +1,8 @@
 """Traced modules run on numpy arrays by the product's simulator: a short way for tests of any target.
 
-Machine(Program.of(module, target))(flat(x, y, 3), grid)
+    Machine(Program.of(module, target))(flat(x, y, 3), grid)
+
+Regions of a launch are named "argument 0" and so on, by the flat arguments.
 """
 
 from __future__ import annotations
