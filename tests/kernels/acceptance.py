@@ -1,8 +1,8 @@
 """What every flash-attention kernel has to pass: where kernels run (`RUNS`) against configurations (`FAMILIES`).
 
 A new kernel is one row of `RUNS`. On an emulated GPU the configurations are reduced, and without --exhaustive every
-one of them runs with one of the eight kinds, another one on each architecture; on a real GPU all run as they are. A
-configuration that the dispatch table says a kernel does not serve must be refused with an error.
+one of them runs on two of the rows, with one of the eight kinds, another one on each; on a real GPU all run as they
+are. A configuration that the dispatch table says a kernel does not serve must be refused with an error.
 """
 
 from __future__ import annotations

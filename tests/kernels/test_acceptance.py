@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,33 @@ from kernels import contract, dispatch
 from tests.kernels import acceptance
 from tests.kernels.acceptance import EMULATED, KINDS, REDUCED_LENGTHS, Run
 from tests.kernels.reference import attention
+from tests.sampling import in_sample
 
 KIND = Kind(16, "bf16", True)
 PACKED = KIND.packed([(3, 5), (0, 4), (6, 0), (9, 9)], 2)
 DENSE = KIND.dense(1, 8, 2)
+
+
+@pytest.mark.parametrize(("number", "family"), list(enumerate(REDUCED_LENGTHS)))
+def test_every_configuration_runs_on_two_rows(number, family):
+    """Of what `test_emulated` runs, which is marked `sample(2)`."""
+    runs = Counter(
+        replace(workload, **vars(KINDS[0]))
+        for i, run in enumerate(EMULATED)
+        for j, kind in enumerate(KINDS)
+        if in_sample({"run": i, "kind": j, "family": number}, 2)
+        for workload in acceptance.sampled(run, family, kind)
+    )
+    every = {replace(workload, **vars(KINDS[0])) for workload in acceptance.reduced(family, KINDS[0])}
+    assert runs.keys() == every and set(runs.values()) == {2}
+
+
+def test_every_small_length_runs_on_every_row():
+    """Of what `test_emulated_small_lengths` runs, which is marked `sample(2)`."""
+    for i, run in enumerate(EMULATED):
+        taken = [kind for j, kind in enumerate(KINDS) if in_sample({"run": i, "kind": j}, 2)]
+        workloads = [w for kind in taken for w in acceptance.sampled_pairs(run, kind)]
+        assert {w.seq_len for w in workloads} == {w.seq_len_kv for w in workloads} == set(SMALL_LENGTHS)
 
 
 def test_the_samples_cover_everything():
