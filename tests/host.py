@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from mlir import ir
 from mlir.passmanager import PassManager
@@ -19,20 +18,9 @@ import fly
 from fly.backends.lowering import to_llvm
 from fly.emulator.host import compiled
 from fly.ir.context import LOCK, context
+from fly.simulator.program import DTYPES as NUMPY
 from tests.host_level import host_level
 from tests.tracing import matrix, trace
-
-NUMPY = {
-    "i1": np.dtype(np.bool_),
-    "i8": np.dtype(np.int8),
-    "i16": np.dtype(np.int16),
-    "i32": np.dtype(np.int32),
-    "i64": np.dtype(np.int64),
-    "f16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "f32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-}
 
 
 def llvm_ir(module: ir.Module) -> str:

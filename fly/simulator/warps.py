@@ -160,7 +160,7 @@ class Warps:
         """Raises a Finding where active lanes of a warp have several values."""
         if is_array(value):
             for warp in self.active_warps(m):
-                self.uniform(self.warp_of == warp if m is None else m & (self.warp_of == warp), value, what)
+                self.uniform(self.inside_warp(m, warp), value, what)
 
     # what warps know
 
