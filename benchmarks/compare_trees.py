@@ -1,11 +1,12 @@
-"""Two checkouts of this project against each other on one GPU: kernel times, host time of a warm call, cold compiles.
+"""Checkouts of this project against each other on one GPU: kernel times, host time of a warm call, cold compiles.
 
     python benchmarks/compare_trees.py OLD NEW                       # folders with `fly` and `kernels` in them
-    python benchmarks/compare_trees.py OLD NEW --rounds 15 --only fp8
+    python benchmarks/compare_trees.py OLD NEW OTHER                 # candidates next to each other
+    python benchmarks/compare_trees.py OLD NEW --rounds 15 --only fp8 decode
 
-Every checkout has a process of its own, and the two take turns, call by call, in every round, so that clocks and
-heat are the same for both. What is printed is old / new, above 1 where the new checkout is faster, with the quartiles
-of the rounds' ratios. A checkout against itself shows how much of that is noise.
+Every checkout has a process of its own, and they take turns, call by call, in every round, so that clocks and heat
+are the same for all. What is printed is old / new, above 1 where the new checkout is faster, with the quartiles of
+the rounds' ratios. A checkout against itself shows how much of that is noise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,19 @@ class Tree:
             raise SystemExit(f"the process of {self.folder} ended with code {self.process.wait()}")
         return line
 
-    def time(self, cell: Cell, what: str) -> float:
-        """Milliseconds of one call."""
+    def ask(self, cell: Cell, what: str) -> None:
+        """Start a timing; `answer` has it."""
         self.process.stdin.write(json.dumps({"cell": asdict(cell), "what": what}) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> float:
+        """Milliseconds of one call."""
         return float(self._line())
+
+    def time(self, cell: Cell, what: str) -> float:
+        """`ask` and `answer`."""
+        self.ask(cell, what)
+        return self.answer()
 
     def cold(self, cell: Cell) -> float:
         """Milliseconds of a first call in a new process, without the disk cache, after torch is there."""
@@ -160,18 +169,29 @@ class Tree:
         return float(done.stdout.split()[-1])
 
 
-def report(name: str, ratios: list[float]) -> float:
-    """Print a line, and give the median."""
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    print(f"{name:34} {median:7.4f}   {low:.4f} to {high:.4f}", flush=True)
-    return median
+def report(name: str, ratios: Sequence[list[float]]) -> list[float]:
+    """Print a line, `ratios` of each new checkout, and give the medians."""
+    quartiles = [statistics.quantiles(of_tree, n=4, method="inclusive") for of_tree in ratios]
+    shown = (f"{median:8.4f}   {low:.4f} to {high:.4f}" for low, median, high in quartiles)
+    print(f"{name:34}", *shown, flush=True)
+    return [median for _, median, _ in quartiles]
+
+
+def compare(trees: Sequence[Tree], cell: Cell, what: str, rounds: int) -> list[list[float]]:
+    """Old / new of every round, for each new checkout."""
+    for tree in trees:
+        tree.ask(cell, what)  # all of them compile at a time
+    for tree in trees:
+        tree.answer()
+    old, *new = zip(*([tree.time(cell, what) for tree in trees] for _ in range(rounds)), strict=True)
+    return [[a / b for a, b in zip(old, of_tree, strict=True)] for of_tree in new]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
+    parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW ...")
     parser.add_argument("--rounds", type=int, default=11, help="turns of each checkout and cell")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name contains one of these")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -183,24 +203,22 @@ def main() -> None:
     if arguments.work:
         work()
         return
-    if len(arguments.trees) != 2:
-        parser.error("pass two checkouts, the old one first")
-    old, new = (Tree(folder.resolve()) for folder in arguments.trees)
-    chosen = [cell for cell in cells() if arguments.only in cell.name]
-    print(f"{'old / new':34} {'median':>7}   quartiles, of {arguments.rounds} rounds")
-
-    def compare(cell: Cell, what: str, rounds: int) -> list[float]:
-        for tree in (old, new):
-            tree.time(cell, what)
-        return [old.time(cell, what) / new.time(cell, what) for _ in range(rounds)]
-
-    medians = [report(cell.name, compare(cell, "kernel", arguments.rounds)) for cell in chosen]
-    print(f"{'geometric mean':34} {statistics.geometric_mean(medians):7.4f}")
+    if len(arguments.trees) < 2:
+        parser.error("pass two checkouts or more, the old one first")
+    trees = [Tree(folder.resolve()) for folder in arguments.trees]
+    chosen = [cell for cell in cells() if any(text in cell.name for text in arguments.only)]
+    if not chosen:
+        parser.error(f"no cell's name contains any of {', '.join(arguments.only)}")
+    rounds = arguments.rounds
+    print(f"{'old / new':34}", *(f"{tree.folder.name[-27:]:>27}" for tree in trees[1:]))
+    print(f"{'':34} medians, and quartiles of {rounds} rounds")
+    medians = [report(cell.name, compare(trees, cell, "kernel", rounds)) for cell in chosen]
+    means = (f"{statistics.geometric_mean(of_tree):8.4f}" for of_tree in zip(*medians, strict=True))
+    print(f"{'geometric mean':34}", "                    ".join(means))
     short = Cell("short", 1, 64, 64, 4, 4, 128)
-    report("host time of a warm call", compare(short, "host", arguments.rounds))
-    report(
-        "cold compile and first call", [old.cold(short) / new.cold(short) for _ in range(min(arguments.rounds, 7))]
-    )
+    report("host time of a warm call", compare(trees, short, "host", rounds))
+    colds = [[tree.cold(short) for tree in trees] for _ in range(min(rounds, 7))]
+    report("cold compile and first call", [[cold[0] / cold[i] for cold in colds] for i in range(1, len(trees))])
 
 
 if __name__ == "__main__":
