@@ -30,7 +30,10 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Cell:
-    """One call of `flydsl_flash_attn_func`: sizes, and keyword arguments that JSON holds."""
+    """One call of `flydsl_flash_attn_func`: sizes, and keyword arguments that JSON holds.
+
+    `packed`: sequences of `queries` and `keys` one after the other.
+    """
 
     name: str
     batch: int
@@ -41,6 +44,8 @@ class Cell:
     head_dim: int
     causal: bool = False
     dtype: str = "bf16"
+    head_dim_v: int | None = None
+    packed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,6 +59,10 @@ def cells() -> Iterator[Cell]:
                 yield Cell(name, 16384 // length, length, length, heads, heads, head_dim, causal)
     yield Cell("D64 S16384 causal", 1, 16384, 16384, 32, 32, 64, True)
     yield Cell("GQA 32:8 S4096 causal", 4, 4096, 4096, 32, 8, 128, True)
+    for causal in (False, True):
+        kind = "causal" if causal else "full"
+        yield Cell(f"D192x128 S4096 {kind}", 4, 4096, 4096, 16, 16, 192, causal, head_dim_v=128)
+        yield Cell(f"packed S4096 {kind}", 4, 4096, 4096, 16, 16, 128, causal, packed=True)
     yield Cell("f16 S4096 causal", 4, 4096, 4096, 16, 16, 128, True, "f16")
     for batch, keys in ((1, 65536), (16, 8192), (64, 8192)):
         yield Cell(f"decode {batch}x{keys}", batch, 1, keys, 64, 8, 128, options={"num_kv_splits": 0})
@@ -81,10 +90,16 @@ def call_of(cell: Cell) -> Any:
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.float8_e4m3fn}[cell.dtype]
     made = torch.Generator("cuda").manual_seed(1)
 
-    def tensor(length: int, heads: int) -> torch.Tensor:
-        return torch.randn(cell.batch, length, heads, cell.head_dim, device="cuda", generator=made).to(dtype)
+    def tensor(length: int, heads: int, dim: int = cell.head_dim) -> torch.Tensor:
+        dense = torch.randn(cell.batch, length, heads, dim, device="cuda", generator=made).to(dtype)
+        return dense.flatten(0, 1) if cell.packed else dense
 
-    q, k, v = tensor(cell.queries, cell.heads), tensor(cell.keys, cell.kv_heads), tensor(cell.keys, cell.kv_heads)
+    q, k = tensor(cell.queries, cell.heads), tensor(cell.keys, cell.kv_heads)
+    v = tensor(cell.keys, cell.kv_heads, cell.head_dim_v or cell.head_dim)
+    if cell.packed:
+        for name, length in (("q", cell.queries), ("kv", cell.keys)):
+            ends = torch.arange(cell.batch + 1, device="cuda", dtype=torch.int32) * length
+            options |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": length}
     if "window_size" in options:
         options["window_size"] = tuple(options["window_size"])
     return lambda: flydsl_flash_attn_func(q, k, v, cell.causal, **options)

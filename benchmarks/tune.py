@@ -44,7 +44,7 @@ from benchmarks.tuning import (
 )
 from benchmarks.workload import DTYPES, Workload
 from fly.backends.target import target
-from kernels.sm90_builds import key_for, options_of
+from kernels.sm90_builds import RESCALES, key_for, options_of
 
 SEQ_LENS = (512, 2048, 8192)
 ROUNDS = 30
@@ -97,7 +97,7 @@ ADAPTERS: Mapping[str, Adapter] = {
                 "keys": _tiles("block_n", *((n,) for n in range(48, 257, 16))),
                 "stages": _tiles("stages", (2,), (3,)),
                 "queries": _tiles("q_stages", (1,), (2,)),
-                "rescale": _tiles("lazy_rescale", (None,), (False,)),
+                "rescale": _tiles("rescale", *((name,) for name in RESCALES)),
                 "hold": _tiles("hold", (None,), (True,)),
             },
             fits=_sm90_fits,

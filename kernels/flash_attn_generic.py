@@ -147,7 +147,7 @@ def flash_attn_generic(
     )
     with work.if_any_row():
         output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
-        inverse, row_lse = softmax.finish(given.sink(work, rows.numbers))
+        inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
         store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)

@@ -16,6 +16,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,7 @@ from .attention_tiles import store_lse
 from .contract import Launch, Request, Tensors, device_of
 from .features import Given
 from .mask import KeyRange
-from .online_softmax import OnlineSoftmax
+from .online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90_builds import Sm90Options, build_for, keys_seen
 from .sm90_combine import Combination
 from .sm90_launch import bind_build, typical_lengths
@@ -204,6 +205,7 @@ class Consumer:
         self.output_atom = WarpgroupAtom(options.head_dim_v, dtype.name)
         self.score_layout = fly.AccumulatorLayout(self.score_atom, "m")
         self.output_layout = fly.AccumulatorLayout(self.output_atom, "m")
+        self.margin = margin_of(self.scale) if options.rescale == "rows" else None
 
     def run(self, out: fly.Tensor, lse: fly.Tensor | None, combination: Combination | None) -> None:
         """All of the block's tiles."""
@@ -369,7 +371,7 @@ class Consumer:
                 work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
-        softmax, probabilities, _, _ = self._advance(of_head, start, fragment, masked=True, lazy=False)
+        softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
         return softmax, probabilities
 
     def _of_head(self, work: Work) -> OfHead:
@@ -377,14 +379,22 @@ class Consumer:
         return self.given.at(self.place(work))
 
     def _advance(
-        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
-    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
         """`OnlineSoftmax.advance`."""
-        return softmax.advance(scores, self.scale, masked=masked, lazy=lazy)
+        return softmax.advance(scores, self.scale, masked=masked)
+
+    def _advance_lazily(
+        self, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
+    ) -> tuple[fly.Fragment, Growth]:
+        """`OnlineSoftmax.advance_lazily`, as `options.rescale` says."""
+        return softmax.advance_lazily(
+            scores, self.scale, self.margin, masked=masked, wave=self.options.rescale == "wave"
+        )
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What each row of the output is to be multiplied by, and its log-sum-exp."""
-        return softmax.finish(self.given.sink(self.place(work)))
+        return softmax.finish(self.scale, self.given.sink(self.place(work)))
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -441,11 +451,13 @@ class Consumer:
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
-        softmax, probabilities, factor, needed = self._advance(
-            of_head, state.softmax, fragment, masked=hides, lazy=self.options.lazy_rescale
-        )
-        output = self._added(started, output, state, softmax)
-        output = self._rescaled(output, factor, needed)
+        if self.options.rescale == "always":
+            softmax, probabilities, factor = self._advance(of_head, state.softmax, fragment, masked=hides)
+            output = self._rescaled(self._added(started, output, state, softmax.total), factor)
+        else:
+            probabilities, growth = self._advance_lazily(state.softmax, fragment, masked=hides)
+            output = self._added(started, output, state, growth.sums)
+            softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
 
@@ -461,18 +473,15 @@ class Consumer:
             self.pass_turn()
         return wgmma.wait(1, scores)[0], started
 
-    def _added(self, started: fly.Value, output: fly.Value, state: State, softmax: OnlineSoftmax) -> fly.Value:
-        """The output with what was started; V's slot is free then. `softmax`: what may be there before the wait."""
-        after = softmax.total.values[0] if self.options.hold else ()
+    def _added(self, started: fly.Value, output: fly.Value, state: State, sums: fly.RowVector) -> fly.Value:
+        """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""
+        after = sums.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
         self.buffers.v.ring.release(state.v_at)
         return output
 
-    def _rescaled(self, output: fly.Value, factor: fly.RowVector, needed: fly.Value | None) -> fly.Value:
-        def scaled() -> fly.Value:
-            return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
-
-        return scaled() if needed is None else fly.cond(needed, scaled, lambda: output)
+    def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
+        return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
 
     def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
         """A tile's last product, and the first scores of the next tile."""
@@ -488,7 +497,7 @@ class Consumer:
         )
         self._scored(following, following.last_tile - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
-        output = self._added(started, output, state, softmax)
+        output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 

@@ -76,6 +76,7 @@ class Fp8Options(Sm90Options):
     sequence and key head has `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no output.
     """
 
+    rescale: str = "always"
     output_first: bool = False
     turned_stages: int = 0
     first_rows: bool = False
@@ -84,6 +85,10 @@ class Fp8Options(Sm90Options):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.rescale != "always":
+            raise ShapeError(
+                f"rescale is {self.rescale!r}; expected 'always' with 8-bit probabilities, which end at 448"
+            )
         if self.output_first and self.hold:
             raise ShapeError("hold is True; expected False with output_first, whose output waits for no exponentials")
         if self.first_rows and self.consumers > 1:
@@ -265,10 +270,10 @@ class Fp8Consumer(Consumer):
         self.buffers.v.ring.release(state.v_at)
         return wgmma.wait(0, started)[0], output
 
-    def _added(self, started: Any, output: Output, state: State, softmax: OnlineSoftmax) -> Output:
-        return started if self.options.output_first else super()._added(started, output, state, softmax)
+    def _added(self, started: Any, output: Output, state: State, sums: fly.RowVector) -> Output:
+        return started if self.options.output_first else super()._added(started, output, state, sums)
 
-    def _rescaled(self, output: Output, factor: fly.RowVector, needed: fly.Value | None) -> Output:
+    def _rescaled(self, output: Output, factor: fly.RowVector) -> Output:
         return Output(output.values, fly.RowVector(self.output_layout, factor.values))
 
     def _descaled(self, value: Any, work: Work, *names: str) -> Any:
@@ -290,9 +295,9 @@ class Fp8Consumer(Consumer):
         return super()._modified(work, j, self._in_use(scores), of_head, bias)
 
     def _advance(
-        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool, lazy: bool
-    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        return softmax.advance(scores, of_head, masked=masked, lazy=False, offset=OFFSET)
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
+        return softmax.advance(scores, of_head, masked=masked, offset=OFFSET)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 32 keys each."""
@@ -300,7 +305,7 @@ class Fp8Consumer(Consumer):
         return wgmma.by_pairs(FirstRows.twice(values) if self.options.first_rows else values, fly.f8e4m3)
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
-        inverse, lse = softmax.finish()
+        inverse, lse = softmax.finish(self._of_head(work), offset=OFFSET)
         scale = self._descaled(fly.f32(1.0), work, "v_descale")
         return inverse.map(lambda x: x * scale), lse
 

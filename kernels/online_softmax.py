@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,17 +18,18 @@ LAZY_LOG2 = 8.0  # how far a row's maximum may grow before a lazy rescale, in lo
 # multiples of 1 in float32.
 EXACT_BELOW = 2.0**23
 LARGE = 8 * EXACT_BELOW  # moves them by at most 4, for which 16 bits have room beside a lazy maximum
-EXPONENT = 0x7F800000  # the bits of a float32's exponent
+# Bits of a float32 without its sign. Without the lowest ones LLVM leaves the complement alone, one instruction; with
+# them it makes a subtraction, which is two.
+MAGNITUDE = 0x7FFFFF00
 LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is not a score, in log2 units: infinities would make NaN
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Per row: `maximum` of the scaled scores so far, `total`, the lane's own part of sum(exp2(scaled - maximum)).
+    """Per row: `maximum` of the raw scores so far, `total`, the lane's part of sum(exp2((score - maximum) * scale)).
 
-    `maximum` is in log2 units and rounded, less the `offset` of probabilities. Every exponent, rescale and
-    log-sum-exp is measured from that same number, so that its rounding cancels: a factor is exactly 1 where a maximum
-    stays, and nothing adds up over tiles.
+    A tile's probabilities are measured from one number, the maximum times the scale, rounded. Rescales come from the
+    difference of two maxima: a factor is exactly 1 where a maximum stays, so that no rounding adds up over tiles.
     """
 
     maximum: fly.RowVector
@@ -50,77 +52,135 @@ class OnlineSoftmax:
         `LAZY_LOG2`; probabilities are below 2 ** LAZY_LOG2 instead of 1, which f32 and 16-bit operands hold as
         well.
         """
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
-        maximum = self._raised(tile_max, scale_log2)
+        lane_max = scores.row_max()
+        maximum = self.maximum.map(fly.maximum, lane_max.reduce_lanes(fly.maximum))
 
         def rescaled() -> tuple[fly.RowVector, fly.RowVector, fly.Fragment]:
-            factor = self._factor(_pivot(maximum, masked))
+            factor = self._factor(_pivot(maximum, masked), scale_log2)
             return maximum, self.total.map(lambda t, f: t * f, factor), output.scale_rows(factor)
 
         if lazy:
+            # -inf - -inf, of a row without any key yet, is NaN and has not grown
+            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, maximum)
             maximum, total, output = fly.cond(
-                self._grown(maximum), rescaled, lambda: (self.maximum, self.total, output)
+                _in_any_lane(grown), rescaled, lambda: (self.maximum, self.total, output)
             )
         else:
             maximum, total, output = rescaled()
-        probabilities = _probabilities(scores, scale_log2, tile_max, _pivot(maximum, masked), LARGE)
+        probabilities = _probabilities(scores, lane_max, _pivot(maximum, masked), scale_log2)
         total = total.map(lambda t, p: t + p, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, output
 
     def advance(
-        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool, offset: float = 0.0
-    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector, fly.Value | None]:
-        """Like `update`, for output that is still being accumulated: (..., factor, whether it must be applied).
+        self, scores: fly.Fragment, scale_log2: fly.Value, *, masked: bool, offset: float = 0.0
+    ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
+        """Like `update`, for output that is still being accumulated: (..., the factor that is to be applied to it).
 
-        `lazy` keeps the old maxima until a row of the wave has grown past its own by `LAZY_LOG2`; the last result,
-        None unless lazy, is the same in every lane of the wave. Probabilities and sums are 2 ** offset times what
-        they are, the maxima less by `offset`.
+        Probabilities and sums are 2 ** offset times what they are.
         """
-        tile_max = scores.row_max().reduce_lanes(fly.maximum)
-        maximum = self._raised(tile_max, scale_log2, offset)
-        needed = None
-        if lazy:
-            needed = self._grown(maximum)
-            maximum = self.maximum.map(lambda old, new: fly.select(needed, new, old), maximum)
+        lane_max = scores.row_max()
+        maximum = self.maximum.map(fly.maximum, lane_max.reduce_lanes(fly.maximum))
         pivot = _pivot(maximum, masked)
-        probabilities = _probabilities(scores, scale_log2, tile_max, pivot, EXACT_BELOW if offset else LARGE)
-        factor = self._factor(pivot)
+        factor = self._factor(pivot, scale_log2)
+        probabilities = _probabilities(scores, lane_max, pivot, scale_log2, offset)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
-        return OnlineSoftmax(maximum, total), probabilities, factor, needed
+        return OnlineSoftmax(maximum, total), probabilities, factor
 
-    def _raised(self, tile_max: fly.RowVector, scale_log2: fly.Value, offset: float = 0.0) -> fly.RowVector:
-        """The maxima with those of a tile's raw scores: rounding keeps their order."""
-        return self.maximum.map(
-            fly.maximum, tile_max.map(lambda m: m * scale_log2 - offset if offset else m * scale_log2)
-        )
+    def advance_lazily(
+        self,
+        scores: fly.Fragment,
+        scale_log2: fly.Value,
+        margin: fly.Value | None = None,
+        *,
+        masked: bool,
+        wave: bool = False,
+    ) -> tuple[fly.Fragment, Growth]:
+        """A step that keeps maxima until a row has grown past its own by `LAZY_LOG2`: (probabilities, `Growth`).
 
-    def _factor(self, pivot: fly.RowVector) -> fly.RowVector:
-        """What sums and output so far are to be multiplied by."""
-        return self.maximum.map(lambda old, new: fly.exp2(old - new), pivot)
+        `Growth.apply` gives the next state. Growth is compared with `margin`, that of the scale, or without one in
+        log2 units; with `wave`, a wave keeps all of its rows' maxima or none.
+        """
+        lane_max = scores.row_max()
+        tile_max = lane_max.reduce_lanes(fly.maximum)
+        # a row without any key yet is at -inf: NaN, its distance to a tile that is masked, is no growth
+        if margin is None:
+            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, tile_max)
+        else:
+            grown = self.maximum.map(lambda old, new: new > old + margin, tile_max)
+        needed = _in_any_lane(grown)
+        if wave:
+            maximum = self.maximum.map(lambda old, new: fly.select(needed, fly.maximum(old, new), old), tile_max)
+        else:
+            maximum = self.maximum.map(lambda old, new, g: fly.select(g, new, old), tile_max, grown)
+        pivot = _pivot(maximum, masked)
+        probabilities = _probabilities(scores, lane_max, pivot, scale_log2)
+        return probabilities, Growth(self, maximum, pivot, probabilities.row_sum(), scale_log2, needed)
 
-    def _grown(self, maximum: fly.RowVector) -> fly.Value:
-        """Whether a row of the wave has grown past its maximum by `LAZY_LOG2`, the same in every lane."""
-        # -inf - -inf, of a row without any key yet, is NaN and has not grown
-        grown = self.maximum.map(lambda old, new: new - old > LAZY_LOG2, maximum)
-        return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(grown.values)))
+    def _factor(self, pivot: fly.RowVector, scale_log2: fly.Value) -> fly.RowVector:
+        """What sums and output so far are to be multiplied by; exactly 1 where a maximum stays."""
+        return self.maximum.map(lambda old, new: fly.exp2((old - new) * scale_log2), pivot)
 
-    def finish(self, sink: fly.Value | fly.RowVector | None = None) -> tuple[fly.RowVector, fly.RowVector]:
+    def finish(
+        self, scale_log2: fly.Value, sink: fly.Value | fly.RowVector | None = None, offset: float = 0.0
+    ) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm.
 
+        `scale_log2`, `offset`: those of the steps.
         `sink`: one more score of every row, or each row's own, in natural units, whose value is zero; rows without
         keys have it too.
         """
         total = self.total.reduce_lanes(lambda a, b: a + b)
         if sink is not None:
             sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            return finish_with_sink(self.maximum, total, sinks)
-        # not those whose sum is 0: next to a maximum that overflowed, it is, and that is to be NaN
+            scaled = self.maximum.map(lambda m: fly.minimum(m * scale_log2 - offset, LARGEST))
+            return finish_with_sink(scaled, total, sinks)
         empty = self.maximum.map(lambda m: m == -math.inf)
         inverse = total.map(lambda t, e: fly.select(e, 0.0, fly.rcp(t)), empty)
+        scale = scale_log2 * math.log(2)
         lse = self.maximum.map(
-            lambda m, t, e: fly.select(e, -math.inf, (m + fly.log2(t)) * math.log(2)), total, empty
+            lambda m, t, e: fly.select(e, -math.inf, fly.fma(m, scale, (fly.log2(t) - offset) * math.log(2))),
+            total,
+            empty,
         )
         return inverse, lse
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What `OnlineSoftmax.advance_lazily` leaves for when the output is there: whether anything has to be rescaled.
+
+    `needed` is the same in every lane of the wave; `sums` are the row sums of the tile's probabilities.
+    """
+
+    before: OnlineSoftmax
+    maximum: fly.RowVector
+    pivot: fly.RowVector
+    sums: fly.RowVector
+    scale_log2: fly.Value
+    needed: fly.Value
+
+    def apply(
+        self, output: fly.Value, scaled: Callable[[fly.RowVector], fly.Value]
+    ) -> tuple[OnlineSoftmax, fly.Value]:
+        """(the next state, `output`), and where a row has grown `scaled(factor)` in place of the output."""
+
+        def rescaled() -> tuple[fly.RowVector, fly.Value]:
+            factor = self.before._factor(self.pivot, self.scale_log2)
+            return self.before.total.map(lambda t, f: t * f, factor), scaled(factor)
+
+        total, output = fly.cond(self.needed, rescaled, lambda: (self.before.total, output))
+        return OnlineSoftmax(self.maximum, total.map(lambda t, s: t + s, self.sums)), output
+
+
+def margin_of(scale_log2: fly.Value) -> fly.Value:
+    """How far raw scores of this scale may grow before a lazy rescale; finite, so that -inf stays below any score."""
+    # one lane's number for all of them: ptxas would make it anew in every tile otherwise
+    return fly.first_lane(fly.minimum(fly.rcp(scale_log2) * LAZY_LOG2, LARGEST))
+
+
+def _in_any_lane(flags: fly.RowVector) -> fly.Value:
+    """Whether a flag is set in any lane of the wave."""
+    return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(flags.values)))
 
 
 def finish_with_sink(
@@ -145,36 +205,35 @@ def finish_with_sink(
 
 
 def _probabilities(
-    scores: fly.Fragment, scale_log2: fly.Value, tile_max: fly.RowVector, pivot: fly.RowVector, large: float
+    scores: fly.Fragment, lane_max: fly.RowVector, pivot: fly.RowVector, scale_log2: fly.Value, offset: float = 0.0
 ) -> fly.Fragment:
-    """exp2(score * scale - pivot): the scale is applied once, in f32, inside one FMA per score.
+    """exp2((score - pivot) * scale + offset): the scale is applied once, in f32, inside one FMA per score.
 
-    The FMA does not round the product, and the pivot was rounded. Where a tile's maximum is `large`, exponents of the
-    row are divided by a power of two, so that the largest one is small and not one that overflows: equal scores stay
-    equal, and others stay as far below as float32 can tell them apart.
+    The FMA does not round the product, and the pivot's was rounded: from 2**31 on, the largest score's own exponent
+    might overflow. So a lane whose scores are that large measures them with a smaller scale: equal scores stay equal,
+    and others stay as far below as float32 can tell them apart.
     """
-    negated = _negated_divisors(scale_log2, tile_max, large)
-    addend = pivot.map(lambda p, n: p * n, negated)
-    # A scale that is divided stays far above what is subnormal. As integers, the product takes fewer registers.
-    start = scale_log2.bitcast(fly.i32) - _bits(-1.0)
-    scale = negated.map(lambda n: (start + n.bitcast(fly.i32)).bitcast(fly.f32))
+    scale = _bounded_scale(scale_log2, lane_max, EXACT_BELOW if offset else LARGE)
+    addend = pivot.map(lambda p, s: fly.fma(p, -s, offset) if offset else -(p * s), scale)
     return scores.fma_rows(scale, addend).map(lambda tile, r, c: fly.exp2(tile))
 
 
-def _negated_divisors(scale_log2: fly.Value, tile_max: fly.RowVector, large: float) -> fly.RowVector:
-    """-2**-n for each row: with the least n >= 0 for which the exponents of `tile_max` and of the scale are together
-    below that of `large`, so that their product over 2**n is below 2 * large.
+def _bounded_scale(scale_log2: fly.Value, lane_max: fly.RowVector, large: float) -> fly.RowVector:
+    """The scale for each row, or less, so that `lane_max` times it is at most 1.125 * large; `large`: a power of two.
 
-    From the tile's raw maximum, which is there before the pivot is. A pivot of that size is divided enough. Beside a
-    larger one, and beside any where the tile's maximum is far below zero, the tile's exponents are far below zero
-    whatever divides them. A small pivot may underflow then, which is why nothing is subtracted from its bits. For
-    -inf, the maximum of a row that is masked, it is not zero either.
+    The bits of a float32 are its logarithm but for a piecewise linear error (Mitchell, 1962), so that a difference of
+    bits is a quotient; of large / lane_max here, in [1, 1.125] times what it should be. It comes from the lane's own
+    maximum, which is there before the row's is. Where the row's is another lane's, this lane's exponents are measured
+    from one that is larger, and are far below zero whatever the scale is.
     """
-    bound = _bits(-large / 4) - (scale_log2.bitcast(fly.i32) & EXPONENT)
-    bound = fly.select(bound == _bits(-0.0), bound - _bits(2.0**-126), bound)
-    # Numbers below 1, negated, have the lowest integers for their bits: what does not fit, of products that overflow
-    # anyway and of -inf with scales from large / 4 on, wraps to the highest ones.
-    return tile_max.map(lambda m: fly.minimum((~m.bitcast(fly.i32) & EXPONENT) + bound, _bits(-1.0)).bitcast(fly.f32))
+    scale = scale_log2.bitcast(fly.i32)
+    bits = _bits(large) + _bits(1.0) - MAGNITUDE
+
+    def bounded(m: fly.Value) -> fly.Value:
+        most = (~m.bitcast(fly.i32) & MAGNITUDE) + bits
+        return fly.select(fly.compare("ult", most, scale), most, scale).bitcast(fly.f32)
+
+    return lane_max.map(bounded)
 
 
 def _bits(number: float) -> int:

@@ -26,6 +26,9 @@ from .tile_counters import MAX_ARRIVALS
 from .tile_scheduler import MAX_SPLITS, automatic_splits
 
 Key = tuple[Any, ...]
+# When O takes a tile's maxima in: in every tile, or where they have grown a lot. The lazy ones differ in what ptxas
+# makes of them: each row looks at its own growth, in raw scores or in log2 units, or all rows of a wave go together.
+RESCALES = ("always", "rows", "scaled rows", "wave")
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # as many rows as a consumer has hold whole queries of any
 DECODE_ROWS = 64  # of one consumer
 
@@ -35,8 +38,8 @@ class Sm90Options:
     """The static parameters of one build.
 
     `consumers` warpgroups of 64 query rows, tiles of `block_n` keys, `stages` slots in each of the K and V rings and
-    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `lazy_rescale`: O keeps its scale while
-    maxima grow little; `hold`: a tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
+    `q_stages` in Q's; `ping_pong`: consumers take turns in starting products; `rescale`: one of `RESCALES`; `hold`: a
+    tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
     what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself;
     `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to. A
@@ -51,7 +54,7 @@ class Sm90Options:
     stages: int
     q_stages: int
     ping_pong: bool = True
-    lazy_rescale: bool = True
+    rescale: str = "rows"
     hold: bool = False
     pack_gqa: int = 1
     features: Features = NO_FEATURES
@@ -64,6 +67,8 @@ class Sm90Options:
     def __post_init__(self):
         if self.block_n > self.most_keys:
             raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
+        if self.rescale not in RESCALES:
+            raise ShapeError(f"rescale is {self.rescale!r}; expected one of {', '.join(map(repr, RESCALES))}")
         if self.pack_gqa not in PACKS:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected one of {', '.join(map(str, PACKS))}")
         if self.combines and self.consumers > 1:

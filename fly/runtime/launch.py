@@ -116,7 +116,7 @@ class Launcher:
         specs = tuple(argument.spec for argument in arguments)
         statics = self._with_defaults(statics)
         device = device_for(place)
-        specialised = (specs, static_key(statics), device.target, block)
+        specialised = (specs, static_key(statics), device.build, block)
         with self._lock:
             entry = self._loaded.get((specialised, place))
             if entry is None:

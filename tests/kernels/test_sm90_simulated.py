@@ -99,7 +99,10 @@ def test_every_build(row, force, seed):
 OPTIONS = {
     "no turns": {"ping_pong": False},
     "held exponentials": {"hold": True},
-    "every rescale": {"lazy_rescale": False},
+    "every rescale": {"rescale": "always"},
+    "growth of rows": {"rescale": "rows"},
+    "growth of scaled rows": {"rescale": "scaled rows"},
+    "growth of waves": {"rescale": "wave"},
     "one slot for Q": {"q_stages": 1},
     "three slots": {"stages": 3, "block_n": 64},
     "packed heads": {"pack_gqa": 2},

@@ -97,7 +97,8 @@ def test_sm90_candidates_are_builds_that_fit(key):
     options = [sm90_builds.options_of(key, tiles) for tiles in fit]
     assert {(o.head_dim, o.head_dim_v, o.causal, o.consumers) for o in options} == {key[:4]}
     assert {tiles.get("cost") for tiles in fit} == {start.get("cost")}  # so that it serves the same cells
-    assert {o.lazy_rescale for o in options} == {o.hold for o in options} == {True, False}
+    assert {o.rescale for o in options} == set(sm90_builds.RESCALES)
+    assert {o.hold for o in options} == {True, False}
     assert len({o.block_n for o in options}) > 2
     dims = key[0] + key[1]
     for o in options:
@@ -350,7 +351,7 @@ def test_a_run_of_the_sm90_kernel(pretended_gpu, monkeypatch, capsys):
     assert tune.main(["sm90", "--head_dim", "128", "--seq_len", "1024", "--no-causal"]) == 0
     printed = capsys.readouterr().out
     assert "(128, 128, False, 2, 1024) {'block_n': 48}: ok 1.250 (worst 1.250)" in printed
-    assert "with {'block_n': 48, 'stages': 2, 'q_stages': 2, 'lazy_rescale': False, 'cost': 0.73}" in printed
+    assert "with {'block_n': 48, 'stages': 2, 'q_stages': 2, 'rescale': 'always', 'cost': 0.73}" in printed
     assert "'block_n': 192" not in printed  # two stages of 96 KiB and 64 KiB of queries
 
 
