@@ -62,7 +62,9 @@ def cells() -> Iterator[Cell]:
     for causal in (False, True):
         kind = "causal" if causal else "full"
         yield Cell(f"D192x128 S4096 {kind}", 4, 4096, 4096, 16, 16, 192, causal, head_dim_v=128)
-        yield Cell(f"packed S4096 {kind}", 4, 4096, 4096, 16, 16, 128, causal, packed=True)
+        for length in (4096, 8192):
+            batch = 16384 // length
+            yield Cell(f"packed S{length} {kind}", batch, length, length, 16, 16, 128, causal, packed=True)
     yield Cell("f16 S4096 causal", 4, 4096, 4096, 16, 16, 128, True, "f16")
     for batch, keys in ((1, 65536), (16, 8192), (64, 8192)):
         yield Cell(f"decode {batch}x{keys}", batch, 1, keys, 64, 8, 128, options={"num_kv_splits": 0})

@@ -84,7 +84,7 @@ ADAPTERS: Mapping[str, Adapter] = {
                 "copies": _tiles("stages alternate", (2, None), (3, None), (4, None), (1, True)),
                 "queries": _tiles("queries", (None,), ("shared",)),
                 "scores": _tiles("overlap", (None,), (True,)),
-                "rescale": _tiles("lazy", (None,), (True,)),
+                "rescale": _tiles("lazy late", (None, None), (True, None), (True, True)),
                 "occupancy": _tiles("min_blocks", (None,), (1,), (2,), (3,), (4,)),
             },
         ),

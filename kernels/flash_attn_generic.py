@@ -50,9 +50,9 @@ class GenericOptions:
     Wave w owns rows w * block_m / waves and on. `vector` is the number of elements that one copy moves (16 bytes
     at most), `stages` the slots of the K and V rings; with one stage, tiles go through registers, or, if they
     `alternate`, K and V take turns with asynchronous copies. `queries` says where Q's operands stay. `overlap`
-    computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot. `head_dim_v` is
-    V's and the output's head dimension (None: `head_dim`). `features`: what the operands are; `page_size`: of keys in
-    pages.
+    computes scores a tile ahead. `lazy` rescales the output only when a maximum has grown a lot, `late` behind the
+    tile's exponentials. `head_dim_v` is V's and the output's head dimension (None: `head_dim`). `features`: what the
+    operands are; `page_size`: of keys in pages.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -73,6 +73,7 @@ class GenericOptions:
     alternate: bool = False
     overlap: bool = False
     lazy: bool = False
+    late: bool = False
     features: Features = NO_FEATURES
     page_size: int | None = None
 
@@ -88,6 +89,8 @@ class GenericOptions:
             raise ShapeError(f"block_m {self.block_m} does not divide into {self.waves} waves")
         if self.queries not in ("registers", "shared"):
             raise ShapeError(f"queries is {self.queries!r}; expected 'registers' or 'shared'")
+        if self.late and not self.lazy:
+            raise ShapeError("late is True; expected False without lazy: other rescales come first")
         if self.alternate and self.stages != 1:
             raise ShapeError(f"tiles that alternate have one stage, not {self.stages}")
         if self.overlap and self.stages < 2:
@@ -211,7 +214,9 @@ def _attend(
     def take_in(scores: fly.Fragment, v_tile: fly.SharedTile, state: tuple, masked: bool) -> tuple:
         output, softmax = state
         masked = masked or given.features.may_hide
-        softmax, probabilities, output = softmax.update(scores, output, scale, masked=masked, lazy=options.lazy)
+        softmax, probabilities, output = softmax.update(
+            scores, output, scale, masked=masked, lazy=options.lazy, late=options.late
+        )
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple, masked: bool) -> tuple:

@@ -19,7 +19,7 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
     ("rocdl", 224): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
     ("rocdl", 256): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 1, "lazy": True, "waves_per_eu": 1},
     ("nvvm", 32): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "lazy": True},
-    ("nvvm", 64): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "lazy": True},
+    ("nvvm", 64): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "lazy": True, "late": True},
     ("nvvm", 96): {"block_m": 128, "block_n": 64, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
     ("nvvm", 128): {"block_m": 128, "block_n": 32, "waves": 4, "stages": 2, "queries": "shared", "lazy": True},
     ("nvvm", 160): {"block_m": 64, "block_n": 64, "waves": 4, "stages": 1, "alternate": True, "queries": "shared"},

@@ -47,7 +47,7 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
         "without": ("packed", "paged", "softcap", "alibi", "bias", "score_mod", "mask_mod"),
     },
     (128, 128, True, 2, 2048): {"block_n": 128, "stages": 2, "q_stages": 2, "rescale": "scaled rows", "cost": 0.64},
-    (128, 128, True, 2, None): {"block_n": 160, "stages": 2, "q_stages": 2, "cost": 0.7},
+    (128, 128, True, 2, None): {"block_n": 160, "stages": 2, "q_stages": 2, "rescale": "scaled rows", "cost": 0.7},
     (128, 128, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.5},
     (192, 128, False, 3, None): {
         "block_n": 80,

@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ LAZY_LOG2 = 8.0  # how far a row's maximum may grow before a lazy rescale, in lo
 # Of maxima in log2 units: rounding a smaller one moves exponents by at most 0.25. From twice as much on, scores are
 # multiples of 1 in float32.
 EXACT_BELOW = 2.0**23
-LARGE = 8 * EXACT_BELOW  # moves them by at most 4, for which 16 bits have room beside a lazy maximum
+# Moves them by at most 2, and the sum of a maximum and a margin by 2.25: f16 has room for both beside a lazy maximum.
+LARGE = 4 * EXACT_BELOW
 # Bits of a float32 without its sign. Without the lowest ones LLVM leaves the complement alone, one instruction; with
 # them it makes a subtraction, which is two.
 MAGNITUDE = 0x7FFFFF00
@@ -43,15 +45,26 @@ class OnlineSoftmax:
         )
 
     def update(
-        self, scores: fly.Fragment, output: fly.Fragment, scale_log2: fly.Value, *, masked: bool, lazy: bool
+        self,
+        scores: fly.Fragment,
+        output: fly.Fragment,
+        scale_log2: fly.Value,
+        *,
+        masked: bool,
+        lazy: bool,
+        late: bool = False,
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.Fragment]:
         """Take in a tile of raw scores: (next state, probabilities, `output` rescaled to the same maximum).
 
         `masked` tiles may hold -inf, even in whole rows: such a row's probabilities are 0, not NaN. `lazy` keeps
         the old maxima, and with them `output` and the sums, until a row of the wave has grown past its own by
         `LAZY_LOG2`; probabilities are below 2 ** LAZY_LOG2 instead of 1, which f32 and 16-bit operands hold as
-        well.
+        well. That branch comes before the probabilities, or `late` behind them.
         """
+        if late:
+            probabilities, growth = self.advance_lazily(scores, scale_log2, masked=masked, wave=True)
+            softmax, output = growth.apply(output, output.scale_rows)
+            return softmax, probabilities, output
         lane_max = scores.row_max()
         maximum = self.maximum.map(fly.maximum, lane_max.reduce_lanes(fly.maximum))
 
@@ -159,12 +172,10 @@ class Growth:
     scale_log2: fly.Value
     needed: fly.Value
 
-    def apply(
-        self, output: fly.Value, scaled: Callable[[fly.RowVector], fly.Value]
-    ) -> tuple[OnlineSoftmax, fly.Value]:
+    def apply(self, output: Any, scaled: Callable[[fly.RowVector], Any]) -> tuple[OnlineSoftmax, Any]:
         """(the next state, `output`), and where a row has grown `scaled(factor)` in place of the output."""
 
-        def rescaled() -> tuple[fly.RowVector, fly.Value]:
+        def rescaled() -> tuple[fly.RowVector, Any]:
             factor = self.before._factor(self.pivot, self.scale_log2)
             return self.before.total.map(lambda t, f: t * f, factor), scaled(factor)
 

@@ -209,6 +209,13 @@ def test_sums_in_accumulators_are_of_128_keys():
         replace(row_options((64, 64, False, 3, None)), block_n=160)
 
 
+def test_lazy_maxima_would_leave_the_range_of_8_bits():
+    with pytest.raises(
+        ShapeError, match="rescale is 'rows'; expected 'always' with 8-bit probabilities, which end at"
+    ):
+        replace(row_options((128, 128, False, 2, None)), rescale="rows")
+
+
 def test_an_output_that_comes_first_waits_for_no_exponentials():
     with pytest.raises(ShapeError, match="hold is True; expected False with output_first"):
         replace(row_options((256, 256, False, 2, None)), hold=True)

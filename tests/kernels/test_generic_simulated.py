@@ -98,6 +98,7 @@ def test_other_tiles(arch, head_dim, block_n, waves):
 NVIDIA_BUILDS = [
     {"queries": "shared"},
     {"stages": 3, "queries": "shared", "lazy": True},
+    {"lazy": True, "late": True},
     {"stages": 1, "alternate": True},
     {"stages": 1, "alternate": True, "queries": "shared", "block_n": 32},
     {"overlap": True},
@@ -122,9 +123,10 @@ def test_head_dims(arch, head_dims):
     check(arch, "bf16", options, (1, 40, 100, 2, 1), stages > 1, seed=3)
 
 
-def test_a_lazy_rescale_when_maxima_grow():
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_lazy_rescale_when_maxima_grow(late):
     """Scores that grow by 3 to 30 log2 units from tile to tile: some rescales happen, some do not."""
-    options = GenericOptions(64, False, 64, 32, 2, 2, lazy=True)
+    options = GenericOptions(64, False, 64, 32, 2, 2, lazy=True, late=late)
     ramp = np.repeat(np.array([0.0, 3.0, 5.0, 30.0, 31.0], np.float16), 32)
     q = np.ones((1, 20, 1, 64), np.float16)
     k = (ramp[None, :, None, None] / 64 * np.ones((1, 160, 1, 64))).astype(np.float16)
@@ -141,6 +143,7 @@ def test_a_lazy_rescale_when_maxima_grow():
     [
         ({"head_dim": 24}, r"head_dim is 24; expected a multiple of 8 from 32 to 256"),
         ({"head_dim_v": 257}, r"head_dim_v is 257; expected a multiple of 8 from 32 to 256"),
+        ({"late": True}, r"late is True; expected False without lazy"),
         ({"vector": 3}, r"vector is 3; expected 1, 2, 4 or 8 elements"),
         ({"waves": 3}, r"block_m 64 does not divide into 3 waves"),
         ({"queries": "global"}, r"queries is 'global'; expected 'registers' or 'shared'"),

@@ -510,7 +510,7 @@ BUGS = (
         "lse is in base 2",
         Fp8Consumer,
         "_finish",
-        "lse = softmax.finish() => lse = softmax.finish(); lse = lse.map(lambda x: x * 1.442695)",
+        "* scale), lse => * scale), lse.map(lambda x: x * 1.442695)",
         "fp8",
         "wrong",
     ),

@@ -374,6 +374,13 @@ def test_packed_heads_are_bound(monkeypatch):
     assert arguments[-4:-2] == (300, 3)
 
 
+def test_an_unknown_rescale_is_refused():
+    with pytest.raises(
+        ShapeError, match="rescale is 'lazy'; expected one of 'always', 'rows', 'scaled rows', 'wave'"
+    ):
+        replace(options_of((128, 128, False, 2, 1024)), rescale="lazy")
+
+
 PACK, FIRST = 4, 2  # heads 8 to 11 of 12
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fly.backends.artefact import Artefact
 from fly.lang.signature import Parameter, Signature
+from fly.runtime.device import is_traced
 from fly.runtime.exported import export_metadata
 from fly.runtime.packing import ArgumentSlot
 
@@ -33,7 +34,7 @@ class Compiler:
         self.calls.append((specs, statics, target, block))
         return Artefact(
             kernel=kernel.name,
-            target=target,
+            target=is_traced(target)[0],
             binary=b"code",
             isa="",
             fields=kernel.signature.flatten(specs),
@@ -60,10 +61,10 @@ class Device:
     needs_allocations: bool = False
     loaded: list[Artefact] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    build: str = ""
 
-    @property
-    def build(self) -> str:
-        return self.target
+    def __post_init__(self):
+        self.build = self.build or self.target
 
     def load(self, artefact: Artefact) -> LoadedKernel:
         self.loaded.append(artefact)

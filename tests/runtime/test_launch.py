@@ -8,10 +8,10 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, ArtefactError, CompileError, DeviceError, LaunchError
 from fly.lang.signature import REQUIRED, Field, Parameter, ScalarSpec, TensorSpec
-from fly.runtime.device import CPU, Allocation, device_for
+from fly.runtime.device import CPU, Allocation, device_for, traced
 from fly.runtime.launch import launch, static_key, stream_handle
 
-from .fakes import CudaArray, Kernel, tensors, unpack
+from .fakes import CudaArray, Device, Kernel, tensors, unpack
 
 F32, I32 = Parameter("s", "scalar", dtype="f32"), Parameter("n", "scalar", dtype="i32")
 MASK = Parameter("mask", "tensor", optional=True)
@@ -80,6 +80,16 @@ def test_a_second_device_loads_what_the_first_compiled(devices, compiler):
     assert len(compiler.calls) == 1
     assert [len(devices["cuda", n].loaded) for n in (0, 1)] == [1, 1]
     assert [len(devices["cuda", n].launches) for n in (0, 1)] == [2, 2]
+
+
+def test_a_simulated_gpu_and_a_real_one_of_its_architecture_have_builds_of_their_own(devices, compiler):
+    """The simulator runs what was traced, which no driver loads."""
+    kernel = Kernel(*tensors("q"))
+    devices["cpu", 0] = Device("sm_90a", build=traced("sm_90a"))
+    for q in (half(2, 64), CudaArray(shape=(2, 64)), half(2, 64)):
+        launch(kernel, 1, 64, (q,), {}, None, compiler)
+    assert [target for _, _, target, _ in compiler.calls] == [traced("sm_90a"), "sm_90a"]
+    assert [len(devices[key].loaded) for key in (("cpu", 0), ("cuda", 0))] == [1, 1]
 
 
 def test_named_and_left_out_arguments(device, compiler):
