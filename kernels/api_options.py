@@ -136,7 +136,8 @@ def options_of(
         check_dropout(caller.function, "dropout_p", dropout_p)
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
-    if window_size is not NO_WINDOW:
+    # torch.compile up to 2.11 cannot ask whether a tuple is another
+    if torch.compiler.is_compiling() or window_size is not NO_WINDOW:
         window = window_of(caller.function, window_size, causal)
         if window != NO_WINDOW:
             options["window_size"] = window
