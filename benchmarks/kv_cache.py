@@ -22,7 +22,7 @@ if not __package__:  # run as a script
 import torch
 
 from benchmarks.timing import host_microseconds, measure
-from kernels.kv_cache import append_to_cache
+from kernels.cache.kv_cache import append_to_cache
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from benchmarks.tuning import (
 )
 from benchmarks.workload import DTYPES, Workload
 from fly.backends.target import target
-from kernels.sm90_builds import RESCALES, key_for, options_of
+from kernels.sm90.builds import RESCALES, key_for, options_of
 
 SEQ_LENS = (512, 2048, 8192)
 ROUNDS = 30
@@ -73,7 +73,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     for adapter in (
         Adapter(
             kernel="generic",
-            table="kernels.flash_attn_generic_tiles",
+            table="kernels.generic.tiles",
             keys="(backend, head dimension, a multiple of 32)",
             key=_generic_key,
             choices={
@@ -90,8 +90,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         ),
         Adapter(
             kernel="sm90",
-            table="kernels.flash_attn_sm90_tiles",
-            keys="(head_dim, head_dim_v, causal, consumers, most keys or None), see `kernels/sm90_builds.py`",
+            table="kernels.sm90.tiles",
+            keys="(head_dim, head_dim_v, causal, consumers, most keys or None), see `kernels/sm90/builds.py`",
             key=_sm90_key,
             choices={
                 "keys": _tiles("block_n", *((n,) for n in range(48, 257, 16))),

@@ -16,8 +16,8 @@ _EXPORTS: dict[str, str] = {
         ".flash_attn_interface": "flydsl_flash_attn_func flydsl_flash_attn_workspace",
         ".flash_attn_api": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func"
         " flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
-        ".kv_cache": "append_to_cache",
-        ".block_mask": "BlockMask create_block_mask",
+        ".cache.kv_cache": "append_to_cache",
+        ".problem.block_mask": "BlockMask create_block_mask",
     }.items()
     for name in names.split()
 }

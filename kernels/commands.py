@@ -16,8 +16,8 @@ from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
 from . import dispatch
-from .contract import Request
 from .dispatch import AMD, FEATURES, NVIDIA, Kernel, choose, head_dims, refusal
+from .problem.contract import Request
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fly import config
 from fly.errors import UnsupportedError
 
-from .callers import arg, plain, problem
-from .contract import Prepare, Request
+from .arguments.callers import arg, plain, problem
+from .problem.contract import Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")

@@ -16,7 +16,7 @@ What holds for all functions here:
         causal, right is 0.
     softcap: scores become softcap·tanh(score/softcap); 0 for none.
     alibi_slopes: (H,) or (B, H) float32; −slope·|i + Skv − Sq − j| is added to the scores.
-    extras: keywords of FlashAttention-3 and -4, see `api_options.Extras`.
+    extras: keywords of FlashAttention-3 and -4, see `api.options.Extras`.
 
     Returns out, or with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (B, H, Sq) float32, packed
     (H, total_q), the natural log of the sum of exponentials of the scaled scores, −inf where a query sees no key;
@@ -37,10 +37,10 @@ from typing import Any, Unpack
 
 import torch
 
-from .api_checks import check_cache, lengths_of
-from .api_options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of, with_rows
-from .argument_checks import Checks
-from .callers import (
+from .api.checks import check_cache, lengths_of
+from .api.options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of, with_rows
+from .api.torch_ops import append
+from .arguments.callers import (
     APPEND,
     FUNC,
     KVCACHE,
@@ -51,9 +51,9 @@ from .callers import (
     VARLEN_QKVPACKED,
     Caller,
 )
-from .feature_checks import NO_WINDOW
-from .packed_cache import append_packed, batch_of
-from .torch_ops import append
+from .arguments.checks import Checks
+from .cache.packed import append_packed, batch_of
+from .call.feature_checks import NO_WINDOW
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -31,14 +31,14 @@ import fly
 from fly.backends.target import Target, target
 from fly.errors import ShapeError, UnsupportedError
 
-from .attention_launch import bind_forward, heads_as_rows, split_count
-from .attention_operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
-from .attention_tiles import store_lse, store_output
-from .contract import Launch, Request, Tensors, target_of
-from .features import NO_FEATURES, Features, Given
-from .flash_attn_generic_tiles import TILES
-from .online_softmax import OnlineSoftmax
-from .tile_scheduler import Work, block_work
+from .generic.operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
+from .generic.tiles import TILES
+from .problem.contract import Launch, Request, Tensors, target_of
+from .problem.features import NO_FEATURES, Features, Given
+from .problem.online_softmax import OnlineSoftmax
+from .work.fragments import store_lse, store_output
+from .work.launch import bind_forward, heads_as_rows, split_count
+from .work.tile_scheduler import Work, block_work
 
 HEAD_DIMS = range(32, 257, 8)
 

@@ -15,7 +15,7 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 
 At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
 it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguous keys or from pages
-(`flash_attn_gfx950_copies`). A wait comes two barriers before the reads that need it: the other group passes
+(`gfx950/copies.py`). A wait comes two barriers before the reads that need it: the other group passes
 its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
@@ -50,14 +50,14 @@ from fly.backends.rocdl.intrinsics import (
 )
 from fly.errors import ShapeError
 
-from .attention_launch import bind_forward, heads_as_rows, split_count
-from .attention_tiles import load_queries, store_lse, store_output
-from .contract import Launch, Request, Tensors
-from .features import NO_FEATURES, Features, Given
-from .flash_attn_gfx950_copies import TILE_KEYS, copies_of, k_tile, v_tile
-from .lazy_softmax import LazySoftmax
-from .online_softmax import EXACT_BELOW, LARGEST
-from .tile_scheduler import Work, block_work
+from .gfx950.copies import TILE_KEYS, copies_of, k_tile, v_tile
+from .problem.contract import Launch, Request, Tensors
+from .problem.features import NO_FEATURES, Features, Given
+from .problem.lazy_softmax import LazySoftmax
+from .problem.online_softmax import EXACT_BELOW, LARGEST
+from .work.fragments import load_queries, store_lse, store_output
+from .work.launch import bind_forward, heads_as_rows, split_count
+from .work.tile_scheduler import Work, block_work
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
 BLOCK_M = WAVES * WAVE_ROWS

@@ -21,18 +21,11 @@ import fly
 from fly.backends.rocdl.intrinsics import cvt_pk_fp8
 from fly.errors import ShapeError
 
-from .attention_tiles import group_size
-from .contract import Launch, Request, Tensors
-from .flash_attn_gfx950 import (
-    BLOCK_M,
-    BLOCK_N,
-    DualWaveOptions,
-    Tiles,
-    attend,
-    prepare_kernel,
-)
-from .lazy_softmax import LazySoftmax
-from .tile_scheduler import block_work
+from .flash_attn_gfx950 import BLOCK_M, BLOCK_N, DualWaveOptions, Tiles, attend, prepare_kernel
+from .problem.contract import Launch, Request, Tensors
+from .problem.lazy_softmax import LazySoftmax
+from .work.fragments import group_size
+from .work.tile_scheduler import block_work
 
 OFFSET = 8.0  # probabilities are 2**OFFSET times what they are, below e4m3's largest number, 448
 LEAST_SCALE = 1e-30  # a margin is divided by the scale

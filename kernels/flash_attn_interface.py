@@ -20,9 +20,11 @@ import torch
 from fly import config
 from fly.errors import ArgumentTypeError, UnsupportedError
 
-from . import contract, dispatch, input_checks
-from .argument_checks import ATTENTION, check_gradients
-from .attention_checks import (
+from . import dispatch
+from .arguments.callers import OWN
+from .arguments.checks import ATTENTION, check_gradients
+from .call import input_checks
+from .call.attention_checks import (
     ALIGNMENT,
     OUT_DTYPES,
     Call,
@@ -32,11 +34,11 @@ from .attention_checks import (
     extent_bytes,
     fail,
 )
-from .block_mask import BlockMask, for_tiles
-from .callers import OWN
-from .contract import Launch, Tensors
-from .feature_checks import NO_WINDOW
-from .features import Features, Mod
+from .call.feature_checks import NO_WINDOW
+from .problem import contract
+from .problem.block_mask import BlockMask, for_tiles
+from .problem.contract import Launch, Tensors
+from .problem.features import Features, Mod
 
 MAX_PLANS = 1024
 

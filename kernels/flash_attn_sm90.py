@@ -10,7 +10,7 @@ consumer owns 64 query rows of the block's `block_m`, keys and values come in ti
 
 Inside a consumer, tile j's S is started before tile j+1's (earlier) O += P V, and the softmax of j runs while that
 product finishes. Between consumers, named barriers let one start its products while another is in its softmax.
-Blocks are persistent and take tiles from a counter (`sm90_schedule`); the producer loads the next tile's Q
+Blocks are persistent and take tiles from a counter (`sm90/schedule.py`); the producer loads the next tile's Q
 and K while consumers finish the last one. Keys are walked from the last tile, which may need a mask, to the first.
 """
 
@@ -36,18 +36,18 @@ from fly.backends.nvvm.mbarrier import Position, init_all
 from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 
-from .attention_tiles import store_lse
-from .contract import Launch, Request, Tensors, device_of
-from .features import Given
-from .mask import KeyRange
-from .online_softmax import Growth, OnlineSoftmax, margin_of
-from .sm90_builds import Sm90Options, build_for, keys_seen
-from .sm90_combine import Combination
-from .sm90_launch import bind_build, typical_lengths
-from .sm90_producer import Buffers, Producer, clear_tail
-from .sm90_schedule import PackedRows, Schedule, Work, query_of
-from .sm90_turner import Turner
-from .tile_scheduler import part
+from .problem.contract import Launch, Request, Tensors, device_of
+from .problem.features import Given
+from .problem.mask import KeyRange
+from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
+from .sm90.builds import Sm90Options, build_for, keys_seen
+from .sm90.combine import Combination
+from .sm90.launch import bind_build, typical_lengths
+from .sm90.producer import Buffers, Producer, clear_tail
+from .sm90.schedule import PackedRows, Schedule, Work, query_of
+from .sm90.turner import Turner
+from .work.fragments import store_lse
+from .work.tile_scheduler import part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile; of the
 # second kind the turner has the one behind them
@@ -78,7 +78,7 @@ def flash_attn_sm90(
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
     the offsets in the dense, packed or split form of `tile_scheduler`; `counters`: see
-    `tile_counters`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
+    `sm90/counters.py`; `whole_out`, `whole_lse`: what parts are put together to, where the build `combines`;
     `seq_len_kv` is total_kv when packed; `group` query heads share a key head; `section` heads are worked on at a
     time. With `options.pack_gqa`, q is a map of (B, S, H / pack_gqa, pack_gqa, D), and heads of these two are
     sets of them; scale_log2: softmax_scale * log2(e); operands of `options.features`. Any one-dimensional grid: a

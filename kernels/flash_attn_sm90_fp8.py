@@ -32,21 +32,21 @@ from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 
-from .contract import Launch, Request, Tensors, device_of
 from .flash_attn_sm90 import Consumer, OfHead, State, run_block
-from .online_softmax import OnlineSoftmax
-from .sm90_builds import Key, Sm90Options, build_for
-from .sm90_launch import bind_build, typical_lengths
-from .sm90_producer import Pages, Producer
-from .sm90_schedule import PackedRows, Work
-from .sm90_turner import Turner
-from .tile_scheduler import fold_grid, slice_of_block
+from .problem.contract import Launch, Request, Tensors, device_of
+from .problem.online_softmax import OnlineSoftmax
+from .sm90.builds import Key, Sm90Options, build_for
+from .sm90.launch import bind_build, typical_lengths
+from .sm90.producer import Pages, Producer
+from .sm90.schedule import PackedRows, Work
+from .sm90.turner import Turner
+from .work.tile_scheduler import fold_grid, slice_of_block
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
 FIRST_ROWS = 8  # of each 16, which a warp has
 
-# Like kernels/flash_attn_sm90_tiles.py; those with one consumer were not measured.
+# Like kernels/sm90/tiles.py; those with one consumer were not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
     (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2},
     (64, 64, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},

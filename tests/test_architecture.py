@@ -45,8 +45,25 @@ EXCEPTIONS = {
         "fly.runtime.profile_cli",
         "fly_attention.flash_attn_interface",
     ): "the command line profiles calls of flash attention",
-    ("fly.runtime.profile_cli", "fly_attention.tile_scheduler"): "and where on the grid their blocks are",
+    ("fly.runtime.profile_cli", "fly_attention.work.tile_scheduler"): "and where on the grid their blocks are",
 }
+# The kernel library's rooms, folders and the files that users name, from the ground up. What is in one may load what is
+# on the floors below, and what is in the same folder.
+FLOORS = (
+    ("arguments", "second_name"),
+    ("problem",),
+    ("work",),
+    ("generic", "gfx950", "sm90"),
+    ("flash_attn_generic", "flash_attn_gfx950", "flash_attn_sm90"),
+    ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
+    ("dispatch",),
+    ("call",),
+    ("cache",),
+    ("flash_attn_interface",),
+    ("api",),
+    ("flash_attn_api",),
+    ("integrations", "commands"),
+)
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
     "mlir": (*COMPILER, "fly.simulator"),
@@ -141,7 +158,7 @@ def test_import_order(name, path):
         ("fly.emulator.wave", "from fly.runtime.device import Device"),
         ("fly.lang.tensor", "import llvmlite.binding"),
         ("fly.ir.math", "def f():\n    import torch"),
-        ("kernels.mask", "from tests.kernels import reference"),
+        ("kernels.problem.mask", "from tests.kernels import reference"),
         ("fly.config", "from fly import layout"),
         ("fly.config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fly.ir\nimport fly.lang"),
     ],
@@ -170,8 +187,40 @@ def kernel_graph() -> dict[str, set[str]]:
 
 def test_no_kernel_module_loads_itself_by_way_of_others():
     graph = kernel_graph()
-    assert graph["kernels.dispatch"] >= {"kernels.contract", "kernels.flash_attn_sm90"}
+    assert graph["kernels.dispatch"] >= {"kernels.problem.contract", "kernels.flash_attn_sm90"}
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+
+
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def climbs(graph: dict[str, set[str]]) -> list[str]:
+    """What loads something of another room that is not on a lower floor."""
+    return [
+        f"{name} loads {other}"
+        for name, loaded in graph.items()
+        for other in sorted(loaded)
+        if room_of(name) != room_of(other) and FLOOR_OF[room_of(name)] <= FLOOR_OF[room_of(other)]
+    ]
+
+
+def test_rooms_of_the_kernel_library_load_what_is_below_them():
+    graph = kernel_graph()
+    assert {room_of(name) for name in graph} == set(FLOOR_OF)
+    assert climbs(graph) == []
+
+
+def test_the_floors_have_teeth():
+    assert climbs({"kernels.problem.mask": {"kernels.work.launch", "kernels.problem.features"}}) == [
+        "kernels.problem.mask loads kernels.work.launch"
+    ]
+    assert climbs({"kernels.sm90.builds": {"kernels.generic.tiles", "kernels.work.launch"}}) == [
+        "kernels.sm90.builds loads kernels.generic.tiles"
+    ]
 
 
 def absolute_imports(source: str) -> set[str]:
@@ -208,7 +257,7 @@ def test_messages_and_docstrings_name_its_modules_by_that_name_too(name, path):
 
 
 def test_absolute_imports_are_found():
-    source = "import kernels.mask\nfrom .mask import x\nfrom fly import y\nf = importlib.import_module('a.b')"
+    source = "import kernels.problem.mask\nfrom .mask import x\nfrom fly import y\nf = importlib.import_module('a.b')"
     assert absolute_imports(source) == {"kernels", "fly", "a"}
 
 

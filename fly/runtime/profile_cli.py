@@ -310,7 +310,7 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     from fly.backends.target import target
     from fly.emulator.timing.launch import Places
 
-    scheduler = importlib.import_module("fly_attention.tile_scheduler")
+    scheduler = importlib.import_module("fly_attention.work.tile_scheduler")
     chosen = inspect.signature(flash_attention).bind(**settings)
     chosen.apply_defaults()
     blocks, heads, _ = launch.grid

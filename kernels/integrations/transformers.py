@@ -17,10 +17,10 @@ import torch
 
 from fly.errors import ArgumentError, UnsupportedError
 
-from ..api_checks import check_dense, check_dropout
-from ..api_options import attend
-from ..argument_checks import Checks
-from ..callers import TRANSFORMERS
+from ..api.checks import check_dense, check_dropout
+from ..api.options import attend
+from ..arguments.callers import TRANSFORMERS
+from ..arguments.checks import Checks
 
 NAME = "fly"
 FUNCTION = TRANSFORMERS.function

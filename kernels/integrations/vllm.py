@@ -14,11 +14,11 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-from ..api_checks import check_dense
-from ..api_options import PACKED, add_packing, attend, options_of, refuse
-from ..argument_checks import Checks
-from ..callers import VLLM
-from ..feature_checks import NO_WINDOW
+from ..api.checks import check_dense
+from ..api.options import PACKED, add_packing, attend, options_of, refuse
+from ..arguments.callers import VLLM
+from ..arguments.checks import Checks
+from ..call.feature_checks import NO_WINDOW
 
 FUNCTION = VLLM.function
 CHECKS = Checks(FUNCTION)

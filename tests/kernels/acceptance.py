@@ -17,8 +17,9 @@ import torch
 from benchmarks.shapes import SETS, SMALL_LENGTHS, Kind, kinds
 from benchmarks.workload import Workload
 from fly import config
-from kernels import contract, dispatch
+from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem import contract
 from tests.kernels.reference import MAX_SCORES, check, reference
 
 KINDS = kinds(head_dims=(64, 128))

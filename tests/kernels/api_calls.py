@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels import flash_attn_api as api
+from kernels.cache.kv_cache import append_to_cache
 from kernels.integrations import transformers as hub
 from kernels.integrations import vllm
-from kernels.kv_cache import append_to_cache
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -29,8 +29,8 @@ import torch
 
 from fly import config
 from fly.errors import UnsupportedError
-from kernels.contract import target_of
 from kernels.flash_attn_interface import flydsl_flash_attn_workspace
+from kernels.problem.contract import target_of
 from tests.kernels import fp8_reference
 from tests.kernels.fuzz_bounds import exact
 from tests.kernels.fuzz_draws import APPEND, Build, Draw, draw_build

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.block_mask import create_block_mask
+from kernels.problem.block_mask import create_block_mask
 from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 from tests.kernels.fuzz_caches import Appended, Tokens
 from tests.kernels.fuzz_draws import (

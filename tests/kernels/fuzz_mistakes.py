@@ -23,10 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels.flash_attn_api as api
 from fly import errors
-from kernels import dispatch, flash_attn_interface, kv_cache
-from kernels.api_options import UNAVAILABLE, Extras
-from kernels.contract import Launch
+from kernels import dispatch, flash_attn_interface
+from kernels.api.options import UNAVAILABLE, Extras
+from kernels.cache import kv_cache
 from kernels.integrations import vllm
+from kernels.problem.contract import Launch
 from tests.kernels.fuzz_draws import APPEND, OURS, VLLM, Build, Draw
 from tests.kernels.fuzz_maker import draw_problem
 from tests.kernels.kv_cache_cases import Problem as AppendProblem

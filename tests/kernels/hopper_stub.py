@@ -15,7 +15,9 @@ from fly.backends.artefact import Artefact
 from fly.runtime import device, prepared, tensor_map
 from fly.runtime.cuda import CudaDevice, CudaKernel
 from fly.runtime.launch import Compile, Launcher
-from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8, kv_cache, sm90_launch
+from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8
+from kernels.cache import kv_cache
+from kernels.sm90 import launch as sm90_launch
 from tests.runtime.fake_cuda import FakeDriver
 
 

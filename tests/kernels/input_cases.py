@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import flash_attn_interface, kv_cache
-from kernels.block_mask import BlockMask
-from kernels.contract import Launch
+from kernels import flash_attn_interface
+from kernels.cache import kv_cache
+from kernels.cache.kv_cache import append_to_cache
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.kv_cache import append_to_cache
+from kernels.problem.block_mask import BlockMask
+from kernels.problem.contract import Launch
 
 HEADS, KV_HEADS, D = 4, 2, 64
 

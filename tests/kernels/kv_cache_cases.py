@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.kv_cache import append_to_cache
+from kernels.cache.kv_cache import append_to_cache
 
 CANARY = 64  # elements of other memory on both sides of a cache
 

@@ -20,9 +20,10 @@ if not __package__:
 import torch
 
 from fly import config
-from kernels import contract, dispatch
-from kernels.block_mask import create_block_mask
+from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem import contract
+from kernels.problem.block_mask import create_block_mask
 from tests.kernels.feature_cases import FEATURES, Inputs
 from tests.kernels.kv_cache_cases import Case, Problem
 from tests.kernels.packed import offsets

@@ -8,14 +8,10 @@ import torch
 from fly import config
 from fly.runtime.device import CPU, device_for
 from fly.runtime.launch import Launcher
-from kernels import (
-    flash_attn_interface,
-    flash_attn_sm90,
-    flash_attn_sm90_fp8,
-    kv_cache,
-    split_combine,
-    tile_counters,
-)
+from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8
+from kernels.cache import kv_cache
+from kernels.sm90 import counters as tile_counters
+from kernels.work import split_combine
 
 KERNELS = (
     flash_attn_sm90.flash_attn_sm90,

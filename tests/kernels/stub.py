@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import contract, dispatch, flash_attn_interface
-from kernels.contract import Launch, Request, Tensors
+from kernels import dispatch, flash_attn_interface
+from kernels.problem import contract
+from kernels.problem.contract import Launch, Request, Tensors
 from tests.kernels.packed import packed_attention
 from tests.kernels.reference import attention
 

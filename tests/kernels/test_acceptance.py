@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.shapes import SMALL_LENGTHS, Kind
-from kernels import contract, dispatch
+from kernels import dispatch
+from kernels.problem import contract
 from tests.kernels import acceptance
 from tests.kernels.acceptance import EMULATED, KINDS, REDUCED_LENGTHS, Run
 from tests.kernels.reference import attention

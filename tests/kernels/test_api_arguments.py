@@ -11,11 +11,11 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels import flash_attn_api as api
-from kernels import torch_ops
-from kernels.api_checks import HINTS as HINT_CHECKS
-from kernels.api_checks import lengths_of
-from kernels.api_options import AVAILABLE, UNAVAILABLE, Extras
-from kernels.argument_checks import Checks
+from kernels.api import torch_ops
+from kernels.api.checks import HINTS as HINT_CHECKS
+from kernels.api.checks import lengths_of
+from kernels.api.options import AVAILABLE, UNAVAILABLE, Extras
+from kernels.arguments.checks import Checks
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.api_calls import APPENDED, CACHE, FUNCTIONS, IN_PAGES, VL, VL_KV, VL_QKV, VLLM, call, int32, zeros
 from tests.kernels.api_reference import dense

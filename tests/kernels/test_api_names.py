@@ -11,7 +11,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedError
 from kernels import flash_attn_api as api
-from kernels.callers import CALLERS, FUNC, KVCACHE, VARLEN, arg, plain, problem
+from kernels.arguments.callers import CALLERS, FUNC, KVCACHE, VARLEN, arg, plain, problem
 from tests.kernels.api_calls import (
     APPENDED,
     BF16,

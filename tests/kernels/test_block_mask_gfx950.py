@@ -17,11 +17,11 @@ import fly
 from fly.errors import ShapeError, UnsupportedError
 from fly.runtime.device import device_for
 from kernels import dispatch
-from kernels.block_mask import BlockMask, create_block_mask
-from kernels.features import Features, Mod
 from kernels.flash_attn_gfx950 import BLOCK_M, WAVE_ROWS, WAVES, DualWaveOptions, flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.tile_list import PARTIAL, WHOLE
+from kernels.problem.block_mask import BlockMask, create_block_mask
+from kernels.problem.features import Features, Mod
+from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 from tests.kernels.test_features_gfx950 import OPERANDS, VECTOR

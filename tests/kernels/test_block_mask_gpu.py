@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fly import config
-from kernels.block_mask import BlockMask, create_block_mask
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.block_mask import BlockMask, create_block_mask
 from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference
 

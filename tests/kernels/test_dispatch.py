@@ -9,8 +9,9 @@ import pytest
 from fly.backends.target import targets
 from fly.errors import UnsupportedError
 from fly.runtime.cli import main
-from kernels import commands, contract, dispatch
-from kernels.callers import plain
+from kernels import commands, dispatch
+from kernels.arguments.callers import plain
+from kernels.problem import contract
 from tests.kernels.stub import rows
 
 REQUEST = contract.Request(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError
-from kernels import argument_checks
+from kernels.arguments import checks as argument_checks
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 
 B, SQ, SKV, H, HKV, D = 2, 5, 7, 6, 3, 64

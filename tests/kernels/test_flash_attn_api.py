@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import flash_attn_api as api
-from kernels import torch_ops
-from kernels.feature_checks import DESCALES
+from kernels.api import torch_ops
+from kernels.call.feature_checks import DESCALES
 from tests.kernels import fp8_reference
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check

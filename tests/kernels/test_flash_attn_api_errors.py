@@ -9,7 +9,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels import flash_attn_api as api
-from kernels.api_options import OF_PACKED_CACHE, UNAVAILABLE
+from kernels.api.options import OF_PACKED_CACHE, UNAVAILABLE
 from kernels.integrations import vllm
 
 VALUE, TYPE, UNSUPPORTED = ArgumentError, ArgumentTypeError, UnsupportedError

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fly.errors import ShapeError, UnsupportedError
-from kernels.contract import Request
 from kernels.dispatch import choose
 from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.contract import Request
 from tests.kernels.packed import offsets, packed_attention, sequences
 from tests.kernels.reference import check, reference
 

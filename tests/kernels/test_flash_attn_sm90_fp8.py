@@ -18,13 +18,13 @@ from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, Unsupported
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8
-from kernels.contract import Request, Tensors
-from kernels.feature_checks import DESCALES
-from kernels.features import NO_FEATURES, Features
+from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
-from kernels.sm90_builds import Sm90Options, build_for, decode_options, options_of
-from kernels.sm90_turner import Turner
+from kernels.problem.contract import Request, Tensors
+from kernels.problem.features import NO_FEATURES, Features
+from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
+from kernels.sm90.turner import Turner
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels import hopper_stub
 from tests.kernels.fp8_reference import plain, reference, rounded
@@ -363,7 +363,7 @@ def made(monkeypatch):
     """What is made of launches that launch nothing."""
     made = hopper_stub.record(monkeypatch)
     combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
-    monkeypatch.setattr("kernels.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
+    monkeypatch.setattr("kernels.work.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
     return made
 
 

@@ -17,8 +17,8 @@ from fly.backends.nvvm import wgmma
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import Key, Sm90Options, decode_options, options_of
+from kernels.sm90.builds import Key, Sm90Options, decode_options, options_of
+from kernels.sm90.tiles import TILES
 from tests.backends.builds import needs_ptxas, run_ptxas
 
 IDS = [f"{d}x{dv}-{'causal' if causal else 'full'}-{n}x64-{longest or 'any'}" for d, dv, causal, n, longest in TILES]

@@ -10,8 +10,8 @@ import pytest
 
 from fly.backends.target import target
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
-from kernels.split_combine import THREADS, rows_of_block, split_combine
-from kernels.tile_scheduler import grid
+from kernels.work.split_combine import THREADS, rows_of_block, split_combine
+from kernels.work.tile_scheduler import grid
 from tests.kernels.test_generic_simulated import DTYPES, exact
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fly.errors import UnsupportedError
-from kernels.feature_checks import DESCALES
+from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.integrations import vllm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.contract import target_of
+from kernels.problem.contract import target_of
 from tests.kernels.fuzz_calls import CALLS, Setting, mistakes, several
 
 BUILDS, CALLS_OF_A_BUILD = 5, 3

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fly.backends.target import target
-from kernels.features import Features
 from kernels.flash_attn_gfx950 import BLOCK_M, WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.problem.features import Features
 from tests.kernels.paged import Paged
 from tests.kernels.test_generic_simulated import DTYPES, exact
 from tests.simulated import Machine, Program, flat

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels import attention_launch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.work import launch as attention_launch
 from tests.kernels.feature_cases import Inputs, compare
 from tests.kernels.reference import check, reference
 

@@ -15,12 +15,12 @@ import fly
 from fly.backends.target import target
 from fly.errors import ArgumentError, ConfigError
 from fly.lang.signature import ScalarSpec
-from kernels import input_checks
-from kernels.callers import plain
+from kernels.arguments.callers import plain
+from kernels.call import input_checks
+from kernels.call.input_checks import THREADS, check_inputs
+from kernels.call.input_rules import RULES
 from kernels.flash_attn_api import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.input_checks import THREADS, check_inputs
-from kernels.input_rules import RULES
 from tests.backends.builds import run_ptxas
 from tests.kernels.input_cases import GOOD, MISTAKES, heads, numbers, packed, run_nothing
 from tests.simulated import Machine, Program, flat

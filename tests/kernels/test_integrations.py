@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, UnsupportedError
-from kernels import torch_ops
-from kernels.feature_checks import DESCALES
+from kernels.api import torch_ops
+from kernels.call.feature_checks import DESCALES
 from kernels.integrations import transformers as hub
 from kernels.integrations import vllm
 from tests.kernels.api_reference import dense, packed

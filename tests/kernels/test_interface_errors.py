@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, ConfigError, FlyError, UnsupportedError
-from kernels import argument_checks
+from kernels.arguments import checks as argument_checks
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 

@@ -14,9 +14,9 @@ from benchmarks import kv_cache as benchmark
 from fly.errors import ArgumentError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels import kv_cache
-from kernels.kv_cache import THREADS, append_to_cache, rotate_and_append
-from kernels.rotary import Rotary
+from kernels.cache import kv_cache
+from kernels.cache.kv_cache import THREADS, append_to_cache, rotate_and_append
+from kernels.cache.rotary import Rotary
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.isa import count, kinds, opcodes
 from tests.kernels.kv_cache_cases import Case, Problem, failures

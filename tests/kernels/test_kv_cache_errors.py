@@ -10,10 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, FlyError, ShapeError, UnsupportedError
-from kernels import kv_cache
-from kernels.argument_checks import Checks
-from kernels.kv_cache import append_to_cache
-from kernels.rotary import Rotary
+from kernels.arguments.checks import Checks
+from kernels.cache import kv_cache
+from kernels.cache.kv_cache import append_to_cache
+from kernels.cache.rotary import Rotary
 
 B, SQ, NEW, S, H, HKV, D = 2, 5, 3, 32, 6, 3, 64
 TYPE, VALUE = ArgumentTypeError, ArgumentError
@@ -277,7 +277,7 @@ def test_the_good_call_is_good(change):
 def test_devices_that_differ(name, monkeypatch):
     if name == "q":
         pytest.skip("the others are compared with it")
-    monkeypatch.setattr("kernels.argument_checks.DEVICE_TYPES", ("cpu", "meta"))
+    monkeypatch.setattr("kernels.arguments.checks.DEVICE_TYPES", ("cpu", "meta"))
     call = good() | {"cache_batch_idx": numbers(B), "cache_leftpad": numbers(B)}
     call[name] = call[name].to("meta")
     with pytest.raises(ArgumentError, match=f"{name} must be on q's device cpu, got meta"):

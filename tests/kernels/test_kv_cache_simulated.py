@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fly.backends.target import target
-from kernels import kv_cache
-from kernels.kv_cache import THREADS, rotate_and_append
+from kernels.cache import kv_cache
+from kernels.cache.kv_cache import THREADS, rotate_and_append
 from tests.kernels.kv_cache_cases import Case, Problem, failures
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace

@@ -14,12 +14,14 @@ import fly
 from fly.backends.target import target
 from fly.errors import LaunchError, UnsupportedError
 from fly.runtime.emulated import EmulatedKernel
-from kernels import flash_attn_interface, flash_attn_sm90_fp8, kv_cache, tile_scheduler
+from kernels import flash_attn_interface, flash_attn_sm90_fp8
+from kernels.cache import kv_cache
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import keys_of_block, turn_values
-from kernels.split_combine import split_combine
-from kernels.tile_scheduler import block_work, fold_grid
+from kernels.work import tile_scheduler
+from kernels.work.split_combine import split_combine
+from kernels.work.tile_scheduler import block_work, fold_grid
 from tests.kernels import fp8_reference
 from tests.kernels.kv_cache_cases import Case, Problem, failures
 from tests.kernels.reference import check, reference

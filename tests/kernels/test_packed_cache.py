@@ -11,12 +11,12 @@ import torch
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.features import Features
 from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import decode_options, options_of
+from kernels.problem.features import Features
+from kernels.sm90.builds import decode_options, options_of
+from kernels.sm90.tiles import TILES
 from tests.backends.builds import needs_ptxas
 from tests.kernels.emulated_kernels import TUNED, emulated, every_kernel, int32, random  # noqa: F401
 from tests.kernels.packed import offsets

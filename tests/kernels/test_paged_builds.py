@@ -15,12 +15,12 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 from fly.lang.signature import TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.contract import Request
-from kernels.features import Features
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import Sm90Options, build_for, decode_options
+from kernels.problem.contract import Request
+from kernels.problem.features import Features
+from kernels.sm90.builds import Sm90Options, build_for, decode_options
+from kernels.sm90.tiles import TILES
 from tests.backends.builds import needs_ptxas
 from tests.kernels.paged import Paged
 from tests.kernels.test_flash_attn_sm90_isa import accept, specs

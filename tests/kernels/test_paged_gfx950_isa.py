@@ -17,8 +17,8 @@ import fly
 from fly.emulator.banks import MODELS, BankCounter
 from fly.errors import ShapeError
 from fly.runtime.device import device_for
-from kernels.features import Features
 from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.problem.features import Features
 from tests.kernels.test_flash_attn_gfx950_isa import main_loop, steady_state, total
 
 BLOCK = WAVES * 64

@@ -15,12 +15,12 @@ from fly.errors import UnsupportedError
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch
-from kernels.callers import plain
-from kernels.contract import Request
+from kernels.arguments.callers import plain
+from kernels.call.feature_checks import DESCALES
 from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA
-from kernels.feature_checks import DESCALES
-from kernels.features import NUMBERS, OPERANDS, Features, Mod
 from kernels.flash_attn_generic import flash_attn_generic, options_for
+from kernels.problem.contract import Request
+from kernels.problem.features import NUMBERS, OPERANDS, Features, Mod
 from tests.backends.builds import needs_ptxas, run_ptxas
 
 ARCHS = (*AMD, *NVIDIA)
@@ -135,7 +135,7 @@ def test_an_unknown_target_is_named():
 
 
 GENERIC_OPERANDS = tuple(name for name in OPERANDS if name not in DESCALES)
-# tensors of every operand, as `kernels.feature_checks` gives them
+# tensors of every operand, as `kernels.call.feature_checks` gives them
 OPERAND_SPECS = {
     **{name: ScalarSpec("i32") for name in NUMBERS},
     "softcap": ScalarSpec("f32"),

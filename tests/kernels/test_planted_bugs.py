@@ -14,15 +14,17 @@ import torch
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 from fly.errors import SimulatorReportError
-from kernels import flash_attn_sm90, flash_attn_sm90_fp8, sm90_combine, sm90_producer
+from kernels import flash_attn_sm90, flash_attn_sm90_fp8
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90 import Consumer
 from kernels.flash_attn_sm90_fp8 import Fp8Consumer
-from kernels.sm90_builds import Sm90Options
-from kernels.sm90_combine import Combination
-from kernels.sm90_producer import Producer
-from kernels.sm90_schedule import Board, Schedule
-from kernels.sm90_turner import TileTurn, Turner
+from kernels.sm90 import combine as sm90_combine
+from kernels.sm90 import producer as sm90_producer
+from kernels.sm90.builds import Sm90Options
+from kernels.sm90.combine import Combination
+from kernels.sm90.producer import Producer
+from kernels.sm90.schedule import Board, Schedule
+from kernels.sm90.turner import TileTurn, Turner
 from tests.kernels.fp8_reference import reference as fp8_reference
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged

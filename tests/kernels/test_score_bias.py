@@ -17,8 +17,8 @@ import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
 from kernels.flash_attn_sm90 import HeadPlace
-from kernels.mask import KeyRange
-from kernels.score_bias import BiasTile, add
+from kernels.problem.mask import KeyRange
+from kernels.problem.score_bias import BiasTile, add
 from tests.simulated import Machine, Program
 from tests.tracing import matrix, trace
 

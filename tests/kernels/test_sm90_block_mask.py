@@ -16,11 +16,11 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError, UnsupportedError
 from kernels import dispatch
-from kernels.features import Features, Mod
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import DECODE_ROWS, Sm90Options, build_for, options_of, section_for
-from kernels.sm90_schedule import STOP
-from kernels.tile_list import PARTIAL, WHOLE
+from kernels.problem.features import Features, Mod
+from kernels.sm90.builds import DECODE_ROWS, Sm90Options, build_for, options_of, section_for
+from kernels.sm90.schedule import STOP
+from kernels.sm90.tiles import TILES
+from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.kernels.feature_cases import stripes
 from tests.kernels.hopper_stub import UNITS
 from tests.kernels.test_sm90_builds import request

@@ -14,11 +14,10 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
-from kernels.contract import Request, Tensors
 from kernels.dispatch import FEATURES
-from kernels.features import Features, Mod
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import (
+from kernels.problem.contract import Request, Tensors
+from kernels.problem.features import Features, Mod
+from kernels.sm90.builds import (
     DECODE_ROWS,
     PACKS,
     Packing,
@@ -30,9 +29,10 @@ from kernels.sm90_builds import (
     section_for,
     visited,
 )
-from kernels.sm90_schedule import PackedRows, PackedVector, query_of
-from kernels.tile_counters import MAX_ARRIVALS
-from kernels.tile_scheduler import MAX_SPLITS
+from kernels.sm90.counters import MAX_ARRIVALS
+from kernels.sm90.schedule import PackedRows, PackedVector, query_of
+from kernels.sm90.tiles import TILES
+from kernels.work.tile_scheduler import MAX_SPLITS
 from tests.kernels import hopper_stub
 from tests.kernels.hopper_stub import UNITS
 from tests.simulated import Machine, Program, flat

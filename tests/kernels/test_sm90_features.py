@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
-from kernels.contract import Request
-from kernels.features import LOG2_E, Features, Mod
 from kernels.flash_attn_sm90 import HeadPlace
-from kernels.mask import KeyRange
-from kernels.sm90_builds import build_for, keys_seen
-from kernels.sm90_schedule import Schedule, query_of
+from kernels.problem.contract import Request
+from kernels.problem.features import LOG2_E, Features, Mod
+from kernels.problem.mask import KeyRange
+from kernels.sm90.builds import build_for, keys_seen
+from kernels.sm90.schedule import Schedule, query_of
 from tests.kernels.feature_reference import Scores, Span
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace

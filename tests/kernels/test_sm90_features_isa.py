@@ -10,10 +10,10 @@ import pytest
 
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
-from kernels.features import NUMBERS, OPERANDS, Features, Mod
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90_builds import KEYS_ALONE, Sm90Options, build_for, decode_options, elementwise_keys, options_of
-from kernels.tile_list import PARTIAL, WHOLE
+from kernels.problem.features import NUMBERS, OPERANDS, Features, Mod
+from kernels.sm90.builds import KEYS_ALONE, Sm90Options, build_for, decode_options, elementwise_keys, options_of
+from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
 from tests.kernels.hopper_stub import UNITS

@@ -12,8 +12,8 @@ import torch
 
 from kernels import flash_attn_interface, flash_attn_sm90
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_tiles import TILES
-from kernels.sm90_builds import options_of
+from kernels.sm90.builds import options_of
+from kernels.sm90.tiles import TILES
 from tests.kernels.feature_cases import DENSE_ONLY, Inputs
 from tests.kernels.paged import Paged
 from tests.kernels.reference import check, reference

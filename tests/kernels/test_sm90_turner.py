@@ -12,8 +12,8 @@ from fly.backends.nvvm.wgmma import PAIRS, PanelTile
 from fly.backends.target import target
 from fly.errors import LayoutError
 from fly.ir import memory
-from kernels.sm90_producer import clear_rows
-from kernels.sm90_turner import TileTurn
+from kernels.sm90.producer import clear_rows
+from kernels.sm90.turner import TileTurn
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 

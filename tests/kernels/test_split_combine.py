@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError
-from kernels.contract import Tensors
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
-from kernels.split_combine import Partials
+from kernels.problem.contract import Tensors
+from kernels.work.split_combine import Partials
 from tests.kernels import stub as stubs
 
 

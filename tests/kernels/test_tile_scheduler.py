@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
-from kernels.tile_scheduler import (
+from kernels.work.tile_scheduler import (
     MAX_SPLITS,
     PagedSequence,
     Sequence,

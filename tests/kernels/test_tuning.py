@@ -15,8 +15,10 @@ import torch
 from benchmarks import tune, tuning
 from benchmarks.tuning import FAILED, OK, TIMED_OUT, Adapter, Gpu, Outcome, Search, Trial
 from benchmarks.workload import Workload
-from kernels import flash_attn_generic_tiles, flash_attn_sm90_tiles, sm90_builds
 from kernels.flash_attn_generic import GenericOptions
+from kernels.generic import tiles as flash_attn_generic_tiles
+from kernels.sm90 import builds as sm90_builds
+from kernels.sm90 import tiles as flash_attn_sm90_tiles
 
 CHOICES = {
     "keys": ({"n": 32}, {"n": 64}),

@@ -8,8 +8,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.mask import KeyRange
-from kernels.tile_scheduler import split_tiles
+from kernels.problem.mask import KeyRange
+from kernels.work.tile_scheduler import split_tiles
 from tests.host import Evaluator
 
 ROWS, TILE = 8, 5

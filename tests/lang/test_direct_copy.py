@@ -11,7 +11,7 @@ from fly.errors import ShapeError
 from fly.ir import memory
 from fly.runtime.compile import compile_kernel
 from fly.runtime.inspect import loops
-from kernels.flash_attn_gfx950_copies import k_tile, v_tile
+from kernels.gfx950.copies import k_tile, v_tile
 from tests.isa import count, kinds
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace

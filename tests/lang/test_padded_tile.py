@@ -11,7 +11,7 @@ import fly
 from fly.backends.target import target
 from fly.emulator.banks import MODELS, BankModel
 from fly.errors import LayoutError
-from kernels.flash_attn_gfx950_copies import k_tile, v_tile
+from kernels.gfx950.copies import k_tile, v_tile
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 

@@ -41,15 +41,17 @@ def test_all_modules_were_found():
 @pytest.mark.parametrize(
     "order",
     [
-        ("kernels.torch_ops", "fly_attention.torch_ops"),
-        ("fly_attention.block_mask", "kernels.block_mask", "kernels.mask"),
+        ("kernels.api.torch_ops", "fly_attention.api.torch_ops"),
+        ("fly_attention.problem.block_mask", "kernels.problem.block_mask", "kernels.problem.mask"),
     ],
 )
 def test_the_order_of_imports_does_not_matter(order):
     """Loaded twice, torch_ops would fail: its operations can be registered once."""
-    program = f"import {', '.join(order)}, kernels.torch_ops, fly_attention.torch_ops, kernels.mask as mask\n"
-    program += "from fly_attention import BlockMask, mask as same\n"
-    program += "assert kernels is fly_attention and kernels.block_mask.BlockMask is BlockMask and mask is same"
+    program = f"import {', '.join(order)}, kernels.api.torch_ops, fly_attention.api.torch_ops\n"
+    program += "from kernels.problem import block_mask, mask\n"
+    program += "from fly_attention import BlockMask\n"
+    program += "from fly_attention.problem import mask as same\n"
+    program += "assert kernels is fly_attention and block_mask.BlockMask is BlockMask and mask is same"
     python(program)
 
 
@@ -67,11 +69,12 @@ directory = {str(ROOT / "kernels")!r}
 spec = spec_from_file_location("fly_attention", directory + "/__init__.py", submodule_search_locations=[directory])
 sys.modules["fly_attention"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["fly_attention"])
-import fly_attention.block_mask, kernels.block_mask, kernels.torch_ops, fly_attention.torch_ops
-assert kernels is fly_attention and kernels.block_mask is fly_attention.block_mask
-print(kernels.block_mask.__name__)
+import fly_attention.problem.block_mask, kernels.problem.block_mask
+import fly_attention.api.torch_ops, kernels.api.torch_ops
+assert kernels is fly_attention and kernels.problem.block_mask is fly_attention.problem.block_mask
+print(kernels.problem.block_mask.__name__)
 """
-    assert python(program).strip() == "fly_attention.block_mask"
+    assert python(program).strip() == "fly_attention.problem.block_mask"
 
 
 def test_another_package_called_kernels_is_left_alone(tmp_path):
@@ -81,11 +84,11 @@ def test_another_package_called_kernels_is_left_alone(tmp_path):
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import fly_attention.block_mask
+import fly_attention.problem.block_mask
 from kernels import get_kernel
 print(fly_attention.BlockMask.__module__, len([name for name in sys.modules if name.startswith("kernels.")]))
 """
-    assert python(program).split() == ["fly_attention.block_mask", "0"]
+    assert python(program).split() == ["fly_attention.problem.block_mask", "0"]
 
 
 @pytest.mark.parametrize("package", ["fly", "fly_attention", "kernels"])

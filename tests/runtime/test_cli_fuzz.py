@@ -11,7 +11,7 @@ import pytest
 
 from fly.emulator import timing
 from fly.runtime.cli import main
-from kernels.tile_scheduler import MAX_SPLITS
+from kernels.work.tile_scheduler import MAX_SPLITS
 from tests.emulator.assembly import assemble
 
 BAD = (
@@ -68,7 +68,7 @@ def test_settings_of_an_inspection(name, status):
 
 @pytest.mark.parametrize("option", ["arch", "stage", "block", "args", "set", "kernel"])
 def test_options_of_an_inspection(option, status):
-    kernel = "kernels.split_combine:split_combine"
+    kernel = "kernels.work.split_combine:split_combine"
     for value in BAD:
         if option == "kernel":
             check(status, "inspect", f"{value or '-'}:x" if value.strip("-") else "x:")

@@ -1,0 +1,1 @@
+"""Behind FlashAttention's functions: their options and checks, and torch operations."""

@@ -1,0 +1,302 @@
+"""From the arguments of FlashAttention's functions to the keywords of `flydsl_flash_attn_func`.
+
+What FlashAttention-3 and -4 take beyond FlashAttention-2 are keywords here (`Extras`): one table says what each
+becomes, another which of them are hints, that is, change no result, and a third what is not available and what to do
+instead. Nothing else is ignored.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedError
+
+from ..arguments.callers import Caller
+from ..arguments.checks import Checks, is_dense
+from ..call.attention_checks import check_out
+from ..call.feature_checks import DESCALES, NO_WINDOW
+from .checks import HINTS, check_dense, check_dropout, splits_of, window_of
+from .torch_ops import attention
+
+
+class Extras(TypedDict, total=False):
+    """Keywords of FlashAttention-3 and -4 that FlashAttention-2 does not have.
+
+    Available: `num_splits` (parts that keys are split into, 0 takes what suits the device, the default),
+    `seqused_q`, `seqused_k` ((B,) int32: tokens of each sequence that count), `page_table` ((B, max pages) int32,
+    packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
+    all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
+    `k_descale`, `v_descale` ((B, Hkv) float32, or one number as () or (1,): what float8_e4m3fn values are multiplied
+    by, 1 by default).
+    Hints, which are checked and change nothing: `pack_gqa` (the kernel decides which query heads share a block),
+    `sm_margin` (kernels use the whole device), `scheduler_metadata` (blocks are scheduled on the device).
+    The others raise `UnsupportedError` when they are not at FlashAttention's default.
+    """
+
+    num_splits: int
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    page_table: torch.Tensor | None
+    learnable_sink: torch.Tensor | None
+    q_descale: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    qv: torch.Tensor | None
+    attention_chunk: int
+    pack_gqa: bool | None
+    sm_margin: int
+    scheduler_metadata: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    max_seqlen_q: int | None
+    cu_seqlens_k_new: torch.Tensor | None
+    rotary_seqlens: torch.Tensor | None
+    score_mod: Any
+    mask_mod: Any
+    block_sparse_tensors: Any
+    aux_tensors: Any
+
+
+# what an available keyword is called by `flydsl_flash_attn_func`
+AVAILABLE: Mapping[str, str] = {
+    "num_splits": "num_kv_splits",
+    "seqused_q": "seqused_q",
+    "seqused_k": "seqused_kv",
+    "page_table": "block_table",
+    "learnable_sink": "sink",
+    "attention_chunk": "attention_chunk",
+    "cu_seqlens_q": "cu_seqlens_q",
+    "max_seqlen_q": "max_seqlen_q",
+    "cu_seqlens_k_new": "cu_seqlens_k_new",
+    **{name: name for name in DESCALES},
+}
+DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
+PACKED = (*DENSE, "page_table")
+OF_PACKED_CACHE = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new")
+CACHE = ("page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *DESCALES)
+
+WHOLE = ("attention_chunk", "max_seqlen_q")  # those that are integers, besides num_splits
+
+_MOD = "flydsl_flash_attn_func takes one (with fly's own signature)"
+# (its default, what to do instead)
+UNAVAILABLE: Mapping[str, tuple[Any, str]] = {
+    "qv": (None, "pass torch.cat([q, qv], -1) and torch.cat([k, v], -1) as q and k, and softmax_scale"),
+    "cu_seqlens_q": (None, "it is for packed queries of flash_attn_with_kvcache"),
+    "max_seqlen_q": (None, "it is for packed queries of flash_attn_with_kvcache"),
+    "cu_seqlens_k_new": (None, "it is for packed new keys of flash_attn_with_kvcache"),
+    "rotary_seqlens": (None, "positions are cache_seqlens: rotate q and k before the call"),
+    "score_mod": (None, _MOD),
+    "mask_mod": (None, _MOD),
+    "block_sparse_tensors": (None, "pass a mask_mod to flydsl_flash_attn_func"),
+    "aux_tensors": (None, _MOD),
+}
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, int) and not isinstance(value, bool) and value == default)
+
+
+def refuse(function: str, keyword: str, value: Any, name: str = "") -> None:
+    """Raise `UnsupportedError` unless a `keyword` of `UNAVAILABLE`, `name` in the message, is at its default."""
+    default, instead = UNAVAILABLE[keyword]
+    if not _is(value, default):
+        name = name or keyword
+        raise UnsupportedError(f"{function}: {name} is not available: {instead}; or leave {name} out")
+
+
+def options_of(
+    caller: Caller,
+    accepted: tuple[str, ...],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    extras: Mapping[str, Any],
+    num_splits: Any = 0,
+) -> dict[str, Any]:
+    """Keywords for `flydsl_flash_attn_func`, those that are not at its defaults.
+
+    `accepted` are the keys of `AVAILABLE` that `caller` takes.
+
+    Raises:
+        UnsupportedError: something that is not available.
+        ArgumentTypeError, ArgumentError: a keyword that no FlashAttention has, or a value that is none.
+    """
+    options: dict[str, Any] = {"num_kv_splits": num_splits}
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if value is not True and value is not False:
+            Checks(caller.function).flag(name, value)
+    if not isinstance(dropout_p, float) or dropout_p:
+        check_dropout(caller.function, "dropout_p", dropout_p)
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    # torch.compile up to 2.11 cannot ask whether a tuple is another
+    if torch.compiler.is_compiling() or window_size is not NO_WINDOW:
+        window = window_of(caller.function, window_size, causal)
+        if window != NO_WINDOW:
+            options["window_size"] = window
+    if not isinstance(softcap, float) or softcap:
+        # FlashAttention takes 0 and less for none
+        number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+        if softcap is not None and not (number and softcap <= 0):
+            options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    for name, value in extras.items():
+        if name in accepted:
+            if name in WHOLE and value is not None:
+                value = Checks(caller.function).integer(name, value)
+            if value is not None and not (name == "attention_chunk" and value == 0):
+                options[AVAILABLE[name]] = value
+        elif name in HINTS:
+            HINTS[name](Checks(caller.function), name, value)
+        elif name in UNAVAILABLE:
+            refuse(caller.function, name, value)
+        else:
+            raise ArgumentTypeError(
+                f"{caller.function}: unexpected keyword argument {name!r}; beyond FlashAttention-2's, "
+                f"{', '.join(accepted)} are accepted"
+            )
+    splits = options["num_kv_splits"]
+    if not isinstance(splits, int) or splits:
+        options["num_kv_splits"] = splits_of(caller.function, splits)
+    return options
+
+
+def one_of(function: str, name: str, value: Any, options: dict[str, Any]) -> Any:
+    """An argument of FlashAttention-2 that may also have come under another name, taken out of `options`.
+
+    Raises:
+        ArgumentError: it came twice.
+    """
+    other = options.pop(name, None)
+    if value is not None and other is not None:
+        raise ArgumentError(f"{function}: {name} and page_table are two names of one argument: pass one of them")
+    return other if value is None else value
+
+
+def add_packing(
+    caller: Caller,
+    options: dict[str, Any],
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Add to `options` what says where sequences are: packed keys, or pages with lengths of their own.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: two tables of pages, no offsets, a length that is no integer.
+        UnsupportedError: a length in a device's memory.
+    """
+    pages = one_of(caller.function, "block_table", block_table, options)
+    if cu_seqlens_q is None:
+        Checks(caller.function).plain(caller.name("cu_seqlens_q"), cu_seqlens_q)
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_k}
+    for name, length in lengths.items():
+        if length is not None and not isinstance(length, int):
+            lengths[name] = Checks(caller.function).integer(caller.name(name), length)
+    options |= {"cu_seqlens_q": cu_seqlens_q, **lengths}
+    if pages is not None:
+        options["block_table"] = pages
+        if "seqused_kv" in options:
+            if cu_seqlens_k is not None:
+                name = caller.name("cu_seqlens_kv")
+                Checks(caller.function).tensor(name, cu_seqlens_k, (torch.int32,), 1, "(B + 1,)")
+            return  # pages are not one behind the other: offsets of keys say no more than lengths do
+    options["cu_seqlens_kv"] = cu_seqlens_k
+
+
+def with_rows(tensor: Any) -> Any:
+    """A tensor whose last stride is 1, copied where it is not; anything else as it is."""
+    if not isinstance(tensor, torch.Tensor) or not is_dense(tensor) or not tensor.dim():
+        return tensor
+    return tensor.contiguous() if tensor.stride(-1) != 1 else tensor
+
+
+def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
+    """The `count` tensors stacked in dimension `dim` of `packed`, as views.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: it is no tensor of this `layout`.
+    """
+    check_dense(function, name, packed)
+    if packed.dim() != dim + 3 or packed.shape[dim] != count:
+        raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(packed.shape)}")
+    return packed.unbind(dim)
+
+
+SMALLEST_HEAD_DIM = 32
+
+
+def _padded_dim(head_dim: int) -> int:
+    return SMALLEST_HEAD_DIM if head_dim < SMALLEST_HEAD_DIM else (head_dim + 7) // 8 * 8
+
+
+def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """With elements of a row side by side and `head_dim` of them, zeros last: copied where it is not so."""
+    missing = head_dim - tensor.size(-1)
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return with_rows(tensor)
+
+
+def _needs_copies(q: Any, k: Any, v: Any) -> bool:
+    """Whether kernels do not take these tensors as they are; not of what no copy makes better."""
+    try:
+        head_dim, value_dim = q.size(-1), v.size(-1)
+        if head_dim % 8 == value_dim % 8 == 0 and head_dim >= SMALLEST_HEAD_DIM <= value_dim:
+            if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+                return False
+        elif not 0 < head_dim == k.size(-1) or not value_dim:
+            return False
+        return all(map(is_dense, (q, k, v)))
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        return False  # what has no such sizes and strides is refused by name later
+
+
+def attend(
+    caller: Caller,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    options: dict[str, Any],
+    *,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of tensors as FlashAttention takes them: any last stride, head dimensions from 1.
+
+    Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
+    tensor then, both as in FlashAttention-2. Returns out, or (out, lse) with `return_lse`; errors name the `caller`.
+    """
+    if not _needs_copies(q, k, v):
+        return attention(caller, q, k, v, causal, options, out, return_lse)
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    width, value_width = _padded_dim(head_dim), _padded_dim(value_dim)
+    if width != head_dim:
+        options.setdefault("softmax_scale", head_dim**-0.5)
+    given = v
+    q, k, v = _ready(q, width), _ready(k, width), _ready(v, value_width)
+    if value_width == value_dim:
+        return attention(caller, q, k, v, causal, options, out, return_lse)
+    if out is not None:
+        try:
+            check_out(out, q, given)
+        except FlyError as error:
+            caller.tell(error)
+            raise
+    result = attention(caller, q, k, v, causal, options, return_lse=return_lse)
+    wide, *lse = result if return_lse else (result,)
+    narrow = wide[..., :value_dim]
+    if out is not None:
+        narrow = out.copy_(narrow)
+    return (narrow, *lse) if return_lse else narrow

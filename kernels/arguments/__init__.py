@@ -1,0 +1,1 @@
+"""What callers are told: the names that they used, and checks of single arguments."""

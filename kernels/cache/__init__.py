@@ -1,0 +1,1 @@
+"""KV caches: appending in place, rotary embeddings, packed queries."""

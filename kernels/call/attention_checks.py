@@ -1,0 +1,390 @@
+"""Checks of what a caller hands to flash attention, made once per kind of call.
+
+Every check names the argument, the value and what is accepted. Mistakes raise `ArgumentError` (a ValueError)
+or `ArgumentTypeError` (also a TypeError). What is valid but not available is for `dispatch` to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fly.errors import ArgumentTypeError
+
+from ..arguments.callers import arg
+from ..arguments.checks import ATTENTION, check_last_stride, check_tensor, fail, flag, whole
+from ..dispatch import DUALWAVE
+from ..problem.contract import Request
+from ..work.tile_scheduler import MAX_SPLITS
+from .feature_checks import check_features, check_table
+
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
+}
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
+INPUTS = ("q", "k", "v")
+MAX_WAVES_PER_EU = 8
+ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: what decides the kernel and what the kernel takes; `empty` when no query has a key.
+
+    `operands`: those of `request.asked`, and auxiliary tensors.
+    """
+
+    request: Request
+    empty: bool
+    device: torch.device
+    operands: tuple[Any, ...]
+
+
+def _check_ranks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool, paged: bool, packed_keys: bool
+) -> None:
+    queries = "(total, H, D)" if packed else "(B, Sq, H, D)"
+    keys = "(total, Hkv, D)" if packed_keys else "(B, Skv, Hkv, D)"
+    keys = "(pages, page_size, Hkv, D)" if paged else keys
+    for name, tensor, layout in zip(INPUTS, (q, k, v), (queries, keys, keys)):
+        rank = layout.count(",") + 1
+        if tensor.dim() != rank:
+            wanted = f"{rank} dimensions {layout}"
+            hint = "" if packed or tensor.dim() != 3 else "; packed sequences also need cu_seqlens_q"
+            fail(f"{arg(name)} must have {wanted}, got shape {tuple(tensor.shape)}{hint}")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch: bool) -> None:
+    if k.shape[:-1] != v.shape[:-1]:
+        fail(
+            f"{arg.k} and {arg.v} must have the same shape up to head_dim, got {arg.k} {tuple(k.shape)} and {arg.v} "
+            f"{tuple(v.shape)}"
+        )
+    if same_batch and q.shape[0] != k.shape[0]:
+        fail(f"{arg.q} and {arg.k} must have the same batch, got {arg.q} {q.shape[0]} and {arg.k} {k.shape[0]}")
+    if q.shape[-1] != k.shape[-1]:
+        fail(f"{arg.q} and {arg.k} must have the same head_dim, got {arg.q} {q.shape[-1]} and {arg.k} {k.shape[-1]}")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads == 0 or kv_heads == 0:
+        fail(f"{arg.q} and {arg.k} need at least one head, got {arg.q} {heads} and {arg.k} {kv_heads}")
+    if heads % kv_heads:
+        fail(f"{arg.q}'s heads must be a multiple of {arg.k}'s heads, got {arg.q} {heads} and {arg.k} {kv_heads}")
+
+
+def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in zip(INPUTS, (q, k, v)):
+        if tensor.dtype not in DTYPES:
+            fail(
+                f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
+                ArgumentTypeError,
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes of memory a tensor spans, from its first to its last element."""
+    if not tensor.numel():
+        return 0
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    return (last + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may be at one address."""
+    # sorted by stride, each dimension must step past everything that the smaller ones span
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
+def check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Check the result's tensor of a call with these queries and values.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it cannot be written as such.
+    """
+    check_tensor("out", out)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape:
+        fail(f"{arg.out} must have shape {shape} ({arg.q}'s, with {arg.v}'s head_dim), got {tuple(out.shape)}")
+    dtype = OUT_DTYPES.get(q.dtype, q.dtype)
+    if out.dtype != dtype:
+        wanted = f"q's dtype {dtype}" if dtype is q.dtype else f"dtype {dtype} for q of {q.dtype}"
+        fail(f"{arg.out} must have {wanted}, got {out.dtype}", ArgumentTypeError)
+    if out.device != q.device:
+        fail(f"{arg.out} must be on {arg.q}'s device {q.device}, got {out.device}")
+    check_last_stride("out", out)
+    if out.numel() and overlaps_itself(out):
+        fail(f"{arg.out} must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
+
+
+class _NoTouch:
+    """Describes a tensor's memory to numpy, which reads only addresses and strides from it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element at one address; also when that is too hard to find out."""
+    try:
+        return np.shares_memory(np.asarray(_NoTouch(a)), np.asarray(_NoTouch(b)), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what: str = "out") -> None:
+    """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
+    for name, tensor in inputs.items():
+        if shares_memory(out, tensor):
+            fail(f"{arg(what)} must not share memory with {arg(name)}; pass {arg(what)}=None or a separate tensor")
+
+
+def _check_scale(softmax_scale: Any, head_dim: int) -> float:
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    return ATTENTION.number("softmax_scale", softmax_scale, "a finite positive number", lambda scale: scale > 0)
+
+
+def _check_packed(q: torch.Tensor, options: Mapping[str, Any], paged: bool) -> bool:
+    """Check what describes packed sequences; whether the call has any.
+
+    Keys that are not packed, in pages or (B, Skv, Hkv, D), need no offsets; `paged` says whether there are such.
+    """
+    offsets = {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    lengths = {name: options[name] for name in ("max_seqlen_q", "max_seqlen_kv")}
+    given = [name for name, value in offsets.items() if value is not None]
+    if not given:
+        for name, value in lengths.items():
+            if value is None:
+                continue
+            if not paged or name == "max_seqlen_q":
+                fail(
+                    f"{arg(name)} is only for packed sequences (with {arg.cu_seqlens_q} and {arg.cu_seqlens_kv}): "
+                    "leave it out"
+                )
+            whole(name, value, 0, 2**31 - 1)
+        return False
+    if len(given) == 1 and not paged:
+        fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} go together, got only {arg(given[0])}")
+    for name in given:
+        value = offsets[name]
+        check_tensor(name, value)
+        good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
+        if not good or value.device != q.device:
+            fail(
+                f"{arg(name)} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape "
+                f"{tuple(value.shape)}, strides {value.stride()}, dtype {value.dtype} on {value.device}"
+            )
+    if len(given) == 2 and len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
+        counts = " and ".join(str(len(value)) for value in offsets.values())
+        fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} must have the same length, got {counts}")
+    for name, value in lengths.items():
+        if value is None and paged and name == "max_seqlen_kv":
+            continue
+        if value is None:
+            fail(f"packed sequences need {arg(name)}, the longest sequence's length (reading it would synchronise)")
+        whole(name, value, 0, 2**31 - 1)
+    return "cu_seqlens_q" in given
+
+
+def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether queries and keys of a sequence may differ in number.
+
+    `lengths`: (of q, of k), by what they count; `unknown`: there may be others, on the device, that are not read.
+    """
+    differs = {what: pair for what, pair in lengths.items() if pair[0] != pair[1]}
+    if cross_seqlen is None:
+        return unknown or bool(differs)
+    flag("cross_seqlen", cross_seqlen)
+    if not cross_seqlen and differs:
+        what, (queries, keys) = next(iter(differs.items()))
+        fail(
+            f"cross_seqlen=False, but q has {queries} {what} and k {keys}; leave cross_seqlen out, and it is detected"
+        )
+    return cross_seqlen
+
+
+def _check_head_options(options: Mapping[str, Any], kv_heads: int) -> None:
+    if options["num_kv_heads"] is not None:
+        whole("num_kv_heads", options["num_kv_heads"], 1)
+        if options["num_kv_heads"] != kv_heads:
+            fail(f"num_kv_heads={options['num_kv_heads']}, but k and v have {kv_heads} heads")
+
+
+def _check_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
+    tuning = {name: options[name] for name in ("waves_per_eu", "daz", *DUALWAVE) if options[name] is not None}
+    for name, value in tuning.items():
+        if name == "waves_per_eu":
+            whole(name, value, 1, MAX_WAVES_PER_EU)
+        else:
+            flag(name, value)
+    return tuning
+
+
+def _check_debug_counts(counts: Any, q: torch.Tensor) -> None:
+    check_tensor("debug_counts", counts)
+    good = counts.shape == (2,) and counts.dtype == torch.float32 and counts.is_contiguous()
+    if not good or counts.device != q.device:
+        fail(
+            f"debug_counts must hold 2 float32 counters on {q.device}, got shape {tuple(counts.shape)}, dtype "
+            f"{counts.dtype} on {counts.device}"
+        )
+
+
+def check_workspace(workspace: Any, size: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check a caller's workspace for split keys against the `size` in bytes that the call needs.
+
+    `tensors` are what it must not share memory with.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it is no such memory.
+    """
+    check_tensor("workspace", workspace)
+    device = tensors["q"].device
+    if workspace.device != device:
+        fail(f"workspace must be on q's device {device}, got {workspace.device}")
+    if not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+        fail(
+            f"workspace must be contiguous and {ALIGNMENT}-byte aligned, got strides {workspace.stride()} at "
+            f"address {workspace.data_ptr():#x}: use torch.empty(size, dtype=torch.uint8, device=q.device)"
+        )
+    given = workspace.numel() * workspace.element_size()
+    if given < size:
+        fail(f"workspace has {given} bytes, this call needs {size} (flydsl_flash_attn_workspace tells)")
+    start, end = workspace.data_ptr(), workspace.data_ptr() + given
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() < end and start < tensor.data_ptr() + extent_bytes(tensor):
+            check_no_overlap(workspace, {name: tensor}, "workspace")
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Bytes, at most `ALIGNMENT`, that divide the addresses and all strides but the last."""
+    bits = ALIGNMENT
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * tensor.element_size()
+    return bits & -bits
+
+
+def _pitch(*tensors: torch.Tensor) -> int:
+    """The largest distance between neighbouring tokens, in bytes."""
+    return max(tensor.stride(-3) * tensor.element_size() for tensor in tensors)
+
+
+def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[str, Any]) -> Call:
+    """Check a call's arguments (`options`: the keyword arguments by name) and sum it up.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a mistake of the caller.
+    """
+    for name, tensor in zip(INPUTS, (q, k, v)):
+        check_tensor(name, tensor)
+    table = options["block_table"]
+    if paged := table is not None:
+        check_table(table, q.device)
+    apart = paged or (k.dim() == 4 and options["cu_seqlens_q"] is not None and options["cu_seqlens_kv"] is None)
+    packed = _check_packed(q, options, apart)
+    packed_keys = packed and not apart
+    _check_ranks(q, k, v, packed, paged, packed_keys)
+    _check_dtypes(q, k, v)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            fail(
+                f"{arg.q}, {arg.k} and {arg.v} must be on one device, got {arg.q} on {q.device} and {arg(name)} "
+                f"on {tensor.device}"
+            )
+    _check_shapes(q, k, v, same_batch=not packed and not paged and options["kv_batch_idx"] is None)
+    for name, tensor in zip(INPUTS, (q, k, v)):
+        check_last_stride(name, tensor)
+    if out is not None:
+        check_out(out, q, v)
+    if options["debug_counts"] is not None:
+        _check_debug_counts(options["debug_counts"], q)
+
+    flag("causal", causal)
+    flag("return_lse", options["return_lse"])
+    heads, head_dim = q.shape[-2:]
+    _check_head_options(options, k.shape[-2])
+    whole("num_kv_splits", options["num_kv_splits"], 0, MAX_SPLITS)
+    if packed:
+        batch, seq_len, seq_len_kv = (
+            len(options["cu_seqlens_q"]) - 1,
+            options["max_seqlen_q"],
+            options["max_seqlen_kv"],
+        )
+        # a bound may be far above what there is, and grids follow it
+        seq_len = min(seq_len, q.shape[0])
+        if packed_keys:
+            longest = options["max_seqlen_q"], options["max_seqlen_kv"]
+            lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": longest}
+            seq_len_kv = min(seq_len_kv, k.shape[0])
+        elif not paged:
+            lengths, seq_len_kv = {}, k.shape[1] if seq_len_kv is None else min(seq_len_kv, k.shape[1])
+            if options["kv_batch_idx"] is None and k.shape[0] != batch:
+                fail(f"{arg.k} must have a batch entry for each of {batch} sequences, got shape {tuple(k.shape)}")
+    else:
+        batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
+        lengths = {"tokens": (seq_len, seq_len_kv)}
+    if paged:
+        most = options["max_seqlen_kv"]
+        seq_len_kv, lengths = table.shape[1] * k.shape[1], {}
+        seq_len_kv = seq_len_kv if most is None else min(seq_len_kv, most)
+    asked, operands, wanted = check_features(q, k, causal, batch, packed, options)
+    features = {
+        "packed": packed,
+        "split_kv": options["num_kv_splits"] > 1,
+        "debug_counts": options["debug_counts"] is not None,
+    }
+    unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted or paged
+    results = () if out is None else (out,)
+    return Call(
+        request=Request(
+            head_dim=head_dim,
+            dtype=DTYPES[q.dtype],
+            causal=causal,
+            cross_seqlen=_check_cross(options["cross_seqlen"], unknown, lengths),
+            return_lse=options["return_lse"],
+            batch=batch,
+            seq_len=seq_len,
+            seq_len_kv=seq_len_kv,
+            num_heads=heads,
+            num_kv_heads=k.shape[-2],
+            softmax_scale=_check_scale(options["softmax_scale"], head_dim),
+            num_kv_splits=options["num_kv_splits"],
+            alignment=_alignment(q, k, v, *results),
+            kv_alignment=_alignment(k, v),
+            q_pitch=_pitch(q, *results),
+            kv_pitch=_pitch(k, v),
+            page_size=k.shape[1] if paged else None,
+            features=(*(name for name, given in features.items() if given), *wanted),
+            tuning=_check_tuning(options),
+            head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
+            asked=asked,
+        ),
+        empty=0 in (batch, seq_len, *(tensor.numel() for tensor in (q, k, v, *([table] if paged else [])))),
+        device=q.device,
+        operands=operands,
+    )

@@ -1,0 +1,1 @@
+"""The parts of the generic kernel: operands, and its table of tiles."""

@@ -1,0 +1,1 @@
+"""The parts of the gfx950 kernels."""

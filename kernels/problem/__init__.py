@@ -1,0 +1,1 @@
+"""What is computed: requests, features of scores, masks and the running softmax."""

@@ -1,0 +1,192 @@
+"""The producer of the Hopper kernel: one thread that fills rings in shared memory with tiles of Q, K and V by TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import fly
+from fly.backends.nvvm import tma
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared
+from fly.backends.nvvm.mbarrier import Position, Ring
+from fly.backends.nvvm.wgmma import PanelTile
+
+from .builds import Sm90Options
+from .schedule import Board, Schedule, Work
+
+Pages = tuple[fly.Value, ...]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Tiles in shared memory, and the ring over them."""
+
+    memory: fly.Pointer
+    tile: PanelTile
+    ring: Ring
+
+    @staticmethod
+    def allocate(name: str, tile: PanelTile, stages: int, consumer_warps: int, producer_warps: int = 0) -> Slots:
+        """`consumer_warps`, `producer_warps`: see `Ring.allocate`."""
+        memory = fly.alloc_shared(name, tile.bytes * stages, 1024)
+        return Slots(memory, tile, Ring.allocate(name, stages, consumer_warps, producer_warps))
+
+    def at(self, at: Position) -> fly.Pointer:
+        """The tile of a slot."""
+        return self.memory.offset(at.index * self.tile.bytes)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory: tiles of Q, K and V, and the board that says what the block works on.
+
+    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is turned.
+    """
+
+    q: Slots
+    k: Slots
+    v: Slots
+    board: Board
+    numbers: fly.SharedMemory | None
+    raw: Slots | None
+
+    @staticmethod
+    def allocate(options: Sm90Options) -> Buffers:
+        """Of one block."""
+        q_tile, k_tile, v_tile = options.tiles
+        raw_tile = options.raw_tile
+        warps = options.consumers * WARPGROUP // 32
+        turning = 0 if raw_tile is None else WARPGROUP // 32
+        lists = options.features.block_size is not None
+        return Buffers(
+            q=Slots.allocate("q", q_tile, options.q_stages, warps),
+            k=Slots.allocate("k", k_tile, options.stages, warps),
+            v=Slots.allocate("v", v_tile, options.v_stages, warps, turning),
+            board=Board.allocate(warps + turning, lists),
+            numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
+            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, turning),
+        )
+
+
+@dataclass(frozen=True)
+class Producer:
+    """The one thread that fills the rings, in the order in which consumers need them."""
+
+    schedule: Schedule
+    buffers: Buffers
+    q: fly.TensorMap
+    k: fly.TensorMap
+    v: fly.TensorMap
+    group: Any
+    pack: int
+
+    def run(self) -> None:
+        """All of the block's tiles."""
+        schedule, board = self.schedule, self.buffers.board
+        work = schedule.find(fly.block_id.x)
+        board_at = board.publish(Position.start(), work, schedule)
+        q_at, k_at, pages = self._open(work, Position.start(), Position.start())
+        carry = (work, q_at, k_at, Position.start(), board_at, pages)
+        for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
+            rest = work.last_tile - work.first_tile
+            for i, (k_at_, v_at_, (here, ahead)) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
+                j = work.last_tile - 1 - i
+                pages = ahead, self._pages(work, j - 1)
+                loop.next(self._load_k(k_at_, work, j, ahead), self._load_v(v_at_, work, j + 1, here), pages)
+            k_at, v_at, (here, _) = loop.results
+            following = schedule.find(schedule.take() if early is None else early)
+            board_at = board.publish(board_at, following, schedule)
+            # a tile's first K comes before the last V of the tile before
+            q_at, k_at, pages = self._open(following, q_at, k_at)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile, here), board_at, pages)
+        schedule.finish()
+
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position, tuple[Pages, Pages]]:
+        """Start on a tile, if it is one: its Q, and the last of its K tiles. Also that one's pages, which its V
+        needs, and those of the one before."""
+
+        def start() -> tuple[Position, Position, tuple[Pages, Pages]]:
+            here, ahead = (self._pages(work, work.last_tile - i) for i in (1, 2))
+            q_next = self._load_q(q_at, work)
+            return q_next, self._load_k(k_at, work, work.last_tile - 1, here), (here, ahead)
+
+        none = (fly.i32(0),) * self.schedule.pages_of_tile
+        return fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
+
+    def _load_q(self, at: Position, work: Work) -> Position:
+        head = (work.head,) if self.pack == 1 else (work.head, 0)
+        place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
+        return self._load(self.q, self.buffers.q, at, [place])
+
+    def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        j, buffers = self._tile(work, j), self.buffers
+        note = None if buffers.numbers is None else partial(buffers.numbers.store, j, at.index)
+        return self._load(self.k, buffers.k, at, self._keys(work, j, pages), note=note)
+
+    def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
+        places = self._keys(work, self._tile(work, j), pages)
+        return self._load(self.v, self.buffers.raw or self.buffers.v, at, places)
+
+    def _tile(self, work: Work, j: Any) -> Any:
+        """Key tile j, or that of step j of a list."""
+        return j if work.listed is None else work.listed.tile(j)
+
+    def _pages(self, work: Work, j: Any) -> Pages:
+        """The pages of key tile j, none where keys are not in pages; loaded a tile before they are needed."""
+        return () if self.schedule.page_size is None else self.schedule.pages(work, j)
+
+    def _keys(self, work: Work, j: Any, pages: Pages) -> list[tuple[Any, ...]]:
+        """Where the pieces of key tile j, in `pages`, begin: (entry of the batch, or page; row; key head)."""
+        schedule = self.schedule
+        row, head = work.k_first + j * schedule.block_n, work.head // self.group
+        if schedule.page_size is None:
+            return [(work.entry, row, head)]
+        inside = row % schedule.page_size if len(pages) == 1 else 0
+        return [(page, inside, head) for page in pages]
+
+    def _load(
+        self,
+        tensor_map: fly.TensorMap,
+        slots: Slots,
+        at: Position,
+        places: list[tuple[Any, ...]],
+        column: Any = 0,
+        note: Callable[[], None] | None = None,
+    ) -> Position:
+        """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
+        `column`; `note` stores what consumers are to read beside it."""
+        tile = slots.tile
+        barrier = slots.ring.acquire(at, tile.bytes, note)
+        slot = slots.at(at)
+        piece_bytes = tile.panel_bytes // len(places)
+        for i, place in enumerate(places):
+            for panel in range(tile.panels):
+                corner = (*place, column + panel * tile.panel_columns)
+                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
+        return slots.ring.next(at)
+
+
+def clear_tail(tile: PanelTile, memory: fly.Pointer, rows: fly.Value, barrier: int, index: Any = 0) -> None:
+    """`clear_rows` from `rows` on, if the tile has any there, by a warpgroup that then meets at a named barrier.
+
+    The barrier is number `index` from `barrier` on.
+    """
+    with fly.when(rows < tile.rows):
+        clear_rows(tile, memory, rows)
+        barrier_sync(index + barrier, WARPGROUP)
+
+
+def clear_rows(tile: PanelTile, memory: fly.Pointer, first: fly.Value) -> None:
+    """Set a tile's rows from `first` on to zero: for values that are no sequence's, as a NaN there times 0 is NaN.
+
+    By a warpgroup, which then meets at a barrier.
+    """
+    begin = fly.maximum(first, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
+    zero = fly.broadcast(fly.i32(0), 4)
+    for panel in range(tile.panels):
+        for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
+            fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
+    fence_async_shared()

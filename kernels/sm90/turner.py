@@ -1,0 +1,154 @@
+"""The turner of the Hopper kernel's decoding builds on 8 bits: a warpgroup that turns tiles of V in shared memory.
+
+WGMMA takes 8-bit operands with k along bytes only, and V's k are keys. So V arrives as it lies in memory, (keys x D),
+in a ring of its own, and the turner makes of it what consumers read: (D x keys), with keys in the order `wgmma.PAIRS`
+in each 16, see `wgmma.by_pairs`.
+
+`ldmatrix` turns pairs of bytes: of 16 keys and 16 dimensions, lane 4 c + t gets keys 2 t and 2 t + 1 of dimensions
+2 c and 2 c + 1, and of another matrix keys 8 + 2 t and 9 + 2 t. Two byte permutations make of them the four keys of
+each dimension that are neighbours in `PAIRS`, which `stmatrix` stores as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import fly
+from fly.backends.nvvm.intrinsics import WARPGROUP, load_matrices_turned, permute_bytes, store_matrices
+from fly.backends.nvvm.mbarrier import Position
+from fly.backends.nvvm.wgmma import PanelTile
+from fly.errors import LayoutError
+
+from .producer import Buffers, clear_tail
+from .schedule import Schedule, Work
+
+WARPS = WARPGROUP // 32
+KEYS, DIMS = 32, 16  # that four matrices hold: what a warp turns at a time
+EVEN, ODD = 0x6420, 0x7531  # bytes of two words: those of a pair of dimensions' first, and of its second
+
+
+@dataclass(frozen=True)
+class TileTurn:
+    """How a warpgroup turns a tile `raw`, (keys x D) 8-bit, to `turned`, (D x keys).
+
+    A warp takes groups of `KEYS` keys, all of their dimensions, or where there are fewer groups than warps a part of
+    them. The 8 rows of a matrix are in different banks: those of a stored one are dimensions 0, 2, 4, 6, 9, 11, 13
+    and 15 of 16, or the others, since rows of even dimensions alone would share banks in twos.
+    """
+
+    raw: PanelTile
+    turned: PanelTile
+
+    def __post_init__(self):
+        raw, turned = self.raw, self.turned
+        wanted = (raw.columns, raw.rows, 1, 1)
+        if (turned.rows, turned.columns, turned.element_bytes, raw.element_bytes) != wanted:
+            raise LayoutError(f"{raw} cannot become {turned}; expected its columns as rows, of 8-bit elements")
+        if turned.panels > 1 or raw.rows % KEYS or raw.columns % (DIMS * self.sharing) or WARPS % self.sharing:
+            raise LayoutError(f"a tile to turn is {raw}; expected 32, 64 or 128 keys of enough columns")
+
+    @property
+    def sharing(self) -> int:
+        """Warps that share the dimensions of a group of keys."""
+        return max(1, WARPS * KEYS // self.raw.rows)
+
+    def load(self, memory: fly.Pointer) -> list[tuple[fly.Value, ...]]:
+        """This warp's matrices of the raw tile, four at a time: two halves of 16 keys, and of the next 16."""
+        lane, raw = fly.lane_id(), self.raw
+        # a lane's row is a key
+        at = memory.offset((self._first_group * KEYS + lane) * raw.swizzle)
+        swap = _phase(raw, lane) * 16
+        per_panel = raw.panel_columns // DIMS
+        words = []
+        for group in self._groups:
+            for step in range(self._blocks):
+                block = self._first_block + step
+                panel, column = block // per_panel, block % per_panel * DIMS
+                inside = panel * raw.panel_bytes + group * KEYS * raw.swizzle
+                words.append(load_matrices_turned(at.offset((column ^ swap) + inside)))
+        return words
+
+    def store(self, memory: fly.Pointer, words: list[tuple[fly.Value, ...]]) -> None:
+        """What `load` gave, turned."""
+        lane, turned = fly.lane_id(), self.turned
+        # the rows of matrices: two of each 16 keys, with one of each pair of dimensions
+        row, matrix = lane % 8, lane // 8
+        upper = row // 4
+        dim = 2 * row + (upper ^ (matrix % 2))
+        # the words of a lane are of row lane // 4 of each matrix
+        of_first = fly.select(lane // 16 == 0, EVEN, ODD)
+        of_second = of_first ^ (EVEN ^ ODD)
+        keys = matrix // 2 * 16
+        ready = iter(words)
+        at = memory.offset((self._first_block * DIMS + dim) * turned.swizzle)
+        for group in self._groups:
+            column = (self._first_group + group) * KEYS + keys
+            place = at.offset(column ^ (_phase(turned, dim) * 16))
+            for step in range(self._blocks):
+                pairs = next(ready)
+                four = [permute_bytes(*pairs[i : i + 2], which) for i in (0, 2) for which in (of_first, of_second)]
+                store_matrices(place.offset(step * DIMS * turned.swizzle), four)
+
+    @property
+    def _warp(self) -> fly.Value:
+        return fly.thread_id.x // 32 % WARPS
+
+    @property
+    def _first_group(self) -> fly.Value:
+        return self._warp % (WARPS // self.sharing)
+
+    @property
+    def _groups(self) -> range:
+        """Groups that a warp takes, counted from its first."""
+        return range(0, self.raw.rows // KEYS, WARPS // self.sharing)
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of `DIMS` dimensions that a warp takes of each group."""
+        return self.raw.columns // DIMS // self.sharing
+
+    @property
+    def _first_block(self) -> Any:
+        return 0 if self.sharing == 1 else self._warp // (WARPS // self.sharing) * self._blocks
+
+
+def _phase(tile: PanelTile, row: fly.Value) -> fly.Value:
+    """Which 16-byte pieces of a row are swapped: what a piece's number is xored with."""
+    return row // (128 // tile.swizzle) % (tile.swizzle // 16)
+
+
+@dataclass(frozen=True)
+class Turner:
+    """The warpgroup that turns V's tiles, in the order in which consumers need them."""
+
+    schedule: Schedule
+    buffers: Buffers
+    barrier: Any
+    registers: ClassVar[int] = 144  # a thread; with those of the producer and of one consumer no more than 504
+
+    def run(self) -> None:
+        """All of the block's tiles."""
+        board = self.buffers.board
+        work, board_at = board.read(Position.start(), self.schedule)
+        carry = (work, Position.start(), Position.start(), board_at)
+        for work, raw_at, at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            last = work.last_tile - 1
+            for i, places in (loop := fly.range(last + 1 - work.first_tile, carry=(raw_at, at))):
+                loop.next(*self._turn(work, last - i, *places))
+            following, board_at = board.read(board_at, self.schedule)
+            tiles.next(following, *loop.results, board_at)
+
+    def _turn(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
+        """Key tile j."""
+        raw, turned = self.buffers.raw, self.buffers.v
+        turn, memory = TileTurn(raw.tile, turned.tile), raw.at(raw_at)
+        raw.ring.wait(raw_at)
+        if self.schedule.cut_keys:
+            clear_tail(raw.tile, memory, work.keys.keys - j * self.schedule.block_n, self.barrier)
+        words = turn.load(memory)
+        turned.ring.claim(at)
+        turn.store(turned.at(at), words)
+        turned.ring.publish(at)
+        raw.ring.release(raw_at)
+        return raw.ring.next(raw_at), turned.ring.next(at)

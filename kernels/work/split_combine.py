@@ -1,0 +1,187 @@
+"""Attention over parts of the keys, put together: the second kernel of a call with split keys.
+
+Split s of a row gives its own normalised output O_s and log-sum-exp L_s. Over all keys
+
+    L = log(sum over s of exp(L_s))        out = sum over s of exp(L_s - L) * O_s
+
+both in f32, measured from the largest L_s so far. A split without keys has L_s = -inf and weighs nothing; a row
+without any gives out 0 and L = -inf.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fly
+from fly.runtime.compile import compile_kernel
+from fly.runtime.prepared import Prepared, bind
+
+from ..problem.contract import Request, Tensors
+from ..problem.features import LOG2_E, NO_FEATURES, Features
+from .tile_scheduler import Sequence, fold_grid, grid, part, sequences_of, slice_of_block
+
+THREADS = 256
+VECTOR = 8  # elements of a row that a thread combines
+AT_A_TIME = 4  # splits whose loads are on their way together
+OPERANDS = ("seqused_q", "sink")
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Where the splits' results lie in a workspace: outputs (S, ..., H, Sq, D), then log-sum-exps (S, ..., H, Sq).
+
+    `rows` is (..., H, Sq): (B, H, Sq) dense, (H, total_q) packed; both f32. Heads come before tokens so that what a
+    block writes is contiguous.
+    """
+
+    splits: int
+    rows: tuple[int, ...]
+    head_dim: int
+
+    @staticmethod
+    def of(tensors: Tensors, splits: int) -> Partials:
+        """Of a call's tensors."""
+        *batch, tokens, heads, head_dim = tensors.out.shape
+        return Partials(splits, (*batch, heads, tokens), head_dim)
+
+    @property
+    def lse_offset(self) -> int:
+        """Bytes before the log-sum-exps."""
+        outputs = 4 * self.splits * math.prod(self.rows) * self.head_dim
+        return outputs + -outputs % _ALIGNMENT
+
+    @property
+    def bytes(self) -> int:
+        """Size of the workspace."""
+        return self.lse_offset + 4 * self.splits * math.prod(self.rows)
+
+    def views(self, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(outputs, log-sum-exps) in a workspace, with the dimensions of a call's out and lse after the splits."""
+        memory = workspace.reshape(-1).view(torch.uint8)
+        outputs = memory[: self.lse_offset].view(torch.float32)
+        outputs = outputs[: self.splits * math.prod(self.rows) * self.head_dim]
+        outputs = outputs.view(self.splits, *self.rows, self.head_dim).transpose(-2, -3)
+        lse = memory[self.lse_offset : self.bytes].view(torch.float32).view(self.splits, *self.rows)
+        return outputs, lse
+
+
+def rows_of_block(head_dim: int) -> int:
+    """Query rows that one block combines."""
+    return THREADS // (head_dim // VECTOR)
+
+
+@fly.kernel
+def split_combine(
+    partial_out: fly.Tensor,
+    partial_lse: fly.Tensor,
+    out: fly.Tensor,
+    lse: fly.Tensor | None,
+    cu_seqlens_q: fly.Tensor | None,
+    *operands: fly.Operand,
+    head_dim: int,
+    features: Features = NO_FEATURES,
+    folded: bool = False,
+):
+    """out, lse = the splits' results put together, as in the module's formula.
+
+    partial_out: (S, B, Sq, H, D) or packed (S, total_q, H, D); partial_lse: (S, B, H, Sq) or (S, H, total_q), f32;
+    out, lse as in `tile_scheduler`; operands of `features`, which are among `OPERANDS`. Grid: (row blocks,
+    query heads, sequences), or `folded`. A thread owns `VECTOR` elements of a row.
+    """
+    given = features.bind(operands)
+    lanes = head_dim // VECTOR
+    rows = rows_of_block(head_dim)
+    head, batch, exists = fly.block_id.y, fly.block_id.z, None
+    if folded:
+        slice_, exists = slice_of_block(out.shape[-2] * sequences_of(out, cu_seqlens_q))
+        batch = slice_ // out.shape[-2]
+        head = slice_ - batch * out.shape[-2]
+    first_row = fly.block_id.x * rows
+    row, column = fly.thread_id.x // lanes, fly.thread_id.x % lanes * VECTOR
+
+    queries = Sequence.of(out, cu_seqlens_q, batch, given.get("seqused_q"))
+    window = queries.matrix(out, head).rows(head_dim).window(first_row, rows)
+
+    def split_lse(split: Any) -> fly.Value:
+        return queries.vector(part(partial_lse, split), head).load(first_row + row)
+
+    def split_values(split: Any) -> fly.Value:
+        view = queries.matrix(part(partial_out, split), head).rows(head_dim)
+        return view.window(first_row, rows).load_inside(row, column, VECTOR)
+
+    inside = (row < rows) & (row < window.rows_left)
+    with fly.when(inside if exists is None else inside & exists):
+        output, row_lse = combined(
+            partial_lse.shape[0], split_lse, split_values, given.sink_of(head, first_row + row)
+        )
+        window.store(output.to(out.dtype), row, column)
+        if lse is not None:
+            with fly.when(column == 0):
+                queries.vector(lse, head).store(row_lse, first_row + row)
+
+
+def combined(
+    splits: Any,
+    lse_of: Callable[[Any], fly.Value],
+    values_of: Callable[[Any], fly.Value],
+    sink: fly.Value | None,
+    at_a_time: int = AT_A_TIME,
+) -> tuple[fly.Value, fly.Value]:
+    """(`VECTOR` elements of a row's output, the row's log-sum-exp), f32.
+
+    `lse_of`, `values_of`: what a thread loads of a split, f32; `sink`: the row's, or None.
+    """
+    none = fly.broadcast(fly.f32(0.0), VECTOR)
+    start = (fly.f32(-math.inf), fly.f32(0.0), none) if sink is None else (sink, fly.f32(1.0), none)
+    for first, (maximum, total, output) in (loop := fly.range(0, splits, at_a_time, carry=start)):
+        # loads past the last split are of the last one, whose line is there: they cost no bandwidth
+        places = [fly.minimum(first + i, splits - 1) for i in range(at_a_time)]
+        values = [values_of(split) for split in places]
+        lses = [fly.select(first + i < splits, lse_of(split), -math.inf) for i, split in enumerate(places)]
+        largest = functools.reduce(fly.maximum, lses, maximum)
+        # -inf - -inf is NaN: as long as there is no key, the row is measured from 0
+        pivot = fly.select(largest == -math.inf, 0.0, largest)
+        weights = [fly.exp2((lse - pivot) * LOG2_E) for lse in lses]
+        before = fly.exp2((maximum - pivot) * LOG2_E)
+        output = output * fly.broadcast(before, VECTOR)
+        for value, weight in zip(values, weights, strict=True):
+            output = fly.fma(value, fly.broadcast(weight, VECTOR), output)
+        loop.next(largest, total * before + functools.reduce(operator.add, weights), output)
+    maximum, total, output = loop.results
+    inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
+    lse = fly.select(total == 0.0, -math.inf, maximum + fly.log2(total) * (1 / LOG2_E))
+    return output * fly.broadcast(inverse, VECTOR), lse if sink is None else fly.maximum(lse, sink)
+
+
+def operand_places(request: Request) -> tuple[int, ...]:
+    """Which the combination takes of a call's operands that are tensors."""
+    asked = request.asked
+    return tuple(asked.place(name) for name in asked.only(OPERANDS).operands)
+
+
+def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
+    """Compile and bind the combination.
+
+    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those at `operand_places`.
+    """
+    asked = request.asked.only(OPERANDS)
+    rows = rows_of_block(request.value_dim)
+    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, rows))
+    statics = {"head_dim": request.value_dim, "features": asked, **fold}
+    arguments = (
+        partial_out,
+        partial_lse,
+        tensors.out,
+        tensors.lse,
+        tensors.cu_seqlens_q,
+        *(request.asked.tensor(tensors.operands, name) for name in asked.operands),
+    )
+    return bind(split_combine, blocks, THREADS, arguments, statics, compile_kernel)
