@@ -24,13 +24,14 @@ import torch
 from fly import config
 from fly.emulator.timing import Launch, Parameters, Session, whole_launch
 from fly.errors import EmulatorError, FlyError
-from fly.runtime.profile_cli import captured, placed
+from fly.runtime.profile_cli import captured
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
 from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions, flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.tiles import TILES
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.contract import Request, Tensors
+from kernels.profiled import placed
 from kernels.work.launch import bind_forward
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, head dimension

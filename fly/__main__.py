@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
 
-from fly.runtime.cli import main
+from fly.runtime import cli
 
-sys.exit(main())
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """fly's command line with the commands of the kernel library; see `fly.runtime.cli.main`."""
+    return cli.main(argv, importlib.import_module("fly_attention.commands"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

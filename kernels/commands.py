@@ -18,9 +18,11 @@ from fly.errors import ArgumentError, UnsupportedError
 from . import dispatch
 from .dispatch import AMD, FEATURES, NVIDIA, Kernel, choose, head_dims, refusal
 from .problem.contract import Request
+from .profiled import CALLS
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
+__all__ = ["CALLS", "KERNELS", "add_commands"]  # see `fly.runtime.library.Library`
 FLASH_ATTN = "flash_attn"
 # what `inspect flash_attn --set` takes, and the values of each
 SETTINGS: dict[str, Sequence[Any]] = {
@@ -69,6 +71,9 @@ def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple, dict[st
     offsets = (tensor("i32", 1) if packed else None,) * 2
     specs = (*[tensor(dtype, rank)] * 3, *results, ScalarSpec("f32"), *offsets)
     return generic.flash_attn_generic, specs, {"options": options}, options.waves * description.wave_size
+
+
+KERNELS = {FLASH_ATTN: flash_attn}
 
 
 @dataclass(frozen=True)

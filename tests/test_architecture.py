@@ -35,20 +35,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "fly.simulator": (*BASE, *COMPILER),
     "fly.runtime": ("fly", *BASE, *COMPILER, "fly.emulator", "fly.simulator"),
     "fly.__init__": (*BASE, *COMPILER, "fly.runtime"),
-    "fly.__main__": ("fly.runtime",),
+    "fly.__main__": ("fly.runtime", "fly_attention.commands"),
     "kernels": ("fly",),
 }
-# Imports against the order, each with its reason.
-EXCEPTIONS = {
-    ("fly.runtime.cli", "fly_attention.commands"): "the command line has the kernel library's commands",
-    (
-        "fly.runtime.profile_cli",
-        "fly_attention.flash_attn_interface",
-    ): "the command line profiles calls of flash attention",
-    ("fly.runtime.profile_cli", "fly_attention.work.tile_scheduler"): "and where on the grid their blocks are",
-}
-# The kernel library's rooms, folders and the files that users name, from the ground up. What is in one may load what is
-# on the floors below, and what is in the same folder.
+# The kernel library's rooms, folders and the files that users name, from the ground up. What is in one may load what
+# is on the floors below, and what is in the same folder.
 FLOORS = (
     ("arguments", "second_name"),
     ("problem",),
@@ -62,7 +53,8 @@ FLOORS = (
     ("flash_attn_interface",),
     ("api",),
     ("flash_attn_api",),
-    ("integrations", "commands"),
+    ("integrations", "profiled"),
+    ("commands",),
 )
 # Where third-party packages that are heavy or not always there may be imported.
 EXTERNAL: dict[str, tuple[str, ...]] = {
@@ -129,10 +121,7 @@ def violations(name: str, path: Path) -> list[str]:
         top = imported.split(".")[0]
         if top in EXTERNAL and own not in EXTERNAL[top]:
             found.append(f"{name} imports {imported}")
-        if (
-            top not in ("fly", "fly_attention", "kernels", "tests", "benchmarks", "examples")
-            or (name, imported) in EXCEPTIONS
-        ):
+        if top not in ("fly", "fly_attention", "kernels", "tests", "benchmarks", "examples"):
             continue
         everything = own == "kernels" and top == "fly"
         if not everything and not any(within(imported, part) for part in (own, *ALLOWED[own])):
@@ -259,11 +248,6 @@ def test_messages_and_docstrings_name_its_modules_by_that_name_too(name, path):
 def test_absolute_imports_are_found():
     source = "import kernels.problem.mask\nfrom .mask import x\nfrom fly import y\nf = importlib.import_module('a.b')"
     assert absolute_imports(source) == {"kernels", "fly", "a"}
-
-
-def test_exceptions_are_still_needed():
-    found = {(name, imported) for name, path in modules() for imported in imports(name, path)}
-    assert set(EXCEPTIONS) <= found
 
 
 def loaded_by(program: str) -> set[str]:

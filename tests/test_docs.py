@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fly
-from fly.runtime.cli import main
+from fly.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import functools
 import os
 import re
 import sys
@@ -23,20 +23,24 @@ from fly.errors import (
     needs_packages,
 )
 from fly.runtime import emulate_cli, profile_cli
+from fly.runtime.library import Library
 from fly.runtime.object_files import author_code, imported, literal, numbers
 
 # errors of a kernel or a machine; all others are mistakes in what was asked for
 _FAILED = (AuthorError, CompileError, DeviceError, EmulatorError, SharedMemoryError)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for bad usage, 1 after what else failed or was found."""
+def main(argv: Sequence[str] | None, library: Library) -> int:
+    """Run a command of fly's or of `library`'s; returns the exit status.
+
+    It is 2 for bad usage, and 1 after what else failed or was found.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names of files and variables need not be text
             stream.reconfigure(errors="backslashreplace")
     try:
         with needs_packages("this command"):
-            parser = _parser()
+            parser = _parser(library)
             for argument in sys.argv[1:] if argv is None else argv:
                 if argument.startswith("--") and argument.endswith("=--"):  # argparse would make an empty list of it
                     parser.error(f"argument {argument.removesuffix('=--')}: '--' is no value")
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(library: Library) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fly", description="Look at kernels and at the environment.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -58,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show any stage of a kernel's compilation")
     inspect.add_argument(
         "kernel",
-        help="module:kernel, such as fly_attention.flash_attn_generic:flash_attn_generic, or 'flash_attn' for the "
-        "generic flash-attention kernel",
+        help=f"module:kernel, such as fly_attention.flash_attn_generic:flash_attn_generic, or {_names(library)}",
     )
     inspect.add_argument("--arch", default="gfx950", help="target architecture (default: gfx950)")
     inspect.add_argument(
@@ -72,16 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a static parameter (Python literal)"
     )
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=functools.partial(_inspect, library=library))
     emulate_cli.add_command(commands)
-    _library().add_commands(commands)
-    profile_cli.add_command(commands)
+    library.add_commands(commands)
+    profile_cli.add_command(commands, library.CALLS)
     return parser
 
 
-def _library() -> Any:
-    """What the kernels that come with fly add to the command line."""
-    return importlib.import_module("fly_attention.commands")
+def _names(library: Library) -> str:
+    return " or ".join(library.KERNELS)
 
 
 def _env(_: argparse.Namespace) -> None:
@@ -110,17 +112,17 @@ def parse_spec(text: str) -> Any:
     return TensorSpec(name, int(rank[:-1]), 16, int(rank[:-1]) > 0)
 
 
-def _kernel(name: str) -> Any:
+def _kernel(name: str, library: Library) -> Any:
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ArgumentError(f"kernel {name!r}; expected module:kernel or flash_attn")
+        raise ArgumentError(f"kernel {name!r}; expected module:kernel or {_names(library)}")
     found = getattr(imported(f"kernel {name!r}", module_name), attribute, None)
     if not hasattr(found, "trace"):
         raise ArgumentError(f"kernel {name!r}: {module_name} has no kernel {attribute!r}")
     return found
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace, library: Library) -> None:
     from fly.backends.compile import passes
     from fly.backends.target import target
     from fly.runtime.compile import compile_kernel
@@ -141,10 +143,10 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
     statics = dict(literal("--set", text) for text in options.set)
-    if options.kernel == _library().FLASH_ATTN:
-        kernel, specs, statics, block = _library().flash_attn(options.arch, statics)
+    if options.kernel in library.KERNELS:
+        kernel, specs, statics, block = library.KERNELS[options.kernel](options.arch, statics)
     else:
-        kernel = _kernel(options.kernel)
+        kernel = _kernel(options.kernel, library)
         specs = [parse_spec(text) for text in options.args.split()]
         block = numbers("--block", options.block)
     block = dim3(block, "--block")

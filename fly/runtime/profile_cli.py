@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import functools
 import inspect
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fly import config
 from fly.errors import ArgumentError, DeviceError
 from fly.runtime.emulate_arguments import HELP
+from fly.runtime.library import ProfiledCall
 from fly.runtime.object_files import (
     add_launch_options,
     author_code,
@@ -25,7 +25,6 @@ from fly.runtime.object_files import (
     program_of,
     read_object,
 )
-from fly.runtime.shown import shown
 
 if TYPE_CHECKING:
     from fly.emulator.timing import Launch, Parameters, Session
@@ -37,9 +36,8 @@ Predict what a kernel costs on an AMD GPU: the emulator executes one workgroup, 
 what its waves did. Prints cycles, how busy the units were, what each wave waited for, and where."""
 _EPILOG = f"""\
 KERNEL is a code object (.hsaco, .co), assembly (.s), an artefact of fly.compile, module:function of a Python function
-that launches kernels on CPU tensors (the first launch counts), or flash_attn with these settings:
-  --set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False dtype=bf16 kernel=generic|gfx950
-        page_size=… (keys in pages)
+that launches kernels on CPU tensors (the first launch counts), or a name with settings:
+{{names}}
 
 examples:
   python -m fly profile flash_attn --arch gfx950 --set seq=4096 causal=True
@@ -50,13 +48,13 @@ examples:
 {HELP}"""
 
 
-def add_command(commands: Any) -> None:
-    """Add `profile` to the subcommands of an argparse parser."""
+def add_command(commands: Any, calls: Mapping[str, ProfiledCall]) -> None:
+    """Add `profile` to the subcommands of an argparse parser; `calls` are what KERNEL may name besides."""
     parser = commands.add_parser(
         "profile",
         help="predict a kernel's cycles on an AMD GPU, and where its waves wait",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(names="\n".join(f"  {name}: {call.settings}" for name, call in calls.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("subject", metavar="KERNEL", help="what to profile, see below")
@@ -84,10 +82,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="write a timeline (needs matplotlib)")
     parser.add_argument("--cycles", metavar="FROM:TO", help="which cycles to draw (default: 12,000 in the middle)")
     add_launch_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(run, calls=calls))
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, calls: Mapping[str, ProfiledCall]) -> None:
     """The command.
 
     Raises:
@@ -110,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
     overrides = dict(_figure(text) for text in options.figure)
     Parameters.of(arch, **overrides)  # mistakes before a kernel runs
     window = _window(options.cycles)
-    launch = _launch(options, arch)
+    launch = _launch(options, arch, calls)
     parameters = Parameters.of(launch.program.arch, **overrides)
     for title, subject in _subjects(options, launch):
         session = _session(subject, parameters, options)
@@ -153,9 +151,10 @@ def _session(launch: Launch, parameters: Parameters, options: argparse.Namespace
 # ---- what to profile ----
 
 
-def _launch(options: argparse.Namespace, arch: str) -> Launch:
+def _launch(options: argparse.Namespace, arch: str, calls: Mapping[str, ProfiledCall]) -> Launch:
     settings = dict(literal("--set", text) for text in options.set)
-    function = _function(options.subject)
+    named = calls.get(options.subject)
+    function = _function(options.subject) if named is None else named.function
     if function is not None:
         accepted = inspect.signature(function).parameters
         for name in settings:
@@ -163,15 +162,15 @@ def _launch(options: argparse.Namespace, arch: str) -> Launch:
                 raise ArgumentError(
                     f"--set: {options.subject} has no setting {name!r}; accepted: {', '.join(accepted)}"
                 )
-        if function is flash_attention:
-            check_settings(**settings)
+        if named is not None:
+            named.check(**settings)
         try:
             inspect.signature(function).bind(**settings)
         except TypeError as error:
             raise ArgumentError(f"--set: {options.subject}: {error}") from None
         with author_code(f"KERNEL {options.subject!r}"):
             launch = captured(arch, lambda: function(**settings))
-        return placed(launch, **settings) if function is flash_attention else launch
+        return launch if named is None else named.placed(launch, **settings)
     if settings:
         raise ArgumentError(f"--set {options.set[0]!r}: a file has no settings; --args gives its arguments")
     return file_launch(options.subject, options)[0]
@@ -202,9 +201,7 @@ def captured(arch: str, call: Callable[[], Any]) -> Launch:
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """What KERNEL names if it is no file: flash_attn, or module:function."""
-    if name == "flash_attn":
-        return flash_attention
+    """What KERNEL names if it is no file: module:function."""
     if ":" not in name or Path(name).exists():
         return None
     module_name, _, attribute = name.partition(":")
@@ -212,116 +209,6 @@ def _function(name: str) -> Callable[..., Any] | None:
     if not callable(found):
         raise ArgumentError(f"KERNEL {name!r}: {module_name} has no function {attribute!r}")
     return found
-
-
-# what a setting of `flash_attention` may be, in words and as a test; None stands for the default
-_COUNT = ("a whole number from 1", lambda value: type(value) is int and 1 <= value < 2**31)
-_PLACES = ("1 to 65535", lambda value: type(value) is int and 1 <= value < 2**16)  # of a grid that is not folded
-_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("seq", "seq_kv", "head_dim", "page_size"), _COUNT),
-    **dict.fromkeys(("batch", "heads", "heads_kv"), _PLACES),
-    "causal": ("True or False", lambda value: type(value) is bool),
-    "dtype": ("bf16, f16", lambda value: value in ("bf16", "f16")),
-    "kernel": ("a kernel's name, as in FLY_KERNEL", lambda value: type(value) is str and value != ""),
-}
-_OPTIONAL = ("seq_kv", "heads_kv", "kernel", "page_size")
-
-
-def check_settings(**settings: Any) -> None:
-    """Check settings of `flash_attention`.
-
-    Raises:
-        ArgumentError: a value that is not accepted, or tensors larger than this machine's memory.
-    """
-    for name, value in settings.items():
-        accepted, fits = _SETTINGS[name]
-        if not (fits(value) or (value is None and name in _OPTIONAL)):
-            raise ArgumentError(f"--set {name}={shown(value)}; accepted: {accepted}")
-    chosen = inspect.signature(flash_attention).bind(**settings)
-    chosen.apply_defaults()
-    size = chosen.arguments
-    keys = size["seq_kv"] or size["seq"]
-    elements = size["batch"] * size["seq"] * size["heads"] + size["seq"] + 2 * keys
-    needed = 4 * elements * size["head_dim"] + 4 * size["batch"] * (-(-keys // (size["page_size"] or keys)))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise ArgumentError(f"--set: these sizes need about {needed} bytes; this machine has {memory}")
-
-
-def flash_attention(
-    batch: int = 1,
-    seq: int = 2048,
-    seq_kv: int | None = None,
-    heads: int = 8,
-    heads_kv: int | None = None,
-    head_dim: int = 128,
-    causal: bool = False,
-    dtype: str = "bf16",
-    kernel: str | None = None,
-    page_size: int | None = None,
-) -> Any:
-    """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
-
-    Args:
-        dtype: bf16 or f16. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
-
-    Raises:
-        ArgumentError: another dtype.
-    """
-    import torch
-
-    interface = importlib.import_module("fly_attention.flash_attn_interface")
-    types = {"bf16": torch.bfloat16, "f16": torch.float16}
-    if dtype not in types:
-        raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(types)}")
-    generator = torch.Generator().manual_seed(0)
-
-    def tensor(length: int, count: int) -> torch.Tensor:
-        # heads and batches share one head's memory: only a few workgroups are executed
-        one = torch.rand(1, length, 1, head_dim, generator=generator) * 2 - 1
-        return one.to(types[dtype]).expand(batch, -1, count, -1)
-
-    q = tensor(seq, heads)
-    k, v = (tensor(seq_kv or seq, heads_kv or heads) for _ in range(2))
-    pages = {}
-    if page_size is not None:
-        count = -(-k.shape[1] // page_size)
-        lengths = torch.full((batch,), k.shape[1], dtype=torch.int32)
-        k, v = (_paged(x, page_size, count) for x in (k, v))
-        order = torch.randperm(count, generator=generator).to(torch.int32)
-        pages = {"block_table": order.expand(batch, -1).contiguous(), "seqused_kv": lengths}
-    with config.KERNEL.set_to(kernel):
-        return q, k, v, pages, interface.flydsl_flash_attn_func(q, k, v, causal=causal, **pages)
-
-
-def _paged(tensor: Any, page_size: int, count: int) -> Any:
-    """The first sequence of (B, S, H, D), whose heads share memory, as `count` pages; the last one's rest is zero."""
-    one = tensor.new_zeros(count * page_size, 1, tensor.shape[3])
-    one[: tensor.shape[1]] = tensor[0, :, :1]
-    return one.unflatten(0, (count, page_size)).expand(-1, -1, tensor.shape[2], -1)
-
-
-def placed(launch: Launch, **settings: Any) -> Launch:
-    """A captured flash-attention launch with the query block as each workgroup's place.
-
-    Args:
-        settings: of `flash_attention`, for which the launch was captured.
-    """
-    from fly.backends.target import target
-    from fly.emulator.timing.launch import Places
-
-    scheduler = importlib.import_module("fly_attention.work.tile_scheduler")
-    chosen = inspect.signature(flash_attention).bind(**settings)
-    chosen.apply_defaults()
-    blocks, heads, _ = launch.grid
-    group = heads // (chosen.arguments["heads_kv"] or heads)
-    xcds = target(launch.program.arch).xcds
-
-    def place(workgroup: int) -> int:
-        block = scheduler.shared_keys_place(workgroup, launch.grid, group, xcds)[0]
-        return blocks - 1 - block if chosen.arguments["causal"] else block
-
-    return replace(launch, places=Places(blocks, place, blocks * group))
 
 
 def _other(path: str, launch: Launch) -> Launch:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import fly
+from fly.__main__ import main
 from fly.emulator.trace import Place
-from fly.runtime.cli import main
 from fly.runtime.emulate_arguments import parse
 from tests.emulator.assembly import assemble
 from tests.emulator.toolchain import build

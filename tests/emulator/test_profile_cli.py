@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import fly
+from fly.__main__ import main
 from fly.backends.rocdl.assemble import assemble, kernel_source
 from fly.errors import CompileError
-from fly.runtime.cli import main
 from tests.emulator.assembly import assemble as built
 
 BODY = """

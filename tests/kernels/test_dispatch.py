@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fly.__main__ import main
 from fly.backends.target import targets
 from fly.errors import UnsupportedError
-from fly.runtime.cli import main
 from kernels import commands, dispatch
 from kernels.arguments.callers import plain
 from kernels.problem import contract

@@ -13,6 +13,7 @@ import pytest
 import fly
 import fly_attention
 import kernels
+from fly.__main__ import main
 from fly.errors import DeviceError, FlyError, MissingPackageError, needs_packages
 from fly.runtime import cli
 
@@ -133,7 +134,7 @@ def test_commands_report_missing_packages(monkeypatch, capsys):
         raise ModuleNotFoundError(name="torch.nn")
 
     monkeypatch.setattr(cli, "_env", profile)
-    assert cli.main(["env"]) == 1
+    assert main(["env"]) == 1
     assert (
         capsys.readouterr().err == "error: this command needs the package torch: pip install 'fly-attention[torch]'\n"
     )

@@ -33,7 +33,7 @@ USERS = """
 import diffusers, transformers
 from transformers.utils.import_utils import is_kernels_available
 assert is_kernels_available() and diffusers.utils.is_kernels_available()
-from fly.runtime.cli import main
+from fly.__main__ import main
 assert main(["paths"]) == 0
 from fly_attention.integrations import transformers as ours
 ours.register()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from fly.__main__ import main
 from fly.emulator import Program, Region, RunResult
 from fly.errors import EmulatorError
-from fly.runtime.cli import main
 from fly.runtime.emulate_arguments import pack, parse
 from tests.kernels.reference import check, reference
 

@@ -9,8 +9,8 @@ import secrets
 import numpy as np
 import pytest
 
+from fly.__main__ import main
 from fly.emulator import timing
-from fly.runtime.cli import main
 from kernels.work.tile_scheduler import MAX_SPLITS
 from tests.emulator.assembly import assemble
 
