@@ -17,7 +17,7 @@ from fly.emulator.state import EXEC_PAIR, Group
 from fly.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 _U64 = np.uint64
 _CONDITIONS: dict[str, Callable[[Group], Any]] = {
@@ -50,7 +50,7 @@ def branch_condition(inst: Instruction) -> Callable[[Group], np.ndarray] | None:
     return _CONDITIONS.get(inst.name)
 
 
-def compile_control(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_control(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """Control instructions other than branches, barriers and the end, which the scheduler executes."""
     if inst.name in _NOTHING:
         return lambda g: None
@@ -59,7 +59,7 @@ def compile_control(inst: Instruction, machine: Machine) -> Callable[[Group], No
     raise unknown(inst, machine)
 
 
-def _jump(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _jump(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     save = write_scalar(inst.get("sdst"), True) if inst.name != "s_setpc_b64" else None
     back = _U64(machine.code.base + inst.next)
     if inst.name == "s_call_b64":

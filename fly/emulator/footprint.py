@@ -13,7 +13,7 @@ from fly.emulator.decode import EXEC, M0, SADDR_OFF, SGPR_BIT, VCC, VGPR, Instru
 from fly.emulator.mfma import matrix_shape, register_counts
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ def scalar_bits(code: int, count: int) -> int:
     return ((1 << count) - 1) << (SGPR_BIT + code)
 
 
-def vector_bits(machine: Machine, index: int, count: int, acc: bool = False) -> int:
+def vector_bits(machine: Executing, index: int, count: int, acc: bool = False) -> int:
     """Bits of vector registers."""
     return ((1 << count) - 1) << (index + (machine.accum_offset if acc else 0))
 
 
-def _source(machine: Machine, code: int, count: int, acc: bool = False) -> int:
+def _source(machine: Executing, code: int, count: int, acc: bool = False) -> int:
     if code >= VGPR:
         return vector_bits(machine, code - VGPR, count, acc)
     return scalar_bits(code, count)
@@ -56,7 +56,7 @@ _CARRY = _CARRY_IN | frozenset(f"v_{n}_co_u32" for n in ("add", "sub", "subrev")
 _ACCUMULATES = ("v_fmac", "v_mac_", "v_dot2c", "v_dot4c", "v_dot8c", "v_pk_fmac")
 
 
-def footprint(inst: Instruction, machine: Machine) -> Footprint:
+def footprint(inst: Instruction, machine: Executing) -> Footprint:
     """The registers of any of the machine's instructions, found once."""
     found = machine.footprints.get(inst.address)
     if found is None:
@@ -64,7 +64,7 @@ def footprint(inst: Instruction, machine: Machine) -> Footprint:
     return found
 
 
-def _footprint(inst: Instruction, machine: Machine) -> Footprint:
+def _footprint(inst: Instruction, machine: Executing) -> Footprint:
     form = inst.form
     if form.startswith("S"):
         return (
@@ -83,7 +83,7 @@ def _footprint(inst: Instruction, machine: Machine) -> Footprint:
     return _vector(inst, machine)
 
 
-def _scalar(inst: Instruction, machine: Machine) -> Footprint:
+def _scalar(inst: Instruction, machine: Executing) -> Footprint:
     reads = writes = 0
     for name in ("ssrc0", "ssrc1"):
         if name in inst.fields:
@@ -121,7 +121,7 @@ def _smem(inst: Instruction) -> Footprint:
     return Footprint(reads, writes)
 
 
-def _matrix(inst: Instruction, machine: Machine) -> Footprint:
+def _matrix(inst: Instruction, machine: Executing) -> Footprint:
     shape = matrix_shape(inst.name, machine.arch)
     if shape is None:
         return Footprint(0, 0)
@@ -133,7 +133,7 @@ def _matrix(inst: Instruction, machine: Machine) -> Footprint:
     return Footprint(reads, vector_bits(machine, inst.get("vdst"), d, acc_cd))
 
 
-def _packed_pair(inst: Instruction, machine: Machine, i: int) -> tuple[int, int]:
+def _packed_pair(inst: Instruction, machine: Executing, i: int) -> tuple[int, int]:
     """Registers that a packed f32 source reads for the lower and for the upper result."""
     code = inst.get(f"src{i}")
     low = inst.get("opsel") >> i & 1
@@ -151,7 +151,7 @@ def _packed(inst: Instruction) -> bool:
     return inst.form == "VOP3P" and inst.name.startswith("v_pk_") and inst.name.endswith(("_f32", "mov_b32"))
 
 
-def _vector(inst: Instruction, machine: Machine) -> Footprint:
+def _vector(inst: Instruction, machine: Executing) -> Footprint:
     from fly.emulator.valu import source_codes
 
     name, form, reads, halves = inst.name, inst.form, 0, (0, 0)
@@ -190,7 +190,7 @@ def _vector(inst: Instruction, machine: Machine) -> Footprint:
     return Footprint(reads, writes, _halves(reads, writes) if name == "v_mov_b64" else ())
 
 
-def _vector_writes(inst: Instruction, machine: Machine) -> int:
+def _vector_writes(inst: Instruction, machine: Executing) -> int:
     name, form = inst.name, inst.form
     if name.startswith("v_cmp"):
         if form == "VOP3_SDST":
@@ -211,7 +211,7 @@ def _vector_writes(inst: Instruction, machine: Machine) -> int:
     return writes
 
 
-def _lds(inst: Instruction, machine: Machine) -> Footprint:
+def _lds(inst: Instruction, machine: Executing) -> Footprint:
     name, acc, sizes = inst.name, bool(inst.get("acc")), inst.sizes
     reads = 0 if "addtid" in name or name == "ds_nop" else vector_bits(machine, inst.get("addr"), 1)
     stores = not name.startswith(("ds_read", "ds_swizzle", "ds_nop"))
@@ -228,7 +228,7 @@ def _lds(inst: Instruction, machine: Machine) -> Footprint:
     return Footprint(reads, writes)
 
 
-def _transfer(inst: Instruction, machine: Machine, data: int, target: int) -> tuple[int, int]:
+def _transfer(inst: Instruction, machine: Executing, data: int, target: int) -> tuple[int, int]:
     """(reads, writes) of the data registers of a load, store or atomic."""
     acc, suffix = bool(inst.get("acc")), inst.name
     words = next((n for text, n in (("dwordx4", 4), ("dwordx3", 3), ("dwordx2", 2)) if text in suffix), 1)
@@ -244,7 +244,7 @@ def _transfer(inst: Instruction, machine: Machine, data: int, target: int) -> tu
     return 0, 0
 
 
-def _flat(inst: Instruction, machine: Machine) -> Footprint:
+def _flat(inst: Instruction, machine: Executing) -> Footprint:
     data, writes = _transfer(inst, machine, inst.get("data"), inst.get("vdst"))
     reads = 0
     scalar_base = inst.get("saddr") != SADDR_OFF
@@ -262,7 +262,7 @@ def _flat(inst: Instruction, machine: Machine) -> Footprint:
     return Footprint(reads | data, writes, spills=data if spilled else 0)
 
 
-def _buffer(inst: Instruction, machine: Machine) -> Footprint:
+def _buffer(inst: Instruction, machine: Executing) -> Footprint:
     if inst.name in ("buffer_inv", "buffer_wbl2"):
         return Footprint(0, 0)
     reads, writes = _transfer(inst, machine, inst.get("vdata"), inst.get("vdata"))

@@ -13,7 +13,7 @@ from fly.emulator.operands import KINDS, Reader, reader, unknown, vector_row, wr
 from fly.emulator.state import Group
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 _LANE = np.arange(64)
 
@@ -76,7 +76,7 @@ def dpp_write_mask(inst: Instruction) -> Callable[[Group], np.ndarray]:
     return lambda g: g.mask & enabled if g.full else g.mask & enabled & g.mask[:, index]
 
 
-def _lane_reader(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _lane_reader(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_readlane_b32: one lane to an SGPR."""
     code = inst.get("src0")
     lane, write = reader(machine, inst.get("src1"), "u32"), write_scalar(inst.get("vdst"), False)
@@ -89,7 +89,7 @@ def _lane_reader(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     return run
 
 
-def _first_lane(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _first_lane(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_readfirstlane_b32: the lowest active lane, lane 0 when none is."""
     code, write = inst.get("src0"), write_scalar(inst.get("vdst"), False)
     if code < VGPR:
@@ -106,7 +106,7 @@ def _first_lane(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _write_lane(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _write_lane(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_writelane_b32: one lane from an SGPR, regardless of EXEC."""
     value = reader(machine, inst.get("src0"), "u32", inst.literal)
     lane, row = reader(machine, inst.get("src1"), "u32"), vector_row(machine, inst.get("vdst"), False)
@@ -125,7 +125,7 @@ def _swap(distance: int) -> Callable[[Instruction, Any], Callable[[Group], None]
     """
     upper = (_LANE & distance) != 0
 
-    def build(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+    def build(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
         first = vector_row(machine, inst.get("vdst"), False)
         second = vector_row(machine, inst.get("src0") - VGPR, False)
 
@@ -158,7 +158,7 @@ _TABLE: dict[str, Callable[[Instruction, Any], Callable[[Group], None]]] = {
 LANE_OPS = frozenset(_TABLE)
 
 
-def compile_lane(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_lane(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """An instruction of `LANE_OPS`."""
     if inst.name not in _TABLE:
         raise unknown(inst, machine)

@@ -14,7 +14,7 @@ from fly.emulator.operands import store, unknown, vector_row
 from fly.emulator.state import Group
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 Run = Callable[[Group], None]
 _LANE = np.arange(64)
@@ -52,7 +52,7 @@ def place(
     return index, mask
 
 
-def read_words(machine: Machine, index: np.ndarray, size: int, mask: np.ndarray | None) -> list[np.ndarray]:
+def read_words(machine: Executing, index: np.ndarray, size: int, mask: np.ndarray | None) -> list[np.ndarray]:
     """Words at byte indices; 1 and 2 byte reads are zero-extended; inactive lanes give 0."""
     if size < 4:
         if size == 2 and (index & 1).any():
@@ -78,7 +78,7 @@ def read_words(machine: Machine, index: np.ndarray, size: int, mask: np.ndarray 
 
 
 def write_words(
-    machine: Machine, index: np.ndarray, words: list[np.ndarray], size: int, mask: np.ndarray | None
+    machine: Executing, index: np.ndarray, words: list[np.ndarray], size: int, mask: np.ndarray | None
 ) -> None:
     """Write `size` bytes a lane at byte indices."""
     if mask is not None:
@@ -126,7 +126,7 @@ def _split(name: str) -> tuple[str, str]:
     return name.rsplit("_", 1)[1], ""
 
 
-def _read(inst: Instruction, machine: Machine) -> Run:
+def _read(inst: Instruction, machine: Executing) -> Run:
     width, half = _split(inst.name)
     size = _WIDTHS[width]
     offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
@@ -146,7 +146,7 @@ def _read(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-def _write(inst: Instruction, machine: Machine) -> Run:
+def _write(inst: Instruction, machine: Executing) -> Run:
     width, half = _split(inst.name)
     size = _WIDTHS[width]
     offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
@@ -162,7 +162,7 @@ def _write(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-def _two(inst: Instruction, machine: Machine) -> Run:
+def _two(inst: Instruction, machine: Executing) -> Run:
     """read2 / write2 [st64]: two locations, offsets in units of the element (times 64)."""
     size = 8 if inst.name.endswith("b64") else 4
     unit = size * (64 if "st64" in inst.name else 1)
@@ -200,7 +200,7 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
     axes = (-1, 4, each, 16 // each, each)
     call = gather_transposed(bits)
 
-    def build(inst: Instruction, machine: Machine) -> Run:
+    def build(inst: Instruction, machine: Executing) -> Run:
         offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
         address = vector_row(machine, inst.get("addr"), False)
         row = vector_row(machine, inst.get("vdst"), bool(inst.get("acc")), 2)
@@ -223,15 +223,15 @@ def _transpose(bits: int) -> Callable[[Instruction, Any], Run]:
     return build
 
 
-def _transpose16(inst: Instruction, machine: Machine) -> Run:
+def _transpose16(inst: Instruction, machine: Executing) -> Run:
     return _transpose(16)(inst, machine)
 
 
-def _transpose8(inst: Instruction, machine: Machine) -> Run:
+def _transpose8(inst: Instruction, machine: Executing) -> Run:
     return _transpose(8)(inst, machine)
 
 
-def _bpermute(inst: Instruction, machine: Machine) -> Run:
+def _bpermute(inst: Instruction, machine: Executing) -> Run:
     address = vector_row(machine, inst.get("addr"), False)
     data, row = vector_row(machine, inst.get("data0"), False), vector_row(machine, inst.get("vdst"), False)
     offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
@@ -251,7 +251,7 @@ def _bpermute(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-def _swizzle(inst: Instruction, machine: Machine) -> Run:
+def _swizzle(inst: Instruction, machine: Executing) -> Run:
     code = inst.get("offset1") << 8 | inst.get("offset0")
     if code >> 13 == 7:
         raise unknown(inst, machine, "in FFT mode is not modelled")
@@ -279,7 +279,7 @@ _KINDS = {"u32": np.uint32, "i32": np.int32, "b32": np.uint32, "f32": np.float32
           "b64": np.uint64, "f64": np.float64}  # fmt: skip
 
 
-def _atomic(inst: Instruction, machine: Machine) -> Run:
+def _atomic(inst: Instruction, machine: Executing) -> Run:
     parts = inst.name.split("_")
     operation, kind = parts[1], parts[-1]
     returns = "rtn" in parts
@@ -329,7 +329,7 @@ def split_words(values: np.ndarray) -> list[np.ndarray]:
     return [bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)]
 
 
-def _addtid(inst: Instruction, machine: Machine) -> Run:
+def _addtid(inst: Instruction, machine: Executing) -> Run:
     """ds_{read,write}_addtid_b32: address = M0[15:0] + offset + lane·4."""
     offset = np.uint32(inst.get("offset1") << 8 | inst.get("offset0"))
     reading = "read" in inst.name
@@ -347,7 +347,7 @@ def _addtid(inst: Instruction, machine: Machine) -> Run:
     return run
 
 
-def compile_ds(inst: Instruction, machine: Machine) -> Run:
+def compile_ds(inst: Instruction, machine: Executing) -> Run:
     """Every implemented `ds_*` instruction.
 
     Raises:

@@ -14,7 +14,7 @@ from fly.emulator.operands import reader, unknown, vector_row
 from fly.emulator.state import Group
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 _NAME = re.compile(r"v_mfma_(f32|i32|f64)_(\d+)x(\d+)x(\d+)_(?:(\d+)b_)?([a-z0-9]+)(?:_([a-z0-9]+))?$")
 
@@ -38,7 +38,7 @@ def register_counts(shape: MatrixShape) -> tuple[int, int, int]:
     return max(a, 1), max(b, 1), shape.m * shape.n * shape.blocks // 64
 
 
-def compile_mfma(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_mfma(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """Dense matrix instructions; EXEC is ignored, as on hardware.
 
     Raises:

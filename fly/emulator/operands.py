@@ -18,7 +18,7 @@ from fly.emulator.state import Group
 from fly.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 Reader = Callable[[Group], Any]
 Writer = Callable[[Group, Any], None]
@@ -72,7 +72,7 @@ def pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low | (high.astype(np.uint64) << np.uint64(32))
 
 
-def vector_row(machine: Machine, index: int, acc: bool, count: int = 1) -> int:
+def vector_row(machine: Executing, index: int, acc: bool, count: int = 1) -> int:
     """Row of the register file of VGPR or AGPR `index`.
 
     Raises:
@@ -86,7 +86,7 @@ def vector_row(machine: Machine, index: int, acc: bool, count: int = 1) -> int:
 
 
 def reader(
-    machine: Machine, code: int, kind: str, literal: int | None = None, acc: bool = False, high: int = 0
+    machine: Executing, code: int, kind: str, literal: int | None = None, acc: bool = False, high: int = 0
 ) -> Reader:
     """Reader of source operand `code` (SRC encoding space) as `kind`; `high` picks a half for 16-bit kinds."""
     width, dtype = int(kind[1:]), KINDS[kind]
@@ -158,7 +158,7 @@ def modified(read: Reader, kind: str, negate: int, absolute: int) -> Reader:
     return run
 
 
-def writer(machine: Machine, index: int, kind: str, acc: bool = False) -> Writer:
+def writer(machine: Executing, index: int, kind: str, acc: bool = False) -> Writer:
     """Writer of a vector destination under EXEC; 16-bit kinds clear the high half (GFX9 legacy 16-bit operations)."""
     width = int(kind[1:])
     row = vector_row(machine, index, acc, width // 32 or 1)
@@ -217,7 +217,7 @@ def write_scalar(code: int, wide: bool) -> Writer:
     return write32
 
 
-def unknown(inst: Instruction, machine: Machine, why: str = "is not implemented") -> EmulatorError:
+def unknown(inst: Instruction, machine: Executing, why: str = "is not implemented") -> EmulatorError:
     """The error for an instruction that cannot be executed."""
     return EmulatorError(
         f"{machine.kernel.name}: instruction `{inst.text}` ({inst.form}) at {inst.address:#x} {why} on {machine.arch}"

@@ -10,7 +10,7 @@ import numpy as np
 from fly.emulator.decode import Instruction
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
     from fly.emulator.state import Group
 
 
@@ -31,7 +31,7 @@ class Report:
         return self.text
 
 
-def place(machine: Machine, g: Group, lanes: np.ndarray | None) -> tuple[tuple[int, int, int], int, int]:
+def place(machine: Executing, g: Group, lanes: np.ndarray | None) -> tuple[tuple[int, int, int], int, int]:
     """(workgroup, wave, lane) of the first lane of a mask (W, 64), or of the group's first wave."""
     wave, lane = 0, 0
     if lanes is not None:
@@ -43,7 +43,9 @@ def place(machine: Machine, g: Group, lanes: np.ndarray | None) -> tuple[tuple[i
     return (linear % gx, linear // gx % gy, linear // (gx * gy)), int(g.wave[wave]), lane
 
 
-def describe(machine: Machine, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str) -> str:
+def describe(
+    machine: Executing, g: Group, inst: Instruction, kind: str, lanes: np.ndarray | None, message: str
+) -> str:
     """One line: the check, the kernel, the instruction with its address and source line, wave and lane, and
     details.
     """

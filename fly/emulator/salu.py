@@ -17,7 +17,7 @@ from fly.emulator.operands import reader, unknown, write_scalar
 from fly.emulator.state import Group
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 _PAIR = object()
 _U64 = np.uint64
@@ -218,7 +218,7 @@ def _finish(inst: Instruction, dest: Callable, function: Callable, reads: list, 
     return run
 
 
-def compile_sop2(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_sop2(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """SOP2: two scalar sources."""
     name, codes = inst.name, (inst.get("ssrc0"), inst.get("ssrc1"))
     if name in ("s_addc_u32", "s_subb_u32"):
@@ -235,7 +235,7 @@ def compile_sop2(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     return _finish(inst, write_scalar(inst.get("sdst"), out == "u64"), function, reads, rule, out)
 
 
-def _carry(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _carry(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     a, b = (reader(machine, inst.get(n), "u32", inst.literal) for n in ("ssrc0", "ssrc1"))
     dest, subtract = write_scalar(inst.get("sdst"), False), inst.name == "s_subb_u32"
 
@@ -248,7 +248,7 @@ def _carry(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def compile_sop1(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_sop1(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """SOP1: one scalar source; the *_saveexec and *_wrexec forms, bit set and clear, s_getpc."""
     name, source, target = inst.name, inst.get("ssrc0"), inst.get("sdst")
     if "exec_b64" in name or "wrexec" in name:
@@ -274,7 +274,7 @@ def compile_sop1(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     return _finish(inst, write_scalar(target, out == "u64"), function, reads, rule, out)
 
 
-def _saveexec(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _saveexec(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """`s_OP_saveexec`: dst = EXEC, EXEC = OP(src, EXEC); `s_OP_wrexec` also writes the result to dst."""
     operation = inst.name.split("_")[1]
     source, dest = reader(machine, inst.get("ssrc0"), "u64"), write_scalar(inst.get("sdst"), True)
@@ -291,7 +291,7 @@ def _saveexec(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def compile_sopc(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_sopc(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """SOPC: compare, result in SCC."""
     parts = inst.name.split("_")
     if parts[1].startswith("bitcmp"):
@@ -316,7 +316,7 @@ def compile_sopc(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     return run
 
 
-def compile_sopk(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_sopk(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """SOPK: 16-bit immediate; also the MODE register through s_setreg and s_getreg."""
     name, target = inst.name, inst.get("sdst")
     raw = inst.get("simm16")
@@ -354,7 +354,7 @@ def compile_sopk(inst: Instruction, machine: Machine) -> Callable[[Group], None]
 _HW_MODE = 1
 
 
-def _hwreg(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _hwreg(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     raw = inst.get("simm16")
     register, offset, size = raw & 63, raw >> 6 & 31, (raw >> 11) + 1
     mask = (1 << size) - 1

@@ -15,7 +15,7 @@ import numpy as np
 from fly.emulator import defined
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 EXEC_PAIR = 63
 SGPR_PAIRS = 64
@@ -51,7 +51,7 @@ class Group:
         "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
 
-    def __init__(self, machine: Machine, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
+    def __init__(self, machine: Executing, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
         self.machine, self.wg, self.wave = machine, wg, wave
         self.pc = 0
         self.scc = np.zeros((len(wg), 1), bool)

@@ -28,7 +28,7 @@ from fly.emulator.state import Group, pack, unpack
 from fly.emulator.valu_table import OPS, Op
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 _OMOD = {1: 2.0, 2: 4.0, 3: 0.5}
 
@@ -75,7 +75,7 @@ def _sdwa(read: Reader, select: int, extend: int, kind: str) -> Reader:
     return run
 
 
-def sources(inst: Instruction, machine: Machine, kinds: tuple[str, ...]) -> list[Reader]:
+def sources(inst: Instruction, machine: Executing, kinds: tuple[str, ...]) -> list[Reader]:
     """Readers of an instruction's sources with their modifiers (neg, abs, op_sel, SDWA selects, DPP)."""
     codes, form, reads = source_codes(inst), inst.form, []
     for i, kind in enumerate(kinds[: len(codes)]):
@@ -129,7 +129,7 @@ def _sdwa_writer(inst: Instruction, row: int) -> Callable[[Group, Any], None]:
     return write
 
 
-def destination(inst: Instruction, machine: Machine, kind: str) -> Writer:
+def destination(inst: Instruction, machine: Executing, kind: str) -> Writer:
     """Writer of the vector destination in the instruction's form."""
     index, form = inst.get("vdst"), inst.form
     acc = inst.name == "v_accvgpr_mov_b32"
@@ -148,7 +148,7 @@ def destination(inst: Instruction, machine: Machine, kind: str) -> Writer:
     return writer(machine, index, kind, acc)
 
 
-def _output(inst: Instruction, op: Op, machine: Machine) -> Callable[[Any], Any] | None:
+def _output(inst: Instruction, op: Op, machine: Executing) -> Callable[[Any], Any] | None:
     """Output modifiers: OMOD then CLAMP."""
     omod, clamp = inst.get("omod"), inst.get("clmp")
     if op.result[0] != "f":
@@ -180,7 +180,7 @@ def _saturated(op: Op) -> Callable:
     return run
 
 
-def compile_vop(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_vop(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """VOP1, VOP2, VOP3 in every form.
 
     Raises:
@@ -265,7 +265,7 @@ def _general(
 # ---- operations with a scalar or mask operand, or other shapes ----
 
 
-def _cndmask(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _cndmask(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     a, b = sources(inst, machine, ("u32", "u32"))[:2]
     code = inst.get("src2") if inst.form == "VOP3" else VCC
     negate, absolute = inst.get("neg") or inst.get("src0_neg"), inst.get("abs") or inst.get("src0_abs")
@@ -286,7 +286,7 @@ def _carry_codes(inst: Instruction) -> tuple[int, int]:
     return VCC, VCC
 
 
-def _carry(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _carry(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     out_code, in_code = _carry_codes(inst)
     a, b = sources(inst, machine, ("u32", "u32"))[:2]
     with_in = inst.name.split("_")[1] in ("addc", "subb", "subbrev")
@@ -310,7 +310,7 @@ def _carry(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _mad64(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _mad64(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     signed = inst.name == "v_mad_i64_i32"
     narrow, wide = ("i32", np.int64) if signed else ("u32", np.uint64)
     a, b = sources(inst, machine, (narrow, narrow))[:2]
@@ -330,7 +330,7 @@ def _mad64(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _div_scale(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _div_scale(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     kind = inst.name[-3:]
     reads = sources(inst, machine, (kind,) * 3)
     write, flag = destination(inst, machine, kind), write_scalar(inst.get("sdst"), True)
@@ -343,7 +343,7 @@ def _div_scale(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _div_fmas(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _div_fmas(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     kind = inst.name[-3:]
     a, b, c = sources(inst, machine, (kind,) * 3)
     write, after = destination(inst, machine, kind), _output(inst, OPS["v_fma_" + kind], machine)
@@ -355,7 +355,7 @@ def _div_fmas(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _literal_fma(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _literal_fma(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """fmamk: S0·K + S1; fmaak: S0·S1 + K; the f16 forms are madmk and madak."""
     kind = inst.name[-3:]
     a = reader(machine, inst.get("src0"), kind, inst.literal)
@@ -366,7 +366,7 @@ def _literal_fma(inst: Instruction, machine: Machine) -> Callable[[Group], None]
     return _general(op.function, reads, destination(inst, machine, kind), None, op.flushes)
 
 
-def _mbcnt(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _mbcnt(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     a, b = sources(inst, machine, ("u32", "u32"))[:2]
     lanes = np.arange(64)
     low = np.array([(1 << min(lane, 32)) - 1 for lane in lanes], np.uint32)
@@ -375,7 +375,7 @@ def _mbcnt(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return lambda g: write(g, bit_count(a(g) & below) + b(g))
 
 
-def _fp8_to_f32(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _fp8_to_f32(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_cvt_f32_fp8 (byte by SDWA select or op_sel) and v_cvt_pk_f32_fp8 (word by select)."""
     kind = convert.fp8_kind(inst.name[-3:], machine.arch)
     read = reader(machine, source_codes(inst)[0], "u32", inst.literal)
@@ -402,7 +402,7 @@ def _fp8_to_f32(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _f32_to_fp8(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _f32_to_fp8(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_cvt_pk_fp8_f32: two values into the half that op_sel[3] names; the other half is kept."""
     kind = convert.fp8_kind(inst.name.split("_")[3], machine.arch)
     a, b = sources(inst, machine, ("f32", "f32"))[:2]
@@ -415,7 +415,7 @@ def _f32_to_fp8(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _bitop3(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _bitop3(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_bitop3: any function of three bits; the truth table lies in the omod, abs and neg fields."""
     kind = "u32" if inst.name.endswith("32") else "u16"
     reads = [
@@ -436,7 +436,7 @@ def _bitop3(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _swap(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _swap(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     first = vector_row(machine, inst.get("vdst"), False)
     second = vector_row(machine, inst.get("src0") - VGPR, False)
 
@@ -448,7 +448,7 @@ def _swap(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _nothing(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _nothing(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     return lambda g: None
 
 

@@ -15,7 +15,7 @@ from fly.emulator.state import Group
 from fly.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 Run = Callable[[Group], None]
 _LANE = np.arange(64)
@@ -37,7 +37,7 @@ _STORES: dict[str, tuple[int, int]] = {
 # ---- scalar memory ----
 
 
-def compile_smem(inst: Instruction, machine: Machine) -> Run:
+def compile_smem(inst: Instruction, machine: Executing) -> Run:
     """s_load_*, s_buffer_load_*, s_memtime and the cache operations."""
     name = inst.name
     if name.startswith("s_dcache"):
@@ -99,7 +99,7 @@ def _signed(value: int, bits: int) -> int:
 Address = Callable[[Group], tuple[np.ndarray, np.ndarray | None]]
 
 
-def _global_address(inst: Instruction, machine: Machine) -> Address:
+def _global_address(inst: Instruction, machine: Executing) -> Address:
     offset = np.array(_signed(inst.get("offset"), 13)).astype(np.int64).astype(_U64)
     row, saddr = vector_row(machine, inst.get("addr"), False), inst.get("saddr")
     if saddr == SADDR_OFF:
@@ -112,7 +112,7 @@ def _global_address(inst: Instruction, machine: Machine) -> Address:
     return lambda g: (g.vu[row] + (base(g) + offset), None if g.full else g.mask)
 
 
-def _buffer_offset(inst: Instruction, machine: Machine) -> Callable[[Group], tuple]:
+def _buffer_offset(inst: Instruction, machine: Executing) -> Callable[[Group], tuple]:
     """(address, lanes in range of the first byte's component, byte offset, limit) of a MUBUF access.
 
     Raw range rule: byte offset without the scalar offset against num_records minus the scalar offset; structured
@@ -141,7 +141,7 @@ def _buffer_offset(inst: Instruction, machine: Machine) -> Callable[[Group], tup
     return run
 
 
-def _scratch_address(inst: Instruction, machine: Machine) -> Callable[[Group], np.ndarray]:
+def _scratch_address(inst: Instruction, machine: Executing) -> Callable[[Group], np.ndarray]:
     """Byte offset int64 (W, 64) in each lane's own scratch."""
     offset = _signed(inst.get("offset"), 13)
     saddr = inst.get("saddr")
@@ -193,7 +193,7 @@ def _scratch_store(g: Group, index: np.ndarray, words: list[np.ndarray], size: i
 # ---- global, flat, scratch ----
 
 
-def _access(inst: Instruction, machine: Machine) -> tuple[str, str]:
+def _access(inst: Instruction, machine: Executing) -> tuple[str, str]:
     """("load" | "store" | "atomic" | "lds", suffix) of a name such as global_load_lds_dwordx4."""
     _, _, rest = inst.name.partition("_")
     kind, _, suffix = rest.partition("_")
@@ -202,7 +202,7 @@ def _access(inst: Instruction, machine: Machine) -> tuple[str, str]:
     return kind, suffix
 
 
-def compile_flat(inst: Instruction, machine: Machine) -> Run:
+def compile_flat(inst: Instruction, machine: Executing) -> Run:
     """GLOBAL, FLAT and SCRATCH encodings."""
     kind, suffix = _access(inst, machine)
     if inst.form == "SCRATCH":
@@ -221,7 +221,7 @@ def compile_flat(inst: Instruction, machine: Machine) -> Run:
     raise unknown(inst, machine)
 
 
-def _global_load(inst: Instruction, machine: Machine, suffix: str, address: Address) -> Run:
+def _global_load(inst: Instruction, machine: Executing, suffix: str, address: Address) -> Run:
     size, signed, half = _LOADS[suffix]
     row = vector_row(machine, inst.get("vdst"), bool(inst.get("acc")), (size + 3) // 4)
 
@@ -232,7 +232,7 @@ def _global_load(inst: Instruction, machine: Machine, suffix: str, address: Addr
     return run
 
 
-def _data_words(inst: Instruction, machine: Machine, size: int, shift: int, field: str) -> Callable[[Group], list]:
+def _data_words(inst: Instruction, machine: Executing, size: int, shift: int, field: str) -> Callable[[Group], list]:
     count = (size + 3) // 4
     row = vector_row(machine, inst.get(field), bool(inst.get("acc")), count)
     if shift:
@@ -240,7 +240,7 @@ def _data_words(inst: Instruction, machine: Machine, size: int, shift: int, fiel
     return lambda g: [g.vu[row + i] for i in range(count)]
 
 
-def _global_store(inst: Instruction, machine: Machine, suffix: str, address: Address) -> Run:
+def _global_store(inst: Instruction, machine: Executing, suffix: str, address: Address) -> Run:
     size, shift = _STORES[suffix]
     words = _data_words(inst, machine, size, shift, "data")
 
@@ -251,19 +251,19 @@ def _global_store(inst: Instruction, machine: Machine, suffix: str, address: Add
     return run
 
 
-def _flat_address(inst: Instruction, machine: Machine) -> Address:
+def _flat_address(inst: Instruction, machine: Executing) -> Address:
     row, offset = vector_row(machine, inst.get("addr"), False, 2), _U64(inst.get("offset"))
     return lambda g: ((g.vu[row] | g.vu[row + 1].astype(_U64) << _U64(32)) + offset, g.mask)
 
 
-def _apertures(machine: Machine, where: np.ndarray, mask: np.ndarray) -> tuple:
+def _apertures(machine: Executing, where: np.ndarray, mask: np.ndarray) -> tuple:
     high = (where >> _U64(32)).astype(np.uint32)
     shared = mask & (high == np.uint32(machine.apertures[235] >> 32))
     private = mask & (high == np.uint32(machine.apertures[237] >> 32))
     return shared, private, mask & ~shared & ~private
 
 
-def _flat_load(inst: Instruction, machine: Machine, suffix: str, address: Address) -> Run:
+def _flat_load(inst: Instruction, machine: Executing, suffix: str, address: Address) -> Run:
     size, signed, half = _LOADS[suffix]
     row = vector_row(machine, inst.get("vdst"), bool(inst.get("acc")), (size + 3) // 4)
 
@@ -283,7 +283,7 @@ def _flat_load(inst: Instruction, machine: Machine, suffix: str, address: Addres
     return run
 
 
-def _flat_store(inst: Instruction, machine: Machine, suffix: str, address: Address) -> Run:
+def _flat_store(inst: Instruction, machine: Executing, suffix: str, address: Address) -> Run:
     size, shift = _STORES[suffix]
     words = _data_words(inst, machine, size, shift, "data")
 
@@ -302,7 +302,7 @@ def _flat_store(inst: Instruction, machine: Machine, suffix: str, address: Addre
     return run
 
 
-def _compile_scratch(inst: Instruction, machine: Machine, kind: str, suffix: str) -> Run:
+def _compile_scratch(inst: Instruction, machine: Executing, kind: str, suffix: str) -> Run:
     offset = _scratch_address(inst, machine)
     if kind == "load" and suffix in _LOADS:
         size, signed, half = _LOADS[suffix]
@@ -325,7 +325,7 @@ def _compile_scratch(inst: Instruction, machine: Machine, kind: str, suffix: str
     raise unknown(inst, machine)
 
 
-def _to_lds(inst: Instruction, machine: Machine, suffix: str, address: Address, offset: int) -> Run:
+def _to_lds(inst: Instruction, machine: Executing, suffix: str, address: Address, offset: int) -> Run:
     """Load straight into LDS: LDS address = M0 + instruction offset + lane·size (16 for x4, 12 for x3)."""
     if suffix not in _LOADS:
         raise unknown(inst, machine)
@@ -358,7 +358,7 @@ def deposit(
 # ---- buffers ----
 
 
-def compile_mubuf(inst: Instruction, machine: Machine) -> Run:
+def compile_mubuf(inst: Instruction, machine: Executing) -> Run:
     """buffer_load, buffer_store, buffer_atomic; out-of-range components read 0 and store nothing."""
     kind, suffix = _access(inst, machine)
     if inst.name in ("buffer_inv", "buffer_wbl2"):
@@ -378,7 +378,7 @@ def compile_mubuf(inst: Instruction, machine: Machine) -> Run:
     raise unknown(inst, machine)
 
 
-def _buffer_load(inst: Instruction, machine: Machine, suffix: str, locate: Callable) -> Run:
+def _buffer_load(inst: Instruction, machine: Executing, suffix: str, locate: Callable) -> Run:
     size, signed, half = _LOADS[suffix]
     to_lds = bool(inst.get("lds"))
     step = max(size, 4)
@@ -408,7 +408,7 @@ def _buffer_load(inst: Instruction, machine: Machine, suffix: str, locate: Calla
     return run
 
 
-def _buffer_store(inst: Instruction, machine: Machine, suffix: str, locate: Callable) -> Run:
+def _buffer_store(inst: Instruction, machine: Executing, suffix: str, locate: Callable) -> Run:
     size, shift = _STORES[suffix]
     words = _data_words(inst, machine, size, shift, "vdata")
 
@@ -427,7 +427,7 @@ def _buffer_store(inst: Instruction, machine: Machine, suffix: str, locate: Call
     return run
 
 
-def _atomic(inst: Instruction, machine: Machine, suffix: str, address: Address, data: int, returns: bool) -> Run:
+def _atomic(inst: Instruction, machine: Executing, suffix: str, address: Address, data: int, returns: bool) -> Run:
     operation, _, rest = suffix.partition("_")
     wide = rest in ("x2", "f64")
     function: Callable[..., Any]

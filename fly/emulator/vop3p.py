@@ -15,7 +15,7 @@ from fly.emulator.state import Group
 from fly.emulator.valu_table import bf16_half, dot_int, f16_half
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 
 def _mad(a: Any, b: Any, c: Any) -> Any:
@@ -55,7 +55,7 @@ def _op_sel_hi(inst: Instruction, i: int) -> int:
     return inst.get("opsel_hi") >> i & 1 if i < 2 else inst.get("opsel_hi2")
 
 
-def _half_reader(inst: Instruction, machine: Machine, i: int, code: int, kind: str, upper: bool) -> Reader:
+def _half_reader(inst: Instruction, machine: Executing, i: int, code: int, kind: str, upper: bool) -> Reader:
     """Source i of the lower or upper result, with op_sel / op_sel_hi and neg / neg_hi.
 
     An inline constant lies in the low half only, except that 16-bit floats repeat it where op_sel_hi says low.
@@ -66,7 +66,7 @@ def _half_reader(inst: Instruction, machine: Machine, i: int, code: int, kind: s
     return modified(read, kind, negate, 0) if kind[0] == "f" else read
 
 
-def _packed16(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _packed16(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     kind, count, function = _PACKED16[inst.name]
     codes = [inst.get(f"src{i}") for i in range(count)]
     lower = [_half_reader(inst, machine, i, c, kind, False) for i, c in enumerate(codes)]
@@ -92,7 +92,7 @@ def _packed16(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _pair_reader(inst: Instruction, machine: Machine, i: int, upper: bool) -> Reader:
+def _pair_reader(inst: Instruction, machine: Executing, i: int, upper: bool) -> Reader:
     """f32 source i of a packed f32 operation: op_sel picks one register of the pair."""
     code = inst.get(f"src{i}")
     select = _op_sel_hi(inst, i) if upper else inst.get("opsel") >> i & 1
@@ -105,7 +105,7 @@ def _pair_reader(inst: Instruction, machine: Machine, i: int, upper: bool) -> Re
     return modified(read, "f32", (inst.get("neg_hi") if upper else inst.get("neg")) >> i & 1, 0)
 
 
-def _packed32(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _packed32(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     count, function = _PACKED32[inst.name]
     lower = [_pair_reader(inst, machine, i, False) for i in range(count)]
     upper = [_pair_reader(inst, machine, i, True) for i in range(count)]
@@ -139,7 +139,7 @@ def _packed32(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _pk_mov(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _pk_mov(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     reads = []
     for i in range(2):
         code, select = inst.get(f"src{i}"), inst.get("opsel") >> i & 1
@@ -154,7 +154,7 @@ def _pk_mov(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _mix(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _mix(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_mad_mix*: each source is f32, or a float16 half where op_sel_hi says so; fused on gfx940."""
     reads = []
     for i in range(3):
@@ -181,7 +181,7 @@ def _mix(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _dot_float(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _dot_float(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     half = bf16_half if inst.name.endswith("bf16") else f16_half
     a, b = (reader(machine, inst.get(f"src{i}"), "u32") for i in (0, 1))
     c, row = reader(machine, inst.get("src2"), "f32"), vector_row(machine, inst.get("vdst"), False)
@@ -195,7 +195,7 @@ def _dot_float(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return run
 
 
-def _dot_int(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _dot_int(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     function = _DOTS[inst.name][1]
     if inst.get("clmp"):
         raise unknown(inst, machine, "with integer clamp is not modelled")
@@ -204,7 +204,7 @@ def _dot_int(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return lambda g: store(g, row, function(*[np.asarray(r(g)) for r in reads]))
 
 
-def _accvgpr(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def _accvgpr(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     reading = inst.name == "v_accvgpr_read"
     code = inst.get("src0")
     read = reader(machine, code, "u32", None, reading and code >= VGPR)
@@ -212,7 +212,7 @@ def _accvgpr(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
     return lambda g: store(g, row, read(g))
 
 
-def compile_vop3p(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_vop3p(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """VOP3P other than matrix instructions."""
     name = inst.name
     if name in _PACKED16:

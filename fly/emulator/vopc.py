@@ -14,7 +14,7 @@ from fly.emulator.state import Group, pack
 from fly.emulator.valu import sources
 
 if TYPE_CHECKING:
-    from fly.emulator.machine import Machine
+    from fly.emulator.executing import Executing
 
 
 def _not(function: Callable) -> Callable:
@@ -60,7 +60,7 @@ def _class(x: Any, wanted: Any) -> Any:
     return result
 
 
-def compile_vopc(inst: Instruction, machine: Machine) -> Callable[[Group], None]:
+def compile_vopc(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_cmp_* and v_cmpx_* in VOPC, SDWA and VOP3 forms."""
     _, kind_of, relation, kind = inst.name.split("_", 3)
     if relation == "class":
