@@ -13,7 +13,7 @@ comma := ,
 EXTRAS := dev,torch$(if $(shell command -v nvidia-smi),$(comma)cuda)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format docs bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,9 +43,12 @@ format: $(STAMP) ## format, and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(STAMP) ## build the documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP) ## time flash attention forward on a GPU against what else is installed (ARGS='--help' shows more)
 	$(BIN)/python benchmarks/flash_attn_fwd.py $(ARGS)
 
 clean: ## remove .venv and everything that the other commands made
-	rm -rf $(VENV) build dist *.egg-info fly_dump .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info fly_dump .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
