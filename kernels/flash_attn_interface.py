@@ -164,7 +164,7 @@ def flydsl_flash_attn_func(
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
-            (B, Hkv): one a tensor, or one a sequence and key head. out is bfloat16.
+            (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply

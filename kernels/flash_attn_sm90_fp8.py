@@ -45,6 +45,7 @@ from .work.tile_scheduler import fold_grid, slice_of_block
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
 FIRST_ROWS = 8  # of each 16, which a warp has
+LEAST_SCALE = 2.0**-126
 
 # Like kernels/sm90/tiles.py; those with one consumer were not measured.
 TILES: dict[Key, Mapping[str, Any]] = {
@@ -286,8 +287,8 @@ class Fp8Consumer(Consumer):
         return value
 
     def _of_head(self, work: Work) -> OfHead:
-        """What the head's scores are multiplied by, in log2 units."""
-        return self._descaled(self.scale, work, "q_descale", "k_descale")
+        """What the head's scores are multiplied by, in log2 units; with 0, masked scores would be NaN."""
+        return fly.maximum(self._descaled(self.scale, work, "q_descale", "k_descale"), LEAST_SCALE)
 
     def _modified(
         self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None

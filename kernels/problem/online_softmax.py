@@ -69,7 +69,7 @@ class OnlineSoftmax:
         maximum = self.maximum.map(fly.maximum, lane_max.reduce_lanes(fly.maximum))
 
         def rescaled() -> tuple[fly.RowVector, fly.RowVector, fly.Fragment]:
-            factor = self._factor(_pivot(maximum, masked), scale_log2)
+            factor = self.factor_to(_pivot(maximum, masked), scale_log2)
             return maximum, self.total.map(lambda t, f: t * f, factor), output.scale_rows(factor)
 
         if lazy:
@@ -94,7 +94,7 @@ class OnlineSoftmax:
         lane_max = scores.row_max()
         maximum = self.maximum.map(fly.maximum, lane_max.reduce_lanes(fly.maximum))
         pivot = _pivot(maximum, masked)
-        factor = self._factor(pivot, scale_log2)
+        factor = self.factor_to(pivot, scale_log2)
         probabilities = _probabilities(scores, lane_max, pivot, scale_log2, offset)
         total = self.total.map(lambda t, f, p: t * f + p, factor, probabilities.row_sum())
         return OnlineSoftmax(maximum, total), probabilities, factor
@@ -129,7 +129,7 @@ class OnlineSoftmax:
         probabilities = _probabilities(scores, lane_max, pivot, scale_log2)
         return probabilities, Growth(self, maximum, pivot, probabilities.row_sum(), scale_log2, needed)
 
-    def _factor(self, pivot: fly.RowVector, scale_log2: fly.Value) -> fly.RowVector:
+    def factor_to(self, pivot: fly.RowVector, scale_log2: fly.Value) -> fly.RowVector:
         """What sums and output so far are to be multiplied by; exactly 1 where a maximum stays."""
         return self.maximum.map(lambda old, new: fly.exp2((old - new) * scale_log2), pivot)
 
@@ -176,7 +176,7 @@ class Growth:
         """(the next state, `output`), and where a row has grown `scaled(factor)` in place of the output."""
 
         def rescaled() -> tuple[fly.RowVector, Any]:
-            factor = self.before._factor(self.pivot, self.scale_log2)
+            factor = self.before.factor_to(self.pivot, self.scale_log2)
             return self.before.total.map(lambda t, f: t * f, factor), scaled(factor)
 
         total, output = fly.cond(self.needed, rescaled, lambda: (self.before.total, output))

@@ -58,6 +58,15 @@ def flattened(out, lse):
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-45])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scales_of_tensors_that_are_zero(scale, causal):
+    """Scores are all alike then, and masked ones are still masked."""
+    q, k, v = (random(1, n, 2, 64) for n in (100, 150, 150))
+    assert wrong(q, k, v, causal, q_descale=torch.tensor(scale)) is None
+    assert wrong(q[:, :1], k, v, causal, k_descale=torch.tensor(scale), num_kv_splits=2) is None
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("row", flash_attn_sm90_fp8.TILES, ids=str)
 def test_every_build(row, splits, monkeypatch, seed):
