@@ -33,7 +33,7 @@ from fly.backends.nvvm.intrinsics import (
     warpgroup_id,
 )
 from fly.backends.nvvm.mbarrier import Position, init_all
-from fly.backends.nvvm.wgmma import Operand, WarpgroupAtom
+from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 
 from .problem.contract import Launch, Request, Tensors, device_of
@@ -288,11 +288,9 @@ class Consumer:
         barrier_sync(self.index + TURN, 2 * WARPGROUP)
 
     def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
-        q_tile, k_tile = self.buffers.q.tile, self.buffers.k.tile
-        q = self.buffers.q.memory.offset(q_at.index * q_tile.bytes + self.index * (64 * q_tile.swizzle))
-        k = self.buffers.k.at(k_at)
-        steps = self.options.head_dim // self.score_atom.k
-        return wgmma.issue(self.score_atom, Operand(q, q_tile), Operand(k, k_tile), steps)
+        q, k = self.buffers.q, self.buffers.k
+        rows = q.operand(q_at, units=self.index * (64 * q.tile.swizzle // wgmma.UNIT))
+        return wgmma.issue(self.score_atom, rows, k.operand(k_at), self.options.head_dim // self.score_atom.k)
 
     def _listed(self, k_at: Position) -> fly.Value | None:
         """With a block mask, which key tile is in K's slot."""
@@ -301,15 +299,14 @@ class Consumer:
 
     def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
         """Start O += P V of key tile j, or with a list of step j."""
-        tile, memory = self.buffers.v.tile, self.buffers.v.at(state.v_at)
-        self.buffers.v.ring.wait(state.v_at)
+        v = self.buffers.v
+        v.ring.wait(state.v_at)
         if self.schedule.cut_keys:
             j = j if state.tile is None else state.tile
             # every consumer for itself: they store the same
-            clear_tail(tile, memory, work.keys.keys - j * self.options.block_n, CLEARED, self.index)
-        values = Operand(memory, tile, along_rows=True)
+            clear_tail(v.tile, v.at(state.v_at), work.keys.keys - j * self.options.block_n, CLEARED, self.index)
         steps = self.options.block_n // self.output_atom.k
-        return wgmma.issue(self.output_atom, state.weights, values, steps, output)
+        return wgmma.issue(self.output_atom, state.weights, v.operand(state.v_at, along_rows=True), steps, output)
 
     def _accumulated(
         self, started: fly.Value, output: fly.Value, state: State, after: Sequence[fly.Value] = ()

@@ -27,7 +27,7 @@ import torch
 import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import FirstRows, Operand, PanelTile, WarpgroupAtom
+from fly.backends.nvvm.wgmma import FirstRows, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
@@ -55,7 +55,7 @@ TILES: dict[Key, Mapping[str, Any]] = {
     (64, 64, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
     (128, 128, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2},
     (128, 128, False, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
-    (128, 128, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 2, "hold": True},
+    (128, 128, True, 2, None): {"block_n": 128, "stages": 3, "q_stages": 2, "ping_pong": False, "hold": True},
     (128, 128, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75},
     (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
     (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
@@ -210,10 +210,9 @@ class Fp8Consumer(Consumer):
 
     def _product(self, number: int, state: State) -> fly.Value:
         """Start P V of a key tile for the columns of one piece, from zero."""
-        tile, columns = self.buffers.v.tile, self.options.piece
-        memory = self.buffers.v.at(state.v_at).offset(number * columns * tile.swizzle)
-        steps = self.options.block_n // self.piece_atom.k
-        return wgmma.issue(self.piece_atom, state.weights, Operand(memory, tile), steps)
+        v = self.buffers.v
+        columns = v.operand(state.v_at, units=number * self.options.piece * v.tile.swizzle // wgmma.UNIT)
+        return wgmma.issue(self.piece_atom, state.weights, columns, self.options.block_n // self.piece_atom.k)
 
     def _accumulate(self, work: Work, j: Any, output: Output, state: State) -> fly.Value:
         self.buffers.v.ring.wait(state.v_at)

@@ -164,9 +164,13 @@ class Sm90Options:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
-def _is_for(key: Key, build: tuple[Any, ...], keys: int) -> bool:
-    """Whether a row's key begins like this and is for so many keys."""
-    return key[: len(build)] == build and (key[-1] is None or keys <= key[-1])
+def _of_length(table: Mapping[Key, Any], keys: int) -> dict[Key, Any]:
+    """Of rows with the same consumers, the first that is for so many keys, whatever features it is without."""
+    first: dict[Key, Key] = {}
+    for key in table:
+        if key[-1] is None or keys <= key[-1]:
+            first.setdefault(key[:-1], key)
+    return {key: table[key] for key in first.values()}
 
 
 def key_for(
@@ -182,16 +186,13 @@ def key_for(
 ) -> Key:
     """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` queries, on `units` multiprocessors.
 
-    Of rows with as many consumers the first that is long enough counts; of those, the one that takes least time, with
-    the `packing` that a row has: what decides when the launch does not fill the device.
+    Of rows with as many consumers the first that is long enough counts (`_of_length`); of those, the one that takes
+    least time, with the `packing` that a row has: what decides when the launch does not fill the device.
 
     Raises:
         LookupError: no row has these head dimensions.
     """
-    rows: dict[int, Key] = {}
-    for key in table:
-        if _is_for(key, (head_dim, head_dim_v, causal), seq_len_kv):
-            rows.setdefault(key[3], key)
+    rows = [key for key in _of_length(table, seq_len_kv) if key[:3] == (head_dim, head_dim_v, causal)]
     if not rows:
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
@@ -203,7 +204,7 @@ def key_for(
             rounds = max(1.0, (-(-seq_len // block_m) * slices / units * heads.share + 0.4) / 1.2)
         return table[key].get("cost", 1.0) * rounds
 
-    return min(rows.values(), key=time)
+    return min(rows, key=time)
 
 
 def options_of(
@@ -228,7 +229,8 @@ def build_for(
     among many short ones loses nothing by it.
     """
     asked = request.asked
-    table = {key: row for key, row in table.items() if _serves(key, row, request)}
+    rows = _of_length(table, 0 if asked.block_size is not None else request.seq_len_kv)
+    table = {key: row for key, row in rows.items() if _serves(key, row, request)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
     block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
     if asked.block_size is not None:
@@ -329,8 +331,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
-    alone = (block_n for key, block_n in KEYS_ALONE.get(asked.alone, {}).items() if _is_for(key, build, keys))
-    return min(options.block_n, next(alone, _ELEMENTWISE_KEYS))
+    alone = _of_length(KEYS_ALONE.get(asked.alone, {}), keys)
+    return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), _ELEMENTWISE_KEYS))
 
 
 _MANY = 1 << 20  # query rows that fill any device

@@ -11,7 +11,7 @@ import fly
 from fly.backends.nvvm import tma
 from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position, Ring
-from fly.backends.nvvm.wgmma import PanelTile
+from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile
 
 from .builds import Sm90Options
 from .schedule import Board, Schedule, Work
@@ -36,6 +36,10 @@ class Slots:
     def at(self, at: Position) -> fly.Pointer:
         """The tile of a slot."""
         return self.memory.offset(at.index * self.tile.bytes)
+
+    def operand(self, at: Position, *, units: Any = 0, along_rows: bool = False) -> Operand:
+        """A slot's tile as an operand of WGMMA, `units` of `wgmma.UNIT` bytes behind its start."""
+        return Operand(self.memory, self.tile, along_rows, at.index * (self.tile.bytes // UNIT) + units)
 
 
 @dataclass(frozen=True)

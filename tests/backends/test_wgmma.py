@@ -5,6 +5,8 @@ The functions named after the hardware are written from the ISA's definitions an
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -277,8 +279,10 @@ def test_a_product_of_two_tiles():
         instructions(emitted(body)),
         r"""
         CHECK: llvm.ptrtoint
-        CHECK: %[[B:.*]] = arith.ori
-        CHECK: %[[A:.*]] = arith.ori
+        CHECK: %[[B64:.*]] = vector.bitcast {{.*}} : vector<2xi32> to vector<1xi64>
+        CHECK: %[[B:.*]] = vector.extract %[[B64]][0]
+        CHECK: %[[A64:.*]] = vector.bitcast {{.*}} : vector<2xi32> to vector<1xi64>
+        CHECK: %[[A:.*]] = vector.extract %[[A64]][0]
         CHECK: %[[D:.*]] = llvm.inline_asm has_side_effects asm_dialect = att
         CHECK-SAME: setp.ne.b32 first, 0, 0;
         CHECK-SAME: wgmma.fence.sync.aligned;
@@ -323,7 +327,6 @@ def test_a_descriptor_keeps_18_bits_of_the_address():
     def body(x):
         shared(64, 64).descriptor()
 
-    bits = 1 << 16 | 64 << 32 | 1 << 62
     filecheck(
         str(emitted(body)),
         f"""
@@ -332,11 +335,33 @@ def test_a_descriptor_keeps_18_bits_of_the_address():
         CHECK: %[[LOW:.*]] = arith.andi %[[AT]], %[[MASK]] : i32
         CHECK: %[[FOUR:.*]] = arith.constant 4 : i32
         CHECK: %[[UNITS:.*]] = arith.shrsi %[[LOW]], %[[FOUR]] : i32
-        CHECK: %[[WIDE:.*]] = arith.extsi %[[UNITS]] : i32 to i64
-        CHECK: %[[REST:.*]] = arith.constant {bits} : i64
-        CHECK: arith.ori %[[WIDE]], %[[REST]] : i64
+        CHECK: %[[LEADING:.*]] = arith.constant {1 << 16} : i32
+        CHECK: %[[START:.*]] = arith.ori %[[UNITS]], %[[LEADING]] : i32
+        CHECK: %[[REST:.*]] = arith.constant {64 | 1 << 30} : i32
+        CHECK: vector.from_elements %[[START]], %[[REST]]
         """,
     )
+
+
+def test_a_loop_over_slots_adds_to_a_descriptor_once():
+    """What does not change is made before the loop: the first product of a tile waits for its descriptor."""
+
+    def body(x):
+        tile = PanelTile.widest(64, 64)
+        slots = fly.alloc_shared("slots", 3 * tile.bytes, 1024)
+        total = fly.Fragment.zeros(AccumulatorLayout(WarpgroupAtom(64, "bf16"), "m"), 1, 1).tiles[0][0]
+        for i, c in (loop := fly.range(x.shape[0], carry=total)):
+            slot = Operand(slots, tile, units=i * (tile.bytes // wgmma.UNIT))
+            loop.next(wgmma.wait(0, wgmma.issue(WarpgroupAtom(64, "bf16"), slot, slot, 4, c))[0])
+        x.store(loop.results[0].to(fly.bf16), 0, 0)
+
+    def kernel(x: fly.Tensor):
+        body(x)
+
+    isa = fly.compile(fly.kernel(kernel), matrix("bf16", 2), target="sm_90a", block=128).isa
+    before, inside = isa.split("wgmma.fence", 1)[0].rsplit("$L__BB", 1)
+    masks = r"and\.b|shr|bfe|or\.b32"  # `or.b64` sets the other half of a pair of registers
+    assert re.search(masks, before) and not re.search(masks, inside)
 
 
 def test_a_wait_for_several_accumulators_after_other_work():

@@ -439,7 +439,7 @@ BUGS = (
         "a descriptor is 16 bytes on",
         wgmma.Operand,
         "descriptor",
-        "((address & 0x3FFFF) >> 4) => (((address & 0x3FFFF) >> 4) + 1)",
+        "return from_elements([start + self.units, => return from_elements([start + self.units + 1,",
         "dense",
         "wrong out-of-bounds shared-race uninitialised",
     ),

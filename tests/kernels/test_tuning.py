@@ -82,7 +82,8 @@ def test_cells_of_the_sm90_kernel():
     cells = tune.cells_by_key(adapter, workloads, H200)
     assert {key: [workload.seq_len for workload in of] for key, of in cells.items()} == {
         (128, 128, True, 2, 2048): [512, 1024, 2048],
-        (128, 128, True, 3, None): [4096, 8192],
+        (128, 128, True, 3, 4096): [4096],
+        (128, 128, True, 3, None): [8192],
         (128, 128, False, 2, 1024): [512, 1024],
         (128, 128, False, 3, None): [2048, 4096, 8192],
     }

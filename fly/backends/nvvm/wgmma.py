@@ -23,6 +23,7 @@ from fly.layout import Layout
 M, K = 64, 16  # of one instruction on 16-bit operands
 K_BYTES = 32  # of any operands
 LANES = 128
+UNIT = 16  # bytes that a descriptor counts in
 DTYPES = {"bf16": "bf16", "f16": "f16", "f8e4m3": "e4m3", "f8e5m2": "e5m2"}  # and the instruction's names
 _MODES = {128: 1, 64: 2, 32: 3}  # bytes of a swizzled line -> the descriptor's layout type
 
@@ -122,11 +123,14 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix in shared memory: where it starts, its tile, and which way its k runs."""
+    """A matrix in shared memory: its tile, which way its k runs, and where it starts: `units` of `UNIT` bytes behind
+    `pointer`. What changes from product to product belongs into `units`: it is one addition to a descriptor that was
+    made before."""
 
     pointer: Pointer
     tile: PanelTile
     along_rows: bool = False
+    units: Value | int = 0
 
     @property
     def layout(self) -> SharedLayout:
@@ -139,10 +143,10 @@ class Operand:
 
     def descriptor(self) -> Value:
         """The 64-bit descriptor of the operand's first `k` elements of k."""
-        address = shared_address(self.pointer)
-        bits = self.layout.bits
-        signed = bits - (1 << 64) if bits >> 63 else bits
-        return ((address & 0x3FFFF) >> 4).to(i64) | i64(signed)
+        high, low = divmod(self.layout.bits, 1 << 32)
+        start = ((shared_address(self.pointer) & 0x3FFFF) >> 4) | i32(low)
+        # no carry: addresses in shared memory are shorter than the descriptor's field
+        return from_elements([start + self.units, i32(high - (high >> 31 << 32))]).bitcast(i64)[0]
 
     def steps(self, count: int, extent: int) -> tuple[int, ...]:
         """What to add to the descriptor for each `k` elements of k, of an operand with `extent` rows or columns.
@@ -154,7 +158,7 @@ class Operand:
         if count <= 0 or extent > have[0] or count * self.k > have[1]:
             wanted = f"{count} steps of a WGMMA operand of {extent} by {self.k}"
             raise ShapeError(f"{wanted} do not fit a tile of {have[0]} by {have[1]}")
-        return tuple(self.tile.step(t * self.k, along_rows=self.along_rows) >> 4 for t in range(count))
+        return tuple(self.tile.step(t * self.k, along_rows=self.along_rows) // UNIT for t in range(count))
 
 
 @dataclass(frozen=True)
