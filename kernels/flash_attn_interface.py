@@ -33,6 +33,7 @@ from .call.attention_checks import (
     check_workspace,
     extent_bytes,
     fail,
+    settled,
 )
 from .call.feature_checks import NO_WINDOW
 from .problem import contract
@@ -411,6 +412,8 @@ def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
     """A launch of `call` on `kernel`; it may compile."""
     if call.empty:
         return Launch(functools.partial(_fill, call.request.asked))
+    q, k, v, out, *others = tensors
+    tensors = Tensors(*map(settled, (q, k, v, out)), *others)
     try:
         return dispatch.prepare_function(kernel)(tensors, call.request)
     except UnsupportedError as error:

@@ -279,6 +279,20 @@ def check_workspace(workspace: Any, size: int, tensors: Mapping[str, torch.Tenso
             check_no_overlap(workspace, {name: tensor}, "workspace")
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, with stride 0 where one of a dimension with a single element would count against a kernel.
+
+    No element is ever that stride away from another, so that any may stand there (as PyTorch's `is_contiguous` sees
+    it), and its bytes need not be a multiple of `ALIGNMENT`.
+    """
+    size = tensor.element_size()
+    odd = [n == 1 and s * size % ALIGNMENT != 0 for n, s in zip(tensor.shape[:-1], tensor.stride())]
+    if not any(odd):
+        return tensor
+    strides = [0 if free else stride for free, stride in zip((*odd, False), tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, strides)
+
+
 def _alignment(*tensors: torch.Tensor) -> int:
     """Bytes, at most `ALIGNMENT`, that divide the addresses and all strides but the last."""
     bits = ALIGNMENT
@@ -359,7 +373,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         "debug_counts": options["debug_counts"] is not None,
     }
     unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted or paged
-    results = () if out is None else (out,)
+    q, k, v, *results = map(settled, (q, k, v) if out is None else (q, k, v, out))
     return Call(
         request=Request(
             head_dim=head_dim,

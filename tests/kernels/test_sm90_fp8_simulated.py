@@ -172,3 +172,19 @@ def test_caches(dim, splits, seed):
         q, k, v, causal=True, num_splits=splits, return_softmax_lse=True, **options, **scales
     )
     assert wrong_parts(*flattened(out, lse), q, *parts, causal=True, **scales) is None, f"seed {seed}"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_stride_that_nothing_takes_may_be_anything(axis):
+    """Of a dimension with one element: alike to the kernels, which take strides of 16 bytes."""
+    shape = [2, 21, 3, 64]
+    shape[axis] = 1
+    q, k, v = (random(*shape) for _ in range(3))
+    strides = [1 if i == axis else stride for i, stride in enumerate(q.stride())]
+    odd = q.as_strided(q.shape, strides)
+    assert odd.is_contiguous() and (odd.view(torch.uint8) == q.view(torch.uint8)).all()
+    expected = flydsl_flash_attn_func(q, k, v, False)
+    out = torch.empty_like(expected)
+    odd_out = out.as_strided(out.shape, strides)
+    assert (flydsl_flash_attn_func(odd, k, v, False, out=odd_out) == expected).all() and (out == expected).all()
+    assert (flydsl_flash_attn_func(q, *(x.as_strided(q.shape, strides) for x in (k, v)), False) == expected).all()
