@@ -16,7 +16,8 @@ from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
 from . import dispatch
-from .dispatch import AMD, FEATURES, NVIDIA, Kernel, choose, head_dims, refusal
+from .dispatch import AMD, NVIDIA, Kernel, choose, head_dims, refusal
+from .problem.catalogue import BY_NAME
 from .problem.contract import Request
 from .profiled import CALLS
 
@@ -154,7 +155,7 @@ def verdicts(arch: str, request: Request) -> str:
     return "\n".join(lines)
 
 
-FLAGS = tuple(name for name in FEATURES if name not in ("packed", "split_kv", "debug_counts"))
+FLAGS = tuple(name for name in BY_NAME if name not in ("packed", "split_kv", "debug_counts"))
 _BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
 # flags that describe a call: (name, default, help)
 _SIZES = (
@@ -242,7 +243,7 @@ def request_of(options: argparse.Namespace) -> Request | None:
         kv_alignment=size["alignment"],
         q_pitch=heads * row,
         kv_pitch=kv_heads * row,
-        features=tuple(name for name in FEATURES if wanted[name]),
+        features=tuple(name for name in BY_NAME if wanted[name]),
         tuning=dict.fromkeys(given.get("tuning", ()), True),
         head_dim_v=size["head_dim_v"],
     )

@@ -14,48 +14,12 @@ from fly import config
 from fly.errors import UnsupportedError
 
 from .arguments.callers import arg, plain, problem
+from .problem.catalogue import BY_NAME, EVERYWHERE
 from .problem.contract import Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
-
-# What not every kernel does: how to call it in a message, and what a caller can do instead; `arg` marks arguments.
-FEATURES: Mapping[str, tuple[str, str]] = {
-    "packed": (
-        f"packed sequences ({arg('cu_seqlens_q, cu_seqlens_kv')})",
-        "call it once per sequence with (1, S, H, D) tensors",
-    ),
-    "split_kv": (f"split keys ({arg.num_kv_splits} > 1)", f"{arg.num_kv_splits}=1 gives the same result"),
-    "debug_counts": ("counting of rescales (debug_counts)", "leave debug_counts out"),
-    "seqused": (
-        f"lengths in use ({arg('seqused_q, seqused_kv')})",
-        "cut the sequences, or pack them with cu_seqlens",
-    ),
-    "cache_leftpad": (
-        f"padding at the left ({arg.cache_leftpad})",
-        f"cut it off {arg.k} and {arg.v}, or pack sequences with cu_seqlens",
-    ),
-    "kv_batch_idx": (
-        f"entries of a cache ({arg.kv_batch_idx})",
-        f"pass {arg.k}[{arg.kv_batch_idx}] and {arg.v}[{arg.kv_batch_idx}]",
-    ),
-    "paged": (f"keys in pages ({arg.block_table})", f"gather a sequence's pages into {arg.k} and {arg.v}"),
-    "window": (f"sliding windows ({arg.window_size})", f"a {arg.mask_mod} gives the same result"),
-    "attention_chunk": (f"chunks of keys ({arg.attention_chunk})", f"a {arg.mask_mod} gives the same result"),
-    "softcap": (f"{arg.softcap}", f"a {arg.score_mod} gives the same result"),
-    "alibi": (f"ALiBi ({arg.alibi_slopes})", f"a {arg.score_mod} gives the same result"),
-    "bias": (f"additive {arg.bias}", f"a {arg.score_mod} with aux_tensors gives the same result"),
-    "sink": (f"sinks ({arg.sink})", f"rescale the output by sigmoid(lse - {arg.sink})"),
-    "descale": (
-        f"scales of 8-bit inputs ({arg('q_descale, k_descale, v_descale')})",
-        f"{arg.softmax_scale} takes a factor of the scores, and out can be multiplied",
-    ),
-    "score_mod": ("score_mod", "softcap, alibi_slopes and bias cover common cases"),
-    "mask_mod": ("mask_mod", "window_size and bias cover common cases"),
-    "block_mask": ("block-sparse masks (block_mask)", "its mask_mod as mask_mod gives the same result"),
-}
-EVERY_FEATURE = tuple(name for name in FEATURES if name not in ("debug_counts", "descale"))
 
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
 
@@ -166,7 +130,7 @@ def few_rows(features: tuple[str, ...], rows: int) -> Need:
     """
 
     def refuses(request: Request) -> str | None:
-        asked = [FEATURES[name] for name in request.features if name in features]
+        asked = [BY_NAME[name].told for name in request.features if name in features]
         group = request.num_heads // request.num_kv_heads
         most = rows // min(group & -group, rows)
         if not asked or request.seq_len <= most:
@@ -226,7 +190,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(*EVERY_FEATURE, "debug_counts"),
+        features=(*EVERYWHERE, "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(
@@ -292,7 +256,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=AMD + NVIDIA,
         head_dims=tuple(range(32, 257, 8)),
         dtypes=("bf16", "f16"),
-        features=EVERY_FEATURE,
+        features=EVERYWHERE,
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
         mixed_dims=None,
@@ -348,7 +312,7 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
             f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad {arg.v} with "
             f"zeros to head_dim {request.head_dim} and cut the output"
         )
-    missing = [FEATURES[name] for name in request.features if name not in kernel.features]
+    missing = [BY_NAME[name].told for name in request.features if name not in kernel.features]
     if missing:
         return "; ".join(f"does not do {what} yet: {instead}" for what, instead in missing)
     meaningless = [name for name in request.tuning if arch not in kernel.tuning.get(name, ())]

@@ -53,7 +53,7 @@ from .arguments.callers import (
 )
 from .arguments.checks import Checks
 from .cache.packed import append_packed, batch_of
-from .call.feature_checks import NO_WINDOW
+from .problem.catalogue import NO_WINDOW
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -35,11 +35,12 @@ from .call.attention_checks import (
     fail,
     settled,
 )
-from .call.feature_checks import NO_WINDOW
 from .problem import contract
 from .problem.block_mask import BlockMask, for_tiles
+from .problem.catalogue import NO_WINDOW
 from .problem.contract import Launch, Tensors
-from .problem.features import Features, Mod
+from .problem.features import Features
+from .problem.mods import Mod
 
 MAX_PLANS = 1024
 
@@ -249,41 +250,8 @@ def flydsl_flash_attn_func(
         key = plan = None
 
     if plan is None:
-        options = {
-            "softmax_scale": softmax_scale,
-            "num_kv_heads": num_kv_heads,
-            "return_lse": return_lse,
-            "cross_seqlen": cross_seqlen,
-            "num_kv_splits": num_kv_splits,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-            "waves_per_eu": waves_per_eu,
-            "daz": daz,
-            "dualwave_swp_lazy_rescale": dualwave_swp_lazy_rescale,
-            "dualwave_swp_setprio": dualwave_swp_setprio,
-            "dualwave_swp_enable_stagger": dualwave_swp_enable_stagger,
-            "debug_counts": debug_counts,
-            "window_size": window_size,
-            "attention_chunk": attention_chunk,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "sink": sink,
-            "q_descale": q_descale,
-            "k_descale": k_descale,
-            "v_descale": v_descale,
-            "score_mod": score_mod,
-            "mask_mod": mask_mod,
-            "block_mask": block_mask,
-            "aux_tensors": aux_tensors,
-            "seqused_q": seqused_q,
-            "seqused_kv": seqused_kv,
-            "cache_leftpad": cache_leftpad,
-            "kv_batch_idx": kv_batch_idx,
-            "block_table": block_table,
-        }
+        given = locals()
+        options = {name: given[name] for name in _OPTIONS}
         call = check_call(q, k, v, causal, out, options)
         kernel = _kernel_for(call)
         extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
@@ -364,6 +332,10 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[_Result, _Result]:
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype), device="meta")
     like_q = (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
     return None if like_q else (tuple(out.shape), out.dtype), ((*batch, heads, seq_len), torch.float32)
+
+
+# keyword arguments, as checks get them
+_OPTIONS = tuple(inspect.signature(flydsl_flash_attn_func).parameters)[4:]
 
 
 def _geometry(t: torch.Tensor) -> tuple:

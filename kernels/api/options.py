@@ -18,7 +18,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedEr
 from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.attention_checks import check_out
-from ..call.feature_checks import DESCALES, NO_WINDOW
+from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
 from .checks import HINTS, check_dense, check_dropout, splits_of, window_of
 from .torch_ops import attention
 
@@ -63,15 +63,10 @@ class Extras(TypedDict, total=False):
 # what an available keyword is called by `flydsl_flash_attn_func`
 AVAILABLE: Mapping[str, str] = {
     "num_splits": "num_kv_splits",
-    "seqused_q": "seqused_q",
-    "seqused_k": "seqused_kv",
-    "page_table": "block_table",
-    "learnable_sink": "sink",
-    "attention_chunk": "attention_chunk",
     "cu_seqlens_q": "cu_seqlens_q",
     "max_seqlen_q": "max_seqlen_q",
     "cu_seqlens_k_new": "cu_seqlens_k_new",
-    **{name: name for name in DESCALES},
+    **{theirs: ours for feature in FEATURES for theirs, ours in feature.flash_attention.items()},
 }
 DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
 PACKED = (*DENSE, "page_table")

@@ -21,16 +21,18 @@ from ..arguments.checks import Checks
 from ..cache.kv_cache import append_to_cache
 from ..call.attention_checks import OUT_DTYPES
 from ..flash_attn_interface import flydsl_flash_attn_func
+from ..problem.catalogue import FEATURES
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, bool causal"
-_OPTIONS = (
-    "float? softmax_scale=None, bool return_lse=False, SymInt num_kv_splits=1, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, "
-    "SymInt[]? window_size=None, SymInt attention_chunk=0, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? sink=None, "
-    "Tensor? seqused_q=None, Tensor? seqused_kv=None, Tensor? block_table=None, "
-    "Tensor? cache_leftpad=None, Tensor? kv_batch_idx=None, "
-    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, str? caller=None"
+_DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0"}
+_OPTIONS = ", ".join(
+    (
+        "float? softmax_scale=None, bool return_lse=False, SymInt num_kv_splits=1",
+        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None",
+        "SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None",
+        *(f"{kind} {name}={_DEFAULTS[kind]}" for f in FEATURES for name, kind in f.keywords.items() if kind),
+        "str? caller=None",
+    )
 )
 
 torch.library.define("fly::flash_attn", f"({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)")

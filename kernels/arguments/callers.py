@@ -19,6 +19,7 @@ from fly.errors import FlyError
 # no value's repr and no name contains it
 _MARK = "\0"
 _MARKED = re.compile(f"{_MARK}([^{_MARK}]*){_MARK}")
+LONGEST_VALUE = 200  # characters of a value that a message shows
 
 
 class _Arguments:
@@ -43,6 +44,15 @@ def _said(text: str, name: Callable[[str], str]) -> str:
 def plain(text: str) -> str:
     """A text with its arguments under the names in which it is written."""
     return _said(text, str)
+
+
+def written(value: Any) -> str:
+    """A value's repr for a message, however long or odd it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a caller's own __repr__, or an int with more digits than Python writes
+        return f"a {type(value).__name__} that has no repr"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 def problem(kind: type[FlyError], text: str, function: str = "") -> FlyError:

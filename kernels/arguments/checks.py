@@ -15,20 +15,10 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedError
 
-from .callers import arg, problem
+from .callers import arg, problem, written
 
 DEVICE_TYPES = ("cuda", "cpu")
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-LONGEST_VALUE = 200  # characters of a value that a message shows
-
-
-def written(value: Any) -> str:
-    """A value's repr for a message, however long or odd it is."""
-    try:
-        text = repr(value)
-    except Exception:  # a caller's own __repr__, or an int with more digits than Python writes
-        return f"a {type(value).__name__} that has no repr"
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 def shown(value: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from fly.errors import ArgumentTypeError
 
+from ..arguments.asked import Asked
 from ..arguments.callers import arg
 from ..arguments.checks import ATTENTION, check_last_stride, check_tensor, fail, flag, whole
 from ..dispatch import DUALWAVE
@@ -366,7 +367,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         most = options["max_seqlen_kv"]
         seq_len_kv, lengths = table.shape[1] * k.shape[1], {}
         seq_len_kv = seq_len_kv if most is None else min(seq_len_kv, most)
-    asked, operands, wanted = check_features(q, k, causal, batch, packed, options)
+    asked, operands, wanted = check_features(Asked(q, k, causal, batch, packed, options))
     features = {
         "packed": packed,
         "split_kv": options["num_kv_splits"] > 1,

@@ -18,7 +18,7 @@ from ..api.checks import check_dense
 from ..api.options import PACKED, add_packing, attend, options_of, refuse
 from ..arguments.callers import VLLM
 from ..arguments.checks import Checks
-from ..call.feature_checks import NO_WINDOW
+from ..problem.catalogue import NO_WINDOW
 
 FUNCTION = VLLM.function
 CHECKS = Checks(FUNCTION)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fly.runtime.device import Device, device_for
 
-from .features import LOG2_E, NO_FEATURES, Features
+from .features import NO_FEATURES, Features
+from .scores import LOG2_E
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ class Request:
     the number to the kernel. `alignment`: bytes, 16 at most, that divide the addresses and strides of q, k, v and
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
     two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
-    `features` are keys of `dispatch.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
+    `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
     v and out, None when it is `head_dim`. `asked`: what the operands are.
     """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import fly
 
 if TYPE_CHECKING:
-    from .features import Place
+    from .scores import Place
 
 Source = tuple[Any, ...]  # the coordinates of a row of the bias: all but the key
 Pieces = tuple[tuple[fly.Value, ...], ...]  # [row of the bias][column tile] -> the lane's elements

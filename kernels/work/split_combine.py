@@ -24,7 +24,8 @@ from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 
 from ..problem.contract import Request, Tensors
-from ..problem.features import LOG2_E, NO_FEATURES, Features
+from ..problem.features import NO_FEATURES, Features
+from ..problem.scores import LOG2_E
 from .tile_scheduler import Sequence, fold_grid, grid, part, sequences_of, slice_of_block
 
 THREADS = 256

@@ -82,7 +82,7 @@ class Run:
 
 
 def _features(workload: Workload) -> dict[str, bool]:
-    """The keys of `dispatch.FEATURES`, and whether a workload asks for them."""
+    """Names of features in `problem.catalogue`, and whether a workload asks for them."""
     return {"packed": bool(workload.lengths), "split_kv": workload.num_kv_splits != 1}
 
 

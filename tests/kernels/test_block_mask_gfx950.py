@@ -20,7 +20,8 @@ from kernels import dispatch
 from kernels.flash_attn_gfx950 import BLOCK_M, WAVE_ROWS, WAVES, DualWaveOptions, flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import BlockMask, create_block_mask
-from kernels.problem.features import Features, Mod
+from kernels.problem.features import Features
+from kernels.problem.mods import Mod
 from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.kernels.feature_cases import Inputs, by_sequence_and_head, document_mask, everything
 from tests.kernels.feature_reference import check_used, feature_reference

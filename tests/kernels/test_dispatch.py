@@ -12,6 +12,7 @@ from fly.errors import UnsupportedError
 from kernels import commands, dispatch
 from kernels.arguments.callers import plain
 from kernels.problem import contract
+from kernels.problem.catalogue import BY_NAME
 from tests.kernels.stub import rows
 
 REQUEST = contract.Request(
@@ -69,16 +70,16 @@ def test_the_generic_kernel_knows_the_same_targets_as_the_compiler():
 
 def test_every_row_names_known_features_and_a_reason():
     for kernel in dispatch.KERNELS:
-        assert set(kernel.features) <= set(dispatch.FEATURES) and kernel.reason
+        assert set(kernel.features) <= set(BY_NAME) and kernel.reason
         for archs in kernel.tuning.values():
             assert set(archs) <= set(kernel.archs)
 
 
-@pytest.mark.parametrize("feature", dispatch.FEATURES)
+@pytest.mark.parametrize("feature", BY_NAME)
 def test_missing_features_are_refused_with_an_alternative(feature):
     generic = next(k for k in dispatch.KERNELS if k.name == "generic")
     bare = replace(generic, features=())
-    what, instead = map(plain, dispatch.FEATURES[feature])
+    what, instead = map(plain, BY_NAME[feature].told)
     assert dispatch.refusal(bare, "gfx942", replace(REQUEST, features=(feature,))) == (
         f"does not do {what} yet: {instead}"
     )

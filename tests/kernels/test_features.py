@@ -17,7 +17,7 @@ from fly.errors import DTypeError, EmulatorError
 from kernels import dispatch, flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.contract import Launch
-from kernels.problem.features import Mod
+from kernels.problem.mods import Mod
 from kernels.work import launch as attention_launch
 from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, Pair, by_head, compare, document_mask, stripes
 from tests.kernels.feature_reference import check_used, feature_reference

@@ -16,7 +16,8 @@ from fly.runtime.device import device_for
 from kernels.dispatch import KERNELS
 from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions, flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.problem.features import Features, Mod
+from kernels.problem.features import Features
+from kernels.problem.mods import Mod
 from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, by_head, compare, document_mask
 
 FORMS = {"dense": (False, 1), "packed": (True, 1), "split": (False, 2), "packed-split": (True, 3)}

@@ -10,7 +10,7 @@ import torch
 
 from kernels import flash_attn_api as api
 from kernels.api import torch_ops
-from kernels.call.feature_checks import DESCALES
+from kernels.problem.catalogue import DESCALES
 from tests.kernels import fp8_reference
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check

@@ -22,10 +22,10 @@ from fly.emulator.banks import MODELS, BankCounter
 from fly.errors import DTypeError, LayoutError, ShapeError, UnsupportedError
 from fly.runtime.device import device_for
 from kernels import dispatch
-from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions
 from kernels.flash_attn_gfx950_fp8 import flash_attn_gfx950_fp8, k_tile, v_tile
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
 from tests.kernels.fp8_reference import reference

@@ -18,9 +18,9 @@ from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, Unsupported
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8
-from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request, Tensors
 from kernels.problem.features import NO_FEATURES, Features
 from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fly.errors import UnsupportedError
-from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.integrations import vllm
+from kernels.problem.catalogue import DESCALES
 from tests.kernels.fp8_reference import references
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged

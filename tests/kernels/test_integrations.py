@@ -13,9 +13,9 @@ import torch
 
 from fly.errors import ArgumentError, UnsupportedError
 from kernels.api import torch_ops
-from kernels.call.feature_checks import DESCALES
 from kernels.integrations import transformers as hub
 from kernels.integrations import vllm
+from kernels.problem.catalogue import DESCALES
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check
 

@@ -16,11 +16,12 @@ from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch
 from kernels.arguments.callers import plain
-from kernels.call.feature_checks import DESCALES
-from kernels.dispatch import AMD, FEATURES, KERNELS, NVIDIA
+from kernels.dispatch import AMD, KERNELS, NVIDIA
 from kernels.flash_attn_generic import flash_attn_generic, options_for
+from kernels.problem.catalogue import BY_NAME, DESCALES, NUMBERS, OPERANDS
 from kernels.problem.contract import Request
-from kernels.problem.features import NUMBERS, OPERANDS, Features, Mod
+from kernels.problem.features import Features
+from kernels.problem.mods import Mod
 from tests.backends.builds import needs_ptxas, run_ptxas
 
 ARCHS = (*AMD, *NVIDIA)
@@ -40,8 +41,8 @@ PLAIN = Request(
     softmax_scale=0.1,
     kv_pitch=512,
 )
-SINGLE = [(), *((name,) for name in FEATURES)]
-PAIRS = list(itertools.combinations(FEATURES, 2))
+SINGLE = [(), *((name,) for name in BY_NAME)]
+PAIRS = list(itertools.combinations(BY_NAME, 2))
 CHANGES = ({}, {"dtype": "f16"}, {"dtype": "f8e4m3"}, {"alignment": 2}, {"tuning": {"waves_per_eu": 2}})
 
 
@@ -70,7 +71,7 @@ def combination(kernel: dispatch.Kernel, request: Request) -> list[str]:
         return [f"not ({request.head_dim}, {request.value_dim}): pad v"]
     missing = [name for name in request.features if name not in kernel.features]
     if missing:
-        return [plain(part) for name in missing for part in FEATURES[name]]
+        return [plain(part) for name in missing for part in BY_NAME[name].told]
     if set(request.tuning) - set(kernel.tuning):
         return [*request.tuning, "leave it out"]
     return [f"not of {request.alignment}: make them contiguous"] if request.alignment < 16 else []
@@ -99,7 +100,7 @@ def check_choice(arch: str, request: Request) -> bool:
 def test_every_call_is_served_or_refused_in_full(arch):
     served = {request.features for request in requests() if check_choice(arch, request)}
     alone = {"debug_counts": ("gfx950",), "descale": ("gfx950", "sm_90a")}  # where few architectures have them
-    assert served == {(), *((name,) for name in FEATURES if arch in alone.get(name, (arch,)))}
+    assert served == {(), *((name,) for name in BY_NAME if arch in alone.get(name, (arch,)))}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -135,7 +136,7 @@ def test_an_unknown_target_is_named():
 
 
 GENERIC_OPERANDS = tuple(name for name in OPERANDS if name not in DESCALES)
-# tensors of every operand, as `kernels.call.feature_checks` gives them
+# tensors of every operand, as `check_features` gives them
 OPERAND_SPECS = {
     **{name: ScalarSpec("i32") for name in NUMBERS},
     "softcap": ScalarSpec("f32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fly import config
-from kernels.problem.features import OPERANDS
+from kernels.problem.catalogue import OPERANDS
 from tests.kernels import hopper_stub, sanitizer_set
 from tests.runtime.fakes import Compiler
 

@@ -16,7 +16,8 @@ import fly
 from fly.backends.target import target
 from fly.errors import ShapeError, UnsupportedError
 from kernels import dispatch
-from kernels.problem.features import Features, Mod
+from kernels.problem.features import Features
+from kernels.problem.mods import Mod
 from kernels.sm90.builds import DECODE_ROWS, Sm90Options, build_for, options_of, section_for
 from kernels.sm90.schedule import STOP
 from kernels.sm90.tiles import TILES

@@ -18,8 +18,10 @@ from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
 from kernels.flash_attn_sm90 import HeadPlace
 from kernels.problem.contract import Request
-from kernels.problem.features import LOG2_E, Features, Mod
+from kernels.problem.features import Features
 from kernels.problem.mask import KeyRange
+from kernels.problem.mods import Mod
+from kernels.problem.scores import LOG2_E
 from kernels.sm90.builds import build_for, keys_seen
 from kernels.sm90.schedule import Schedule, query_of
 from tests.kernels.feature_reference import Scores, Span

@@ -11,7 +11,9 @@ import pytest
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.problem.features import NUMBERS, OPERANDS, Features, Mod
+from kernels.problem.catalogue import NUMBERS, OPERANDS
+from kernels.problem.features import Features
+from kernels.problem.mods import Mod
 from kernels.sm90.builds import KEYS_ALONE, Sm90Options, build_for, decode_options, elementwise_keys, options_of
 from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels import flash_attn_interface, flash_attn_sm90_fp8
-from kernels.call.feature_checks import DESCALES
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.catalogue import DESCALES
 from kernels.sm90.builds import options_of
 from tests.kernels.fp8_reference import reference, references
 from tests.kernels.packed import offsets

@@ -10,8 +10,8 @@ import torch
 from kernels import flash_attn_api as api
 from kernels.api import torch_ops
 from kernels.cache.kv_cache import append_to_cache
-from kernels.call.feature_checks import DESCALES
 from kernels.integrations import vllm
+from kernels.problem.catalogue import DESCALES
 from tests.kernels import fp8_reference
 from tests.kernels.api_reference import dense, packed
 from tests.kernels.reference import check

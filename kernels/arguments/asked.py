@@ -1,0 +1,116 @@
+"""A call's keyword arguments as the checks of features see them (`problem.catalogue`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fly.errors import ArgumentTypeError
+
+from .callers import arg
+from .checks import ATTENTION, Checks, fail
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """q and k, whose ranks and shapes are checked, and the keyword arguments by name (`options`)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    causal: bool
+    batch: int
+    packed: bool
+    options: Mapping[str, Any]
+    checks: Checks = ATTENTION
+
+    def __getitem__(self, keyword: str) -> Any:
+        return self.options[keyword]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def queries(self) -> int:
+        """Of the longest sequence, or of all packed ones."""
+        return self.q.shape[-3]
+
+    @property
+    def keys(self) -> int:
+        """The same; in pages, those of a whole row of the table."""
+        table = self["block_table"]
+        return self.k.shape[-3] if table is None else self.k.shape[1] * table.shape[1]
+
+    def tensor(self, name: str, dtypes: Sequence[torch.dtype]) -> Any:
+        """A keyword argument that is a tensor of one of `dtypes` on q's device."""
+        value = self[name]
+        self.checks.plain(name, value)
+        if value.dtype not in dtypes:
+            accepted = ", ".join(map(str, dtypes))
+            fail(f"{arg(name)} has dtype {value.dtype}; accepted: {accepted}", ArgumentTypeError)
+        if value.device != self.device:
+            fail(f"{arg(name)} must be on {arg.q}'s device {self.device}, got {value.device}")
+        return value
+
+    def floats(self, name: str) -> Any:
+        """The same of any float type that kernels convert."""
+        return self.tensor(name, FLOATS)
+
+    def single(self, name: str) -> Any:
+        """The same of float32."""
+        return self.tensor(name, (torch.float32,))
+
+    def counts(self, name: str) -> Any:
+        """A keyword argument that is one int32 number a sequence."""
+        value = self[name]
+        self.checks.plain(name, value)
+        good = value.shape == (self.batch,) and value.dtype == torch.int32 and value.is_contiguous()
+        if not good or value.device != self.device:
+            fail(
+                f"{arg(name)} must hold {self.batch} contiguous int32 numbers on {self.device}, got shape "
+                f"{tuple(value.shape)}, dtype {value.dtype} on {value.device}"
+            )
+        return value
+
+    def function(self, name: str, function: Any, dependencies: Callable[[Any], Any]) -> Any:
+        """A function that captures no tensor; `dependencies`: (name, value) of what it captures."""
+        if not isinstance(function, Callable):
+            fail(f"{name} must be a function, got {function!r} ({type(function).__name__})", ArgumentTypeError)
+        for captured, value in dependencies(function):
+            if isinstance(value, torch.Tensor):
+                fail(
+                    f"{name} captures the tensor {captured!r}: pass it in aux_tensors, and it is an argument after "
+                    "key",
+                    ArgumentTypeError,
+                )
+        return function
+
+    def aux_tensors(self, used: bool) -> tuple[torch.Tensor, ...]:
+        """What functions may load from; `used`: there are functions."""
+        tensors = self["aux_tensors"]
+        if not isinstance(tensors, Sequence):
+            fail(f"aux_tensors must be a sequence of tensors, got {type(tensors).__name__}", ArgumentTypeError)
+        for i, tensor in enumerate(tensors):
+            self.checks.plain(f"aux_tensors[{i}]", tensor)
+            if tensor.dtype not in AUX_DTYPES:
+                accepted = ", ".join(map(str, AUX_DTYPES))
+                fail(f"aux_tensors[{i}] has dtype {tensor.dtype}; accepted: {accepted}", ArgumentTypeError)
+            if tensor.device != self.device:
+                fail(f"aux_tensors[{i}] must be on q's device {self.device}, got {tensor.device}")
+        if tensors and not used:
+            fail("aux_tensors are for score_mod and mask_mod, and neither is given: leave them out")
+        return tuple(tensors)

@@ -1,0 +1,365 @@
+"""What a call may ask of attention beyond softmax(scale * Q K^T) V: one record a feature.
+
+Whatever lists features follows from `FEATURES`: what kernels say that they do, what a call that none does is told,
+the order of a kernel's operands, the checks of a call, what is done to a tile of scores, and the schema of torch's
+operations. A feature beside these takes a record here and its keyword in `flydsl_flash_attn_func` (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import fly
+from fly.errors import ArgumentTypeError
+
+from ..arguments.callers import arg, written
+from . import scores
+from .mods import Mod, dependencies
+from .scores import Place, ScoreTile
+
+if TYPE_CHECKING:
+    from ..arguments.asked import Asked
+    from .features import Given
+
+NO_WINDOW = (-1, -1)
+SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
+WIDE_SOFTCAP = 256.0  # from here on, see `Features.wide_softcap`
+DESCALES = ("q_descale", "k_descale", "v_descale")
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature.
+
+    `name`: as kernels and tables of builds know it; `what`, `instead`: how a refusal calls it, and what a caller can
+    do instead (`arg` marks arguments). `everywhere`: the generic kernel does it on every target.
+
+    `keywords`: its keyword arguments of `flydsl_flash_attn_func`, and their types in the schema of torch's
+    operations, "" for what these cannot take. `flash_attention`: those that FlashAttention-3 and -4 have, by their
+    names.
+
+    `operands`: what kernels get for it, in order; `numbers`: these are no tensors. `implied`: operands that another
+    one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands and
+    fields of `Features` by name; nothing where it is not asked for.
+
+    `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
+    tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does.
+    """
+
+    name: str
+    what: str
+    instead: str
+    everywhere: bool = True
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    flash_attention: Mapping[str, str] = field(default_factory=dict)
+    operands: tuple[str, ...] = ()
+    numbers: bool = False
+    implied: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Asked], Found] | None = None
+    load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
+    modify: Callable[[Given, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
+    raw: bool = False
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """What it is called, and what to do instead."""
+        return self.what, self.instead
+
+    def asked(self, found: Found) -> bool:
+        """Whether a call asks for it, given what all checks found."""
+        told = (n for n in self.operands if n in found and self.implied.get(n) not in found)
+        return any(told) or found.get(self.name) is not None
+
+
+def _lengths(asked: Asked) -> Found:
+    names = (name for name in ("seqused_q", "seqused_kv") if asked[name] is not None)
+    return {name: asked.counts(name) for name in names}
+
+
+def _of_cache(name: str, asked: Asked) -> Found:
+    if asked[name] is None:
+        return {}
+    counts = asked.counts(name)
+    if asked["cu_seqlens_kv"] is not None and asked["block_table"] is None:
+        asked.checks.fail(
+            f"{arg(name)} is for (B, S, Hkv, D) keys; packed ones have {arg.cu_seqlens_kv} and {arg.seqused_kv}"
+        )
+    return {name: counts}
+
+
+def _pages(asked: Asked) -> Found:
+    table, fail = asked["block_table"], asked.checks.fail
+    if table is None:
+        return {}
+    if asked["kv_batch_idx"] is None and table.shape[0] != asked.batch:
+        fail(f"{arg.block_table} must have a row for each of {asked.batch} sequences, got shape {tuple(table.shape)}")
+    if asked["seqused_kv"] is None and asked["cu_seqlens_kv"] is None:
+        fail(f"{arg.block_table} needs the sequences' lengths: pass {arg.seqused_kv}, (B,) int32")
+    if asked["cu_seqlens_kv"] is not None and asked["cu_seqlens_q"] is None:
+        fail(
+            f"{arg.cu_seqlens_kv} with {arg.block_table} is for packed queries ({arg.cu_seqlens_q}); pass "
+            f"{arg.seqused_kv}, (B,) int32"
+        )
+    if not asked.k.shape[1]:
+        fail(f"pages of {arg.k} and {arg.v} must have at least one key, got shape {tuple(asked.k.shape)}")
+    return {"block_table": table}
+
+
+def _window(asked: Asked) -> Found:
+    size, fail = asked["window_size"], asked.checks.fail
+    good = isinstance(size, Sequence) and len(size) == 2
+    if not good or any(isinstance(side, bool) or not isinstance(side, int) for side in size):
+        fail(f"{arg.window_size} must be two ints (left, right), got {written(size)}", ArgumentTypeError)
+    for side in size:
+        if not -1 <= side < 2**31:
+            sides = "sides from 0 to 2**31 - 1, or -1 for no limit"
+            fail(f"{arg.window_size} must have {sides}, got {written(tuple(size))}")
+    left, right = size
+    # no further than there are keys to the left and queries to the right: positions plus a side stay below 2**31
+    sides = {"window_left": min(left, asked.keys), "window_right": min(right, asked.queries)}
+    return {name: side for name, side in sides.items() if side >= 0 and not (name == "window_right" and asked.causal)}
+
+
+def _chunk(asked: Asked) -> Found:
+    chunk = asked["attention_chunk"]
+    asked.checks.whole("attention_chunk", chunk, 0, 2**31 - 1)
+    return {"attention_chunk": chunk} if chunk else {}
+
+
+def _softcap(asked: Asked) -> Found:
+    accepted = "a finite positive number, or 0 for none"
+    cap = asked.checks.number("softcap", asked["softcap"], accepted, lambda cap: cap >= 0)
+    if not cap:
+        return {}
+    # of float32 scores, larger caps leave all as they are, and smaller ones none
+    cap = min(max(cap, SOFTCAPS[0]), SOFTCAPS[1])
+    return {"softcap": cap, "wide_softcap": cap >= WIDE_SOFTCAP}
+
+
+def _slopes(asked: Asked) -> Found:
+    if asked["alibi_slopes"] is None:
+        return {}
+    slopes, batch, heads = asked.single("alibi_slopes"), asked.batch, asked.heads
+    if slopes.shape not in ((heads,), (batch, heads)):
+        asked.checks.fail(
+            f"{arg.alibi_slopes} must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
+        )
+    asked.checks.unit_last_stride("alibi_slopes", slopes)
+    return {"alibi_slopes": slopes.expand(batch, heads)}
+
+
+def _bias(asked: Asked) -> Found:
+    """(B, H, Sq, Skv), or (B, H, Skv) where it is not by query."""
+    if asked["bias"] is None:
+        return {}
+    bias, fail = asked.floats("bias"), asked.checks.fail
+    if asked.packed:
+        fail(f"{arg.bias} is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
+    shape = (asked.batch, asked.heads, asked.queries, asked.keys)
+    if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape))):
+        fail(f"{arg.bias} must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
+    if bias.dim() < 2 or bias.shape[-2] == 1:
+        # the kernels load what is not by query once for all rows
+        batch, heads, _, keys = shape
+        return {"bias": (bias if bias.dim() < 2 else bias.squeeze(-2)).expand(batch, heads, keys)}
+    return {"bias": bias.expand(shape)}
+
+
+def _sink(asked: Asked) -> Found:
+    if asked["sink"] is None:
+        return {}
+    sink = asked.floats("sink")
+    if sink.shape != (asked.heads,):
+        wanted = f"one entry a query head, shape ({asked.heads},)"
+        asked.checks.fail(f"{arg.sink} must have {wanted}, got {tuple(sink.shape)}")
+    asked.checks.unit_last_stride("sink", sink)
+    return {"sink": sink}
+
+
+def _descales(asked: Asked) -> Found:
+    found = {}
+    for name in DESCALES:
+        if asked[name] is not None:
+            scales, shape = asked.single(name), (asked.batch, asked.kv_heads)
+            if scales.shape not in ((), (1,), shape):
+                wanted = f"shape (), (1,) or (B, Hkv) = {shape}"
+                asked.checks.fail(f"{arg(name)} must have {wanted}, got {tuple(scales.shape)}")
+            found[name] = scales.expand(shape)
+    return found
+
+
+def _function(name: str, asked: Asked) -> Found:
+    function = asked[name]
+    return {} if function is None else {name: Mod.of(asked.function(name, function, dependencies))}
+
+
+BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
+
+
+def _blocks(asked: Asked) -> Found:
+    from .block_mask import BlockMask  # torch's, which those do not load that only read this table
+
+    mask, fail = asked["block_mask"], asked.checks.fail
+    if mask is None:
+        return {}
+    if asked["block_table"] is not None:
+        fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
+    if not isinstance(mask, BlockMask):
+        hint = "; pass fly_attention.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
+        fail(f"block_mask must be a fly_attention.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
+    if asked.packed:
+        fail("block_mask is for (B, S, H, D) tensors; for packed sequences pass its mask_mod as mask_mod")
+    if asked["mask_mod"] is not None:
+        fail("block_mask has a mask_mod of its own: leave mask_mod out, or build a block mask of both")
+    lists = mask.check(asked.batch, asked.heads, (asked.queries, asked.k.shape[-3]), asked.device)
+    found = dict(zip(BLOCKS, lists)) | {"block_size": tuple(mask.BLOCK_SIZE)}
+    if mask.mask_mod is not None:
+        found["mask_mod"] = Mod.of(asked.function("block_mask.mask_mod", mask.mask_mod, dependencies))
+    return found
+
+
+# In the order in which kernels take operands, and in which scores are modified.
+FEATURES = (
+    Feature(
+        "packed",
+        f"packed sequences ({arg('cu_seqlens_q, cu_seqlens_kv')})",
+        "call it once per sequence with (1, S, H, D) tensors",
+    ),
+    Feature("split_kv", f"split keys ({arg.num_kv_splits} > 1)", f"{arg.num_kv_splits}=1 gives the same result"),
+    Feature("debug_counts", "counting of rescales (debug_counts)", "leave debug_counts out", everywhere=False),
+    Feature(
+        "seqused",
+        f"lengths in use ({arg('seqused_q, seqused_kv')})",
+        "cut the sequences, or pack them with cu_seqlens",
+        keywords={"seqused_q": "Tensor?", "seqused_kv": "Tensor?"},
+        flash_attention={"seqused_q": "seqused_q", "seqused_k": "seqused_kv"},
+        operands=("seqused_q", "seqused_kv"),
+        implied={"seqused_kv": "block_table"},
+        check=_lengths,
+    ),
+    Feature(
+        "cache_leftpad",
+        f"padding at the left ({arg.cache_leftpad})",
+        f"cut it off {arg.k} and {arg.v}, or pack sequences with cu_seqlens",
+        keywords={"cache_leftpad": "Tensor?"},
+        operands=("cache_leftpad",),
+        check=partial(_of_cache, "cache_leftpad"),
+    ),
+    Feature(
+        "kv_batch_idx",
+        f"entries of a cache ({arg.kv_batch_idx})",
+        f"pass {arg.k}[{arg.kv_batch_idx}] and {arg.v}[{arg.kv_batch_idx}]",
+        keywords={"kv_batch_idx": "Tensor?"},
+        operands=("kv_batch_idx",),
+        check=partial(_of_cache, "kv_batch_idx"),
+    ),
+    Feature(
+        "paged",
+        f"keys in pages ({arg.block_table})",
+        f"gather a sequence's pages into {arg.k} and {arg.v}",
+        keywords={"block_table": "Tensor?"},
+        flash_attention={"page_table": "block_table"},
+        operands=("block_table",),
+        check=_pages,
+    ),
+    Feature(
+        "window",
+        f"sliding windows ({arg.window_size})",
+        f"a {arg.mask_mod} gives the same result",
+        keywords={"window_size": "SymInt[]?"},
+        operands=("window_left", "window_right"),
+        numbers=True,
+        check=_window,
+    ),
+    Feature(
+        "attention_chunk",
+        f"chunks of keys ({arg.attention_chunk})",
+        f"a {arg.mask_mod} gives the same result",
+        keywords={"attention_chunk": "SymInt"},
+        flash_attention={"attention_chunk": "attention_chunk"},
+        operands=("attention_chunk",),
+        numbers=True,
+        check=_chunk,
+    ),
+    Feature(
+        "softcap",
+        f"{arg.softcap}",
+        f"a {arg.score_mod} gives the same result",
+        keywords={"softcap": "float"},
+        operands=("softcap",),
+        numbers=True,
+        check=_softcap,
+        modify=lambda given, tile, cap, at: scores.cap(tile, cap, at, wide=given.features.wide_softcap),
+        raw=True,
+    ),
+    Feature(
+        "alibi",
+        f"ALiBi ({arg.alibi_slopes})",
+        f"a {arg.score_mod} gives the same result",
+        keywords={"alibi_slopes": "Tensor?"},
+        operands=("alibi_slopes",),
+        check=_slopes,
+        load=lambda slopes, place: scores.of_head(place, lambda head: slopes.load(place.batch, head).to(fly.f32)),
+        modify=lambda given, tile, slope, at: scores.add_distances(tile, slope, at),
+    ),
+    Feature(
+        "bias",
+        f"additive {arg.bias}",
+        f"a {arg.score_mod} with aux_tensors gives the same result",
+        keywords={"bias": "Tensor?"},
+        operands=("bias",),
+        check=_bias,
+        modify=lambda given, tile, bias, at: scores.add_bias(tile, bias, at, alone=given.features.only_bias),
+    ),
+    Feature(
+        "sink",
+        f"sinks ({arg.sink})",
+        f"rescale the output by sigmoid(lse - {arg.sink})",
+        keywords={"sink": "Tensor?"},
+        flash_attention={"learnable_sink": "sink"},
+        operands=("sink",),
+        check=_sink,
+    ),
+    Feature(
+        "block_mask",
+        "block-sparse masks (block_mask)",
+        "its mask_mod as mask_mod gives the same result",
+        keywords={"block_mask": ""},
+        operands=BLOCKS,
+        check=_blocks,
+    ),
+    Feature(
+        "descale",
+        f"scales of 8-bit inputs ({arg('q_descale, k_descale, v_descale')})",
+        f"{arg.softmax_scale} takes a factor of the scores, and out can be multiplied",
+        everywhere=False,
+        keywords=dict.fromkeys(DESCALES, "Tensor?"),
+        flash_attention={name: name for name in DESCALES},
+        operands=DESCALES,
+        check=_descales,
+    ),
+    Feature(
+        "score_mod",
+        "score_mod",
+        "softcap, alibi_slopes and bias cover common cases",
+        keywords={"score_mod": ""},
+        check=partial(_function, "score_mod"),
+    ),
+    Feature(
+        "mask_mod",
+        "mask_mod",
+        "window_size and bias cover common cases",
+        keywords={"mask_mod": ""},
+        check=partial(_function, "mask_mod"),
+    ),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}
+EVERYWHERE = tuple(feature.name for feature in FEATURES if feature.everywhere)
+# The operands that kernels know, in the order in which they take them. Auxiliary tensors come last.
+OPERANDS = tuple(name for feature in FEATURES for name in feature.operands)
+NUMBERS = tuple(name for feature in FEATURES if feature.numbers for name in feature.operands)
+MODIFIERS = tuple(feature for feature in FEATURES if feature.modify is not None)
