@@ -31,7 +31,8 @@ class _Arguments:
     def __call__(self, name: str) -> str:
         return f"{_MARK}{name}{_MARK}"
 
-    __getattr__ = __call__
+    def __getattr__(self, name: str) -> str:
+        return self(name)
 
 
 arg = _Arguments()
