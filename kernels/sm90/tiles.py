@@ -30,6 +30,12 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
     (96, 96, True, 2, 2048): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.66},
     (96, 96, True, 2, None): {"block_n": 160, "stages": 2, "q_stages": 2, "cost": 0.7},
     (96, 96, True, 1, None): {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.5},
+    (128, 128, False, 3, 4096): {
+        "block_n": 80,
+        "stages": 2,
+        "q_stages": 2,
+        "without": ("packed", "paged", "softcap", "alibi", "bias", "score_mod", "mask_mod"),
+    },
     (128, 128, False, 3, None): {
         "block_n": 80,
         "stages": 2,

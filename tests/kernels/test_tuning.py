@@ -85,7 +85,8 @@ def test_cells_of_the_sm90_kernel():
         (128, 128, True, 3, 4096): [4096],
         (128, 128, True, 3, None): [8192],
         (128, 128, False, 2, 1024): [512, 1024],
-        (128, 128, False, 3, None): [2048, 4096, 8192],
+        (128, 128, False, 3, 4096): [2048, 4096],
+        (128, 128, False, 3, None): [8192],
     }
     few = Workload(1, 512, 512, 2, 2, 128, "bf16", False)
     assert list(tune.cells_by_key(adapter, [few], H200)) == [(128, 128, False, 1, None)]
