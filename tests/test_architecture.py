@@ -315,7 +315,7 @@ def test_no_other_names_are_public():
 
 @pytest.mark.parametrize("variable", config.VARIABLES, ids=lambda variable: variable.name)
 def test_environment_variables_are_documented(variable):
-    assert f"`{variable.name}`" in (ROOT / "README.md").read_text()
+    assert f"`{variable.name}`" in (ROOT / "docs/environment.md").read_text()
 
 
 def test_files_are_short_enough_to_read():
