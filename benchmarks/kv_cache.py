@@ -6,7 +6,7 @@
 A line is one shape: whether ours agrees with torch (how many elements differ, and by how much), then microseconds
 with a cold L2 cache (medians; calls take turns), and the bytes that must move, over that time. `copy` is one torch
 copy that moves as many bytes. The last line is the host's time for a warm call. What is right is decided by
-`tests/kernels/test_kv_cache.py`; this shows a GPU's results and times in one run.
+`tests/kernels/cache/test_kv_cache.py`; this shows a GPU's results and times in one run.
 """
 
 from __future__ import annotations

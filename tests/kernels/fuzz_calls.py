@@ -32,13 +32,13 @@ from fly.errors import UnsupportedError
 from kernels.flash_attn_interface import flydsl_flash_attn_workspace
 from kernels.problem.contract import target_of
 from tests.kernels import fp8_reference
-from tests.kernels.fuzz_bounds import exact
-from tests.kernels.fuzz_draws import APPEND, Build, Draw, draw_build
-from tests.kernels.fuzz_maker import draw_problem
-from tests.kernels.fuzz_mistakes import draw_mistake, judge_mistake, without_kernels
-from tests.kernels.fuzz_problems import Problem, outside, result_of
-from tests.kernels.kv_cache_cases import Case, failures
-from tests.kernels.kv_cache_cases import Problem as AppendProblem
+from tests.kernels.cache.kv_cache_cases import Case, failures
+from tests.kernels.cache.kv_cache_cases import Problem as AppendProblem
+from tests.kernels.fuzz.fuzz_bounds import exact
+from tests.kernels.fuzz.fuzz_draws import APPEND, Build, Draw, draw_build
+from tests.kernels.fuzz.fuzz_maker import draw_problem
+from tests.kernels.fuzz.fuzz_mistakes import draw_mistake, judge_mistake, without_kernels
+from tests.kernels.fuzz.fuzz_problems import Problem, outside, result_of
 from tests.kernels.reference import check
 
 CALLS = 10  # of a build

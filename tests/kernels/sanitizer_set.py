@@ -24,8 +24,8 @@ from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem import contract
 from kernels.problem.block_mask import create_block_mask
+from tests.kernels.cache.kv_cache_cases import Case, Problem
 from tests.kernels.feature_cases import FEATURES, Inputs
-from tests.kernels.kv_cache_cases import Case, Problem
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged
 

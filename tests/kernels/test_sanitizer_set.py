@@ -6,7 +6,8 @@ import pytest
 
 from fly import config
 from kernels.problem.catalogue import OPERANDS
-from tests.kernels import hopper_stub, sanitizer_set
+from tests.kernels import sanitizer_set
+from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
 MOST_BUILDS = 160  # a sanitizer makes loading and running one take seconds

@@ -1,0 +1,424 @@
+"""Attention on 8-bit floats for Hopper without a GPU: builds as ptxas sees them, turned values, arguments, wiring."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fly.backends.nvvm.wgmma import PAIRS
+from fly.backends.target import target
+from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, UnsupportedError
+from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
+from fly.runtime.compile import compile_kernel
+from kernels import dispatch, flash_attn_sm90_fp8
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.problem.catalogue import DESCALES
+from kernels.problem.contract import Request, Tensors
+from kernels.problem.features import NO_FEATURES, Features
+from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
+from kernels.sm90.turner import Turner
+from tests.backends.builds import needs_ptxas, run_ptxas
+from tests.kernels.fp8_reference import plain, reference, rounded
+from tests.kernels.sm90 import hopper_stub
+from tests.simulated import Machine, Program, flat
+from tests.tracing import trace
+
+E4M3 = torch.float8_e4m3fn
+every_row = pytest.mark.parametrize("row", TILES, ids=str)
+DECODE = [(64, False, 8), (128, False, 8), (128, True, 4), (256, False, 1)]
+DESCALED = Features(DESCALES)
+OPERANDS = dict.fromkeys(DESCALES, TensorSpec("f32", 2, 4, False)) | {"block_table": TensorSpec("i32", 2, 4, True)}
+
+
+@functools.cache
+def build(options: Fp8Options, split: bool = False, form: str = "dense"):
+    """One build, as `prepare` has it compiled; `form`: dense or packed queries, or packed ones of a dense cache."""
+    packed = form != "dense"
+    rank = 4 - packed + split
+    maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
+    results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
+    offsets = TensorSpec("i32", 1, 16, True) if packed else None
+    scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
+    operands = [OPERANDS.get(name, TensorSpec("i32", 1, 4, True)) for name in options.features.operands]
+    whole = (None, None)
+    if options.combines:
+        whole = (TensorSpec("bf16", rank - 1, 16, True), TensorSpec("f32", rank - 2, 4, True))
+    of_keys = None if options.page_size or form == "packed of a cache" else offsets
+    specs = (*maps, *results, offsets, of_keys, TensorSpec("i32", 1, 16, True), *whole, *scalars, *operands)
+    kernel = flash_attn_sm90_fp8.flash_attn_sm90_fp8
+    return compile_kernel(kernel, specs, {"options": options}, "sm_90a", (options.threads, 1, 1))
+
+
+def row_options(row, features=NO_FEATURES) -> Fp8Options:
+    return replace(options_of(row, TILES[row], Fp8Options), features=features)
+
+
+def accept(artefact, options, directory, spilled: int = 160) -> str:
+    """No note of ptxas, and at most a few words spilled: a tile's own O takes what registers are left."""
+    report = run_ptxas(artefact.isa, "sm_90a", directory)
+    assert sum(map(int, re.findall(r"(\d+) bytes spill", report))) <= spilled, report
+    assert not re.search(r"\(C\d+\)|warning|Potential", report), report
+    assert options.tile_bytes < artefact.dynamic_shared <= min(options.tile_bytes + 2048, 227 << 10)
+    return report
+
+
+def accept_decoding(artefact, options, directory) -> None:
+    """The same, and that what the block is launched with covers what its warpgroups take in the end."""
+    report = accept(artefact, options, directory, 100)
+    launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
+    assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
+
+
+@pytest.mark.sample(2)
+@needs_ptxas
+@every_row
+@pytest.mark.parametrize("features", [NO_FEATURES, DESCALED], ids=["plain", "descaled"])
+def test_every_build_is_accepted_as_it_is_meant(row, features, tmp_path):
+    accept(build(row_options(row, features)), row_options(row), tmp_path)
+
+
+@needs_ptxas
+def test_parts_are_accepted_too(tmp_path):
+    row = (128, 128, True, 2, None)
+    accept(build(row_options(row, DESCALED), split=True), row_options(row), tmp_path)
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
+def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
+    options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
+    for options_ in (options, *([replace(options, first_rows=True)] if options.products == 1 else [])):
+        accept_decoding(build(replace(options_, features=DESCALED), split=True), options, tmp_path)
+
+
+CACHES = [
+    (("seqused_kv", "block_table", "k_descale"), 16, "dense", True),
+    (("seqused_kv", "block_table", "v_descale"), 128, "packed", True),
+    (("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *DESCALES), None, "dense", True),
+    ((), None, "packed", False),
+    (("seqused_kv", "cache_leftpad", "kv_batch_idx"), None, "packed of a cache", True),
+    (("seqused_kv",), None, "dense", False),
+]
+
+
+@pytest.mark.sample(2)
+@needs_ptxas
+@pytest.mark.parametrize(("names", "page_size", "form", "split"), CACHES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_builds_for_caches_are_accepted_too(head_dim, names, page_size, form, split, tmp_path):
+    options = decode_options(head_dim, head_dim, form == "packed", 8, Fp8Options)
+    options = replace(options, features=Features(names), page_size=page_size, combines=split)
+    options = replace(options, first_rows=options.products == 1)
+    artefact = build(options, split, form)
+    accept_decoding(artefact, options, tmp_path)
+    # rows of V that are not the sequence's are cleared before the tile is turned
+    before = artefact.isa.split("ldmatrix.sync")[0]
+    assert before.count("fence.proxy.async") == 1
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
+def test_decode_builds_turn_each_tile_once(head_dim, causal, pack):
+    """V comes by the same boxes as K; matrices of a tile are loaded and stored by one loop of the last warpgroup."""
+    options = decode_options(head_dim, head_dim, causal, pack, Fp8Options)
+    assert options.threads == 384 and options.boxes[1] == options.boxes[2]
+    isa = build(options).isa
+    each = options.block_n * head_dim // 512 // 4  # four matrices at a time, a quarter by each warp
+    assert isa.count("ldmatrix.sync") == isa.count("stmatrix.sync") == each
+    assert isa.count("prmt.b32") == 4 * each and isa.count("bar.warp.sync") == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_are_not_there_have_no_softmax(head_dim):
+    options = decode_options(head_dim, head_dim, False, 8, Fp8Options)
+    whole, half = (build(replace(options, first_rows=first_rows)).isa for first_rows in (False, True))
+    for instruction, rest in (("ex2.approx", 0), ("cvt.rn.satfinite.e4m3x2", 0), ("fma.rn.f32", 10)):
+        counts = [isa.count(instruction) for isa in (whole, half)]
+        assert counts[0] > 90 and counts[1] <= counts[0] // 2 + rest + 9
+    # the products are those of the whole tile
+    assert whole.count("wgmma.mma_async") == half.count("wgmma.mma_async")
+
+
+def test_which_builds_have_first_rows_only():
+    for queries, heads, wanted in (
+        (1, 8, True),
+        (2, 8, True),
+        (3, 8, False),
+        (8, 2, True),
+        (9, 2, False),
+        (1, 18, True),
+    ):
+        request = replace(REQUEST, seq_len=queries, num_heads=heads)
+        options, _ = build_for(request, 132, table=TILES, kind=Fp8Options)
+        assert has_first_rows(request, options) is wanted
+    wide = replace(REQUEST, head_dim=256, seq_len=1)
+    assert not has_first_rows(wide, build_for(wide, 132, table=TILES, kind=Fp8Options)[0])
+    with pytest.raises(ShapeError, match="first_rows is True; expected False with head_dim_v 256"):
+        replace(decode_options(256, 256, False, 4, Fp8Options), first_rows=True)
+    with pytest.raises(ShapeError, match="consumers is 2; expected 1 with first_rows"):
+        replace(row_options((128, 128, True, 2, None)), first_rows=True)
+
+
+@every_row
+def test_products_and_conversions_are_what_the_mathematics_needs(row):
+    options, isa = row_options(row), build(row_options(row)).isa
+    found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.f32\.e4m3\.e4m3", isa)
+    assert {int(n) for n in found} == {options.block_n, options.piece}
+    loops = 2 if options.causal else 1
+    # scores: first tile, main loops, next tile; output: main loops, next tile, last tile
+    assert len(found) == (loops + 2) * (options.head_dim + options.block_n * options.products) // 32
+    # P of each tile of scores: 64 rows of block_n, in 128 threads, two at a time
+    assert isa.count("cvt.rn.satfinite.e4m3x2.f32") == (loops + 2) * options.block_n // 4
+
+
+@pytest.mark.parametrize("row", [row for row in TILES if row[0] != 128], ids=str)
+def test_the_output_comes_first_where_a_build_says_so(row):
+    options, isa = row_options(row), build(row_options(row)).isa
+    found = [int(n) for n in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", isa)]
+    scores = len(list(itertools.takewhile(lambda n: n == options.block_n, found)))
+    # before the first product with V are the first tile's scores, and in the other order the next tile's too
+    assert scores == (1 if options.output_first else 2) * options.head_dim // 32
+
+
+def test_registers_go_to_consumers_with_wide_outputs():
+    wide, narrow = (row_options((dim, dim, False, 2, None)) for dim in (256, 128))
+    assert (wide.registers, narrow.registers) == ((24, 240), (40, 232))
+    assert all(producer + 2 * consumer <= 512 for producer, consumer in (wide.registers, narrow.registers))
+    assert row_options((64, 64, False, 3, None)).registers == (32, 160)
+
+
+def test_decoding_has_a_build_for_every_head_dimension():
+    (kernel,) = (kernel for kernel in dispatch.KERNELS if kernel.name == "sm90_fp8")
+    assert set(DECODING) == set(kernel.head_dims)
+    for dim in DECODING:
+        options = decode_options(dim, dim, False, kind=Fp8Options)
+        assert options.turned_stages and options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
+
+
+def test_sums_in_accumulators_are_of_128_keys():
+    decoding = [decode_options(dim, dim, False, kind=kind) for kind in (Sm90Options, Fp8Options) for dim in (64, 128)]
+    assert [options.block_n for options in decoding] == [160, 80, 128, 128]
+    with pytest.raises(ShapeError, match="block_n is 160; expected at most 128"):
+        replace(row_options((64, 64, False, 3, None)), block_n=160)
+
+
+def test_lazy_maxima_would_leave_the_range_of_8_bits():
+    with pytest.raises(
+        ShapeError, match="rescale is 'rows'; expected 'always' with 8-bit probabilities, which end at"
+    ):
+        replace(row_options((128, 128, False, 2, None)), rescale="rows")
+
+
+def test_an_output_that_comes_first_waits_for_no_exponentials():
+    with pytest.raises(ShapeError, match="hold is True; expected False with output_first"):
+        replace(row_options((256, 256, False, 2, None)), hold=True)
+
+
+@every_row
+def test_boxes_are_the_tiles(row):
+    options = row_options(row)
+    for tile, box in zip(options.tiles, options.boxes, strict=True):
+        assert (tile.element_bytes, box[-1]) == (1, tile.swizzle)
+    _, k, v = options.tiles
+    assert (v.rows, v.columns) == (options.head_dim_v, options.block_n)
+    assert options.boxes[1][1] == k.rows == options.block_n and options.boxes[2][2] == v.rows
+
+
+# turned values
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 600), (64, 16), (128, 37), (256, 130), (256, 1)])
+def test_values_are_turned_in_the_order_of_registers(dim, keys):
+    """Every byte pattern; what is past the last key is zero, and nothing past the end of `turned` is written."""
+    padded = keys + -keys % 16
+    specs = TensorSpec("f8e4m3", 4, 16, True), TensorSpec("f8e4m3", 4, 16, True)
+    block = (flash_attn_sm90_fp8.TURN_THREADS, 1, 1)
+    module = trace(turn_values.function, *specs, arch="sm_90a", block=block[0], head_dim=dim)
+    values = np.random.default_rng(keys).integers(-128, 128, (2, keys, 3, dim), np.int8)
+    turned = np.full((2, 3, dim, padded), 77, np.int8)
+    grid = (-(-keys // keys_of_block(dim)), 3, 2)
+    Machine(Program.of(module, target("sm_90a")))(flat(values, turned), grid)
+    order = [16 * (slot // 16) + PAIRS(slot % 16) for slot in range(padded)]
+    wanted = np.pad(values, ((0, 0), (0, padded - keys), (0, 0), (0, 0)))[:, order].transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(turned, wanted)
+
+
+# the reference
+
+
+def inputs(seed=0, batch=2, seq_len=33, keys=70, heads=4, kv_heads=2, dim=64):
+    g = torch.Generator().manual_seed(seed)
+    sizes = ((batch, seq_len, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim))
+    return [torch.randn(size, generator=g).to(E4M3) for size in sizes]
+
+
+def test_probabilities_are_rounded_to_three_bits():
+    exact = torch.tensor([0.0, 2.0**-18, 2.0**-17, 1 / 3, 0.9, 1.0])
+    # the smallest is half of the smallest number, and goes to even
+    assert rounded(exact).tolist() == [0.0, 0.0, 2.0**-17, 0.34375, 0.875, 1.0]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rounded_probabilities_are_near_and_give_the_bound(causal):
+    q, k, v = inputs()
+    ref = reference(q, k, v, causal=causal)
+    difference = (plain(q.float(), k.float(), v.float(), causal, 0.125).float() - ref.out).abs().max().item()
+    assert ref.plain_error == difference
+    # an e4m3 probability is at most 1/16 off, and values are at most 5
+    assert 1e-4 < difference < 5 / 16
+
+
+def test_scales_are_those_of_the_values_that_inputs_stand_for():
+    q, k, v = inputs()
+    one, per_head = torch.tensor(0.5), torch.tensor([[1.0, 2.0], [0.5, 4.0]])
+    ref = reference(q, k, v, causal=True, q_descale=one, k_descale=per_head, v_descale=per_head)
+    scale = per_head[:, None, :, None]
+    wide = [q.float() * 0.5, k.float() * scale, v.float() * scale]
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in wide),
+        attn_mask=torch.ones(33, 70, dtype=torch.bool).tril(70 - 33),
+        enable_gqa=True,
+    )
+    assert torch.allclose(ref.out, exact.transpose(1, 2), atol=1e-4)
+
+
+# arguments and dispatch
+
+REQUEST = Request(
+    head_dim=128,
+    dtype="f8e4m3",
+    causal=True,
+    cross_seqlen=False,
+    return_lse=False,
+    batch=2,
+    seq_len=300,
+    seq_len_kv=300,
+    num_heads=8,
+    num_kv_heads=2,
+    softmax_scale=0.1,
+    features=("descale",),
+    asked=DESCALED,
+)
+
+
+def test_the_table_has_a_kernel_for_hopper(monkeypatch):
+    monkeypatch.delenv("FLY_KERNEL", raising=False)
+    assert dispatch.choose("sm_90a", REQUEST).name == "sm90_fp8"
+    assert dispatch.choose("sm_90a", replace(REQUEST, features=("split_kv",), head_dim=256)).name == "sm90_fp8"
+    for change, text in [
+        ({"features": ("packed",)}, "does packed sequences .* at most 16 queries, as in decoding, not 300: call it"),
+        ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
+        ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
+        ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
+        ({"dtype": "bf16"}, "the generic kernel does not do scales of 8-bit inputs"),
+        ({"dtype": "f8e5m2"}, "takes q of f8e4m3, not f8e5m2: convert with"),
+    ]:  # fmt: skip
+        with pytest.raises(UnsupportedError, match=text):
+            dispatch.choose("sm_90a", replace(REQUEST, **change))
+    # 16 queries of 4 heads are the rows of a tile; of a group of 6, two heads are rows of one
+    for heads, queries in ((2, 64), (8, 16), (12, 32), (256, 1)):
+        cached = replace(REQUEST, num_heads=heads, seq_len=queries, features=dispatch.OF_CACHES)
+        assert dispatch.choose("sm_90a", cached).name == "sm90_fp8"
+        text = (
+            rf"does padding at the left .* at most {queries} queries, as in decoding, not {queries + 1}: cut it off"
+        )
+        with pytest.raises(UnsupportedError, match=text):
+            dispatch.choose("sm_90a", replace(cached, seq_len=queries + 1))
+    with pytest.raises(UnsupportedError, match="the generic kernel takes q of bf16, f16, not f8e4m3: convert with"):
+        dispatch.choose("sm_80", REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "text"),
+    [
+        (1.0, ArgumentTypeError, "k_descale must be a torch.Tensor, got float"),
+        (torch.ones(1, dtype=torch.float64), ArgumentTypeError, "k_descale has dtype torch.float64; accepted: "),
+        (torch.ones(2), ArgumentError, r"must have shape \(\), \(1,\) or \(B, Hkv\) = \(2, 2\), got \(2,\)"),
+        (torch.ones(2, 4), ArgumentError, r"k_descale must have shape .* got \(2, 4\)"),
+        (torch.ones(1, device="meta"), ArgumentError, "k_descale is on device 'meta'"),
+    ],
+)  # fmt: skip
+def test_scales_that_are_none(scale, error, text):
+    with pytest.raises(error, match=text):
+        flydsl_flash_attn_func(*inputs(), k_descale=scale)
+
+
+def test_out_is_bf16():
+    q, k, v = inputs()
+    with pytest.raises(
+        ArgumentTypeError, match=r"out must have dtype torch.bfloat16 for q of torch.float8_e4m3fn, got"
+    ):
+        flydsl_flash_attn_func(q, k, v, out=torch.empty(q.shape, dtype=E4M3))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What is made of launches that launch nothing."""
+    made = hopper_stub.record(monkeypatch)
+    combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
+    monkeypatch.setattr("kernels.work.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
+    return made
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_bound_and_where_addresses_go(made, splits):
+    """The maps, the grid of the turning kernel, and that it runs first, into the workspace that the other reads."""
+    q, k, v = inputs(seq_len=300, keys=300, heads=8, dim=128)
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    scales = torch.ones(2, 2)
+    request = replace(REQUEST, num_kv_splits=splits)
+    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+
+    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _) = made.bound
+    assert (turn.name, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
+    assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
+    options = forward["options"]
+    assert kernel.name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
+    assert made.maps[2] == ((2, 2, 128, 304), (1, 1, 128, 128))
+
+    turned = 2 * 2 * 128 * 304
+    workspace = torch.empty(launch.workspace_bytes // 4, dtype=torch.float32)
+    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    at = workspace.data_ptr()
+    first, second, *rest = made.launched
+    assert first == ("turn_values", (v.data_ptr(), at), 7)
+    results = (out.data_ptr(),) if splits == 1 else second[1][3:5]
+    assert second == (
+        "flash_attn_sm90_fp8",
+        (q.data_ptr(), k.data_ptr(), at, *results, "counters of 7", *[scales.data_ptr()] * 3),
+        7,
+    )
+    if splits == 1:
+        assert launch.workspace_bytes == turned and not rest
+    else:
+        assert results[0] == at + turned and results[1] < at + launch.workspace_bytes
+        assert rest[0][:2] == ("combine", (*results, out.data_ptr()))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
+    """Nothing is turned beforehand: the workspace is for parts alone, and the kernel puts them together."""
+    q, k, v = inputs(seq_len=1, keys=300, heads=8, dim=128)
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    scales = torch.ones(2, 2)
+    request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
+    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+    ((kernel, _, threads, _, statics, _),) = made.bound
+    options = statics["options"]
+    assert (kernel.name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
+    assert made.maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
+
+    parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
+    assert parts <= launch.workspace_bytes < parts + 256
+    workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
+    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    ((_, addresses, stream),) = made.launched
+    assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
+    assert addresses[-4:] == ("counters of 7" if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)
