@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Access:
 
 def register_names(machine: Machine, bits: int) -> str:
     """Names of the registers in a bit mask, the first few."""
-    names = []
+    names: list[str] = []
     while bits and len(names) < 4:
         low = (bits & -bits).bit_length() - 1
         bits &= bits - 1
@@ -319,7 +319,7 @@ class Checker:
         return run
 
     def _retire(self, g: Group, done: list[Pending]) -> None:
-        left: deque[Any] = deque([*g.vm, *g.lgkm])
+        left: deque[Pending] = deque([*g.vm, *g.lgkm])
         g.pending = 0
         for entry in left:
             g.pending |= entry.registers

@@ -15,7 +15,11 @@ import numpy as np
 from fly.emulator import defined
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fly.emulator.checks import Pending
     from fly.emulator.executing import Executing
+    from fly.emulator.hazards import InFlight
 
 EXEC_PAIR = 63
 SGPR_PAIRS = 64
@@ -50,6 +54,10 @@ class Group:
         "mode", "pc", "pending", "phase", "previous", "root", "s", "s64", "scc", "sf", "si", "start", "stride",
         "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
+    variants: defined.Variants
+    vu: list[NDArray[np.uint32]]
+    vi: list[NDArray[np.int32]]
+    vf: list[NDArray[np.float32]]
 
     def __init__(self, machine: Executing, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
         self.machine, self.wg, self.wave = machine, wg, wave
@@ -61,9 +69,9 @@ class Group:
         self.written, self.variants, self.pending, self.clock = 0, (), 0, 0
         self.ticks, self.hazard = 0, 0
         self.last = self.previous = (-8, 0, False)
-        self.vm: deque = deque()
-        self.lgkm: deque = deque()
-        self.mfma: list = []
+        self.vm: deque[Pending] = deque()
+        self.lgkm: deque[Pending] = deque()
+        self.mfma: list[InFlight] = []
         self._attach((v, s), 0)
 
     def _attach(self, root: tuple[np.ndarray, np.ndarray], start: int) -> None:
