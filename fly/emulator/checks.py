@@ -22,7 +22,7 @@ from fly.emulator.footprint import footprint, scalar_bits
 from fly.emulator.lds_checks import LdsShadow
 from fly.emulator.report import Report, describe, place
 from fly.emulator.spill_checks import SpillShadow, single_bits
-from fly.emulator.state import Group
+from fly.emulator.state import Group, Outstanding
 from fly.errors import EmulatorError, EmulatorReportError
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Checker:
 
         def run(g: Group) -> None:
             g.ticks += 1
-            done: list[Pending] = []
+            done: list[Outstanding] = []
             while len(g.vm) > vm:
                 done.append(g.vm.popleft())
             if lgkm == 0:
@@ -318,8 +318,8 @@ class Checker:
 
         return run
 
-    def _retire(self, g: Group, done: list[Pending]) -> None:
-        left: deque[Pending] = deque([*g.vm, *g.lgkm])
+    def _retire(self, g: Group, done: list[Outstanding]) -> None:
+        left: deque[Outstanding] = deque([*g.vm, *g.lgkm])
         g.pending = 0
         for entry in left:
             g.pending |= entry.registers

@@ -189,7 +189,7 @@ class Memory:
         address: np.ndarray,
         operands: list[np.ndarray],
         dtype: type[np.generic],
-        function: Callable[..., np.ndarray],
+        function: Callable[..., Any],
         mask: np.ndarray,
     ) -> np.ndarray:
         """Read-modify-write, lane after lane where addresses repeat; returns the old values (0 outside the mask).
@@ -209,7 +209,7 @@ def rounds(
     view: np.ndarray,
     index: np.ndarray,
     operands: list[np.ndarray],
-    function: Callable[..., np.ndarray],
+    function: Callable[..., Any],
     mask: np.ndarray,
 ) -> np.ndarray:
     """Read-modify-write of `view[index]` in lane order: each round takes the first pending lane of every location."""
