@@ -92,7 +92,8 @@ class BankModel:
         fresh[:, 1:] &= rows[:, 1:] != rows[:, :-1]
         row, column = np.nonzero(fresh)
         busy = np.bincount(row * banks + rows[row, column] % banks, minlength=len(rows) * banks)
-        return busy.reshape(len(first), len(phases), banks).max(axis=2)
+        most: np.ndarray = busy.reshape(len(first), len(phases), banks).max(axis=2)
+        return most
 
     def extra_cycles(
         self, addresses: Sequence[int], size: int, *, write: bool = False, active: Sequence[bool] | None = None
@@ -121,9 +122,9 @@ class BankCounter:
     model: str
     accesses: Counter[str] = field(default_factory=Counter)
     extra: Counter[str] = field(default_factory=Counter)
-    _seen: dict[tuple, int] = field(default_factory=dict, repr=False)
+    _seen: dict[tuple[bytes, int, bool, bytes | None], int] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise EmulatorError(f"no model of banks is named {self.model!r}; expected one of {', '.join(MODELS)}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from fly.emulator.footprint import footprint, scalar_bits
 from fly.emulator.lds_checks import LdsShadow
 from fly.emulator.report import Report, describe, place
 from fly.emulator.spill_checks import SpillShadow, single_bits
-from fly.emulator.state import Group
+from fly.emulator.state import Group, Outstanding
 from fly.errors import EmulatorError, EmulatorReportError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Access:
 
 def register_names(machine: Machine, bits: int) -> str:
     """Names of the registers in a bit mask, the first few."""
-    names = []
+    names: list[str] = []
     while bits and len(names) < 4:
         low = (bits & -bits).bit_length() - 1
         bits &= bits - 1
@@ -303,7 +303,7 @@ class Checker:
 
         def run(g: Group) -> None:
             g.ticks += 1
-            done: list[Pending] = []
+            done: list[Outstanding] = []
             while len(g.vm) > vm:
                 done.append(g.vm.popleft())
             if lgkm == 0:
@@ -318,8 +318,8 @@ class Checker:
 
         return run
 
-    def _retire(self, g: Group, done: list[Pending]) -> None:
-        left: deque[Any] = deque([*g.vm, *g.lgkm])
+    def _retire(self, g: Group, done: list[Outstanding]) -> None:
+        left: deque[Outstanding] = deque([*g.vm, *g.lgkm])
         g.pending = 0
         for entry in left:
             g.pending |= entry.registers

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fly.emulator.native import fp8_table
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 def to_int(bits: int, signed: bool) -> Any:
@@ -43,7 +46,7 @@ def from_bf16(bits: Any) -> np.ndarray:
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def to_f16_rtz(x: Any) -> np.ndarray:
+def to_f16_rtz(x: ArrayLike) -> np.ndarray:
     """float32 to float16 towards zero."""
     x = np.asarray(x)
     half = x.astype(np.float16)
@@ -57,7 +60,8 @@ def pack16(low: Any, high: Any) -> np.ndarray:
         x.view(np.uint16).astype(np.uint32) if x.dtype.itemsize == 2 else x & np.uint32(0xFFFF)
         for x in (np.asarray(low), np.asarray(high))
     )
-    return low | high << np.uint32(16)
+    packed: np.ndarray = low | high << np.uint32(16)
+    return packed
 
 
 def fp8_kind(name: str, arch: str) -> str:
@@ -102,7 +106,8 @@ def to_fp8(x: Any, kind: str) -> np.ndarray:
 
 def from_fp8(bits: Any, kind: str) -> np.ndarray:
     """8-bit float codes (low 8 bits) to float32."""
-    return fp8_table(kind)[np.asarray(bits) & np.uint32(255)]
+    values: np.ndarray = fp8_table(kind)[np.asarray(bits) & np.uint32(255)]
+    return values
 
 
 def perm(s0: Any, s1: Any, s2: Any) -> np.ndarray:

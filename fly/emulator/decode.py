@@ -10,8 +10,12 @@ import functools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fly.errors import EmulatorError, needs_packages
+
+if TYPE_CHECKING:
+    from tinygrad.renderer.amd.dsl import Inst
 
 # Operand codes of the SRC encoding space (CDNA3 ISA, section "Scalar ALU operands")
 VCC, M0, EXEC, SCC, LITERAL, VGPR = 106, 124, 126, 253, 255, 256
@@ -82,7 +86,7 @@ class _Encoding:
     that it has, at bit `op_at`; `deciding`: bits on which a `_Kind` depends, with the `sources` that name a variant.
     """
 
-    table: type
+    table: type[Inst]
     reach: int
     fixed: tuple[int, int]
     op_at: int
@@ -116,7 +120,7 @@ def _encodings() -> tuple[_Encoding, ...]:
     """In the order in which they are to be tried."""
     with needs_packages("the emulator"):
         from tinygrad.renderer.amd import _VARIANT_SRC0, _load_formats
-        from tinygrad.renderer.amd.dsl import FixedBitField, SrcField
+        from tinygrad.renderer.amd.dsl import EnumBitField, FixedBitField, SrcField
 
     found = []
     for table in _load_formats()["cdna"]:
@@ -125,6 +129,7 @@ def _encodings() -> tuple[_Encoding, ...]:
         constants += [(0x1FF, code) for suffix, code in _VARIANT_SRC0.items() if table.__name__.endswith(suffix)]
         deciding = [f.mask << f.lo for name, f in fields.items() if name in ("op", *_WIDTHS)]
         op = fields["op"]
+        assert isinstance(op, EnumBitField) and op.allowed is not None
         found.append(
             _Encoding(
                 table,
@@ -140,7 +145,7 @@ def _encodings() -> tuple[_Encoding, ...]:
     return tuple(found)
 
 
-_kinds: dict[tuple, _Kind] = {}
+_kinds: dict[tuple[type[Inst] | int, ...], _Kind] = {}
 
 
 def _kind(encoding: _Encoding, code: bytes) -> _Kind:
@@ -174,7 +179,7 @@ def decode(code: bytes, address: int) -> Instruction:
     else:
         raise EmulatorError(f"no CDNA instruction at {address:#x}: {code[:8].hex()}")
     marks = [source if (source := word >> low & mask) in _VARIANTS else 0 for low, mask in encoding.sources]
-    key = (encoding.table, word & encoding.deciding, *marks)
+    key: tuple[type[Inst] | int, ...] = (encoding.table, word & encoding.deciding, *marks)
     kind = _kinds.get(key)
     if kind is None:
         kind = _kinds[key] = _kind(encoding, code)
@@ -189,7 +194,8 @@ def decode_program(image: bytes, entry: int, end: int) -> list[Instruction]:
 
     Bytes behind the last reachable instruction that decode as nothing (padding, data) end the list.
     """
-    result, at = [], entry
+    result: list[Instruction] = []
+    at = entry
     while at < end:
         try:
             inst = decode(image[at : at + 16], at)

@@ -87,7 +87,8 @@ class CodeObject:
             from fly.emulator.debug_line import read_lines
 
             self._lines = read_lines(self)
-        return self._lines.find(address)
+        line: str = self._lines.find(address)
+        return line
 
 
 def _msgpack(data: bytes, at: int) -> tuple[Any, int]:
@@ -140,7 +141,8 @@ def _metadata(data: bytes, sections: list[tuple[int, ...]]) -> dict[str, Any]:
             name_size, desc_size, note = struct.unpack_from("<III", data, at)
             desc = at + 12 + (name_size + 3 & ~3)
             if note == _NOTE_METADATA and data[at + 12 : at + 18] == b"AMDGPU":
-                return _msgpack(data[desc : desc + desc_size], 0)[0]
+                metadata: dict[str, Any] = _msgpack(data[desc : desc + desc_size], 0)[0]
+                return metadata
             at = desc + (desc_size + 3 & ~3)
     return {}
 

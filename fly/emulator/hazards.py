@@ -103,7 +103,8 @@ def before(inst: Instruction, checker: Checker, touched: Footprint) -> Callable[
     inputs = c_bits = 0
     if is_matrix:
         shape = matrix_shape(inst.name, machine.arch)
-        a, b, d = register_counts(shape)  # type: ignore[arg-type]
+        assert shape is not None
+        a, b, d = register_counts(shape)
         acc = inst.get("acc")
         inputs = vector_bits(machine, inst.get("src0") - VGPR, a, bool(acc & 1)) | vector_bits(
             machine, inst.get("src1") - VGPR, b, bool(acc & 2)

@@ -5,7 +5,7 @@ state.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +70,14 @@ class Machine:
     `lds_observer`.
     """
 
+    # as `Executing` declares them
+    apertures: Mapping[int, int]
+    index: Mapping[int, int]
+    grid: Sequence[int]
+    lds_views: Mapping[int, np.ndarray]
+    scratch_views: Mapping[int, np.ndarray]
+    footprints: MutableMapping[int, Footprint]
+
     def __init__(self, code: CodeObject, kernel: str, arch: str | None = None):
         if kernel not in code.kernels:
             raise EmulatorError(f"kernel {kernel!r} is not in the code object; it has {sorted(code.kernels)}")
@@ -85,7 +93,7 @@ class Machine:
         self.executed = 0
         self._decode()
         self.runs: list[Callable[[Group], None] | None] = [None] * len(self.instructions)
-        self.footprints: dict[int, Footprint] = {}  # by address
+        self.footprints = {}  # by address
         self.memory = Memory([])
 
     def _decode(self) -> None:

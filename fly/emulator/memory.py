@@ -185,7 +185,12 @@ class Memory:
             view[index + i if i else index] = word if unit == 4 else word.astype(view.dtype)
 
     def atomic(
-        self, address: np.ndarray, operands: list[np.ndarray], dtype: type, function: Callable, mask: np.ndarray
+        self,
+        address: np.ndarray,
+        operands: list[np.ndarray],
+        dtype: type[np.generic],
+        function: Callable[..., Any],
+        mask: np.ndarray,
     ) -> np.ndarray:
         """Read-modify-write, lane after lane where addresses repeat; returns the old values (0 outside the mask).
 
@@ -201,7 +206,11 @@ class Memory:
 
 
 def rounds(
-    view: np.ndarray, index: np.ndarray, operands: list[np.ndarray], function: Callable, mask: np.ndarray
+    view: np.ndarray,
+    index: np.ndarray,
+    operands: list[np.ndarray],
+    function: Callable[..., Any],
+    mask: np.ndarray,
 ) -> np.ndarray:
     """Read-modify-write of `view[index]` in lane order: each round takes the first pending lane of every location."""
     old = np.zeros(index.shape, view.dtype)

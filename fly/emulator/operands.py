@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,12 +18,14 @@ from fly.emulator.state import Group
 from fly.errors import EmulatorError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fly.emulator.executing import Executing
 
 Reader = Callable[[Group], Any]
 Writer = Callable[[Group, Any], None]
 
-KINDS = {
+KINDS: dict[str, type[np.number[Any]]] = {
     "u32": np.uint32, "i32": np.int32, "f32": np.float32, "u16": np.uint16, "i16": np.int16, "f16": np.float16,
     "u64": np.uint64, "i64": np.int64, "f64": np.float64,
 }  # fmt: skip
@@ -64,10 +66,11 @@ def constant_bits(code: int, kind: str, literal: int | None) -> int:
 
 def constant(bits: int, kind: str) -> np.generic:
     """A numpy scalar of `kind` with these bits."""
-    return np.array(bits, KINDS["u" + kind[1:]]).view(KINDS[kind])[()]
+    # for numpy's types, `()` is an index array
+    return cast("np.generic", np.array(bits, KINDS["u" + kind[1:]]).view(KINDS[kind])[()])
 
 
-def pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def pair(low: NDArray[np.uint32], high: np.ndarray) -> np.ndarray:
     """uint64 from two uint32 arrays."""
     return low | (high.astype(np.uint64) << np.uint64(32))
 
@@ -144,7 +147,7 @@ def modified(read: Reader, kind: str, negate: int, absolute: int) -> Reader:
     """Reader with the |x| and -x input modifiers, which act on the sign bit alone (NaN included)."""
     if not (negate or absolute):
         return read
-    unsigned, dtype = KINDS["u" + kind[1:]], KINDS[kind]
+    unsigned, dtype = cast("type[np.unsignedinteger[Any]]", KINDS["u" + kind[1:]]), KINDS[kind]
     sign = unsigned(1 << (int(kind[1:]) - 1))
 
     def run(g: Group) -> Any:

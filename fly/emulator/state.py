@@ -8,13 +8,16 @@ that are made once a group, because making a view costs more than reading one fr
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from fly.emulator import defined
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fly.emulator.decode import Instruction
     from fly.emulator.executing import Executing
 
 EXEC_PAIR = 63
@@ -30,6 +33,55 @@ def pack(mask: np.ndarray) -> np.ndarray:
 def unpack(bits: np.ndarray) -> np.ndarray:
     """uint64 (W, 1) -> lane mask bool (W, 64)."""
     return np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), axis=-1, bitorder="little").view(bool)
+
+
+class Outstanding(Protocol):
+    """An operation on a counter's queue; see `fly.emulator.checks.Pending`."""
+
+    @property
+    def inst(self) -> Instruction:
+        """What was issued."""
+
+    @property
+    def registers(self) -> int:
+        """Those that it will write, as a bit mask."""
+
+    @property
+    def kind(self) -> str:
+        """The counter that it is on."""
+
+    @property
+    def lds(self) -> tuple[Any, ...]:
+        """Its LDS accesses."""
+
+    def take(self, index: np.ndarray) -> Self:
+        """The part of the waves at `index`."""
+
+    def join(self, other: Self) -> Self:
+        """This operation in two groups that merge."""
+
+
+class MatrixResult(Protocol):
+    """A matrix result that is not ready; see `fly.emulator.hazards.InFlight`."""
+
+    @property
+    def inst(self) -> Instruction:
+        """What computes it."""
+
+    @property
+    def registers(self) -> int:
+        """Those that hold it, as a bit mask."""
+
+    @property
+    def ready(self) -> int:
+        """Tick from which uses are safe."""
+
+    @property
+    def ready_c(self) -> int:
+        """Tick from which uses as an overlapping C are."""
+
+    def shifted(self, ticks: int) -> Self:
+        """The same, on a clock that differs by `ticks`."""
 
 
 class Group:
@@ -50,6 +102,10 @@ class Group:
         "mode", "pc", "pending", "phase", "previous", "root", "s", "s64", "scc", "sf", "si", "start", "stride",
         "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
+    variants: defined.Variants
+    vu: list[NDArray[np.uint32]]
+    vi: list[NDArray[np.int32]]
+    vf: list[NDArray[np.float32]]
 
     def __init__(self, machine: Executing, v: np.ndarray, s: np.ndarray, wg: np.ndarray, wave: np.ndarray):
         self.machine, self.wg, self.wave = machine, wg, wave
@@ -61,9 +117,9 @@ class Group:
         self.written, self.variants, self.pending, self.clock = 0, (), 0, 0
         self.ticks, self.hazard = 0, 0
         self.last = self.previous = (-8, 0, False)
-        self.vm: deque = deque()
-        self.lgkm: deque = deque()
-        self.mfma: list = []
+        self.vm: deque[Outstanding] = deque()
+        self.lgkm: deque[Outstanding] = deque()
+        self.mfma: list[MatrixResult] = []
         self._attach((v, s), 0)
 
     def _attach(self, root: tuple[np.ndarray, np.ndarray], start: int) -> None:

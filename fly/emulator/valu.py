@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def _output(inst: Instruction, op: Op, machine: Executing) -> Callable[[Any], An
         return None
     if not (omod or clamp):
         return None
-    dtype = KINDS[op.result]
+    dtype = cast("type[np.floating[Any]]", KINDS[op.result])
 
     def run(value: Any) -> Any:
         if omod:
@@ -169,9 +169,9 @@ def _output(inst: Instruction, op: Op, machine: Executing) -> Callable[[Any], An
     return run
 
 
-def _saturated(op: Op) -> Callable:
+def _saturated(op: Op) -> Callable[[Any, Any], Any]:
     """Integer add or subtract with CLAMP: computed wide, then limited to the result's range."""
-    wide, limits = KINDS[op.saturates], np.iinfo(KINDS[op.result])
+    wide, limits = KINDS[op.saturates], np.iinfo(cast("type[np.integer[Any]]", KINDS[op.result]))
 
     def run(a: Any, b: Any) -> Any:
         value = op.function(np.asarray(a).astype(wide), np.asarray(b).astype(wide))
@@ -236,7 +236,11 @@ def _direct(op: Op, reads: list[Reader], row: int) -> Callable[[Group], None]:
 
 
 def _general(
-    function: Callable, reads: list[Reader], write: Writer, after: Callable | None, flushes: bool
+    function: Callable[..., Any],
+    reads: list[Reader],
+    write: Writer,
+    after: Callable[[Any], Any] | None,
+    flushes: bool,
 ) -> Callable[[Group], None]:
     if after is None and not flushes:
         if len(reads) == 1:
@@ -368,7 +372,7 @@ def _literal_fma(inst: Instruction, machine: Executing) -> Callable[[Group], Non
 
 def _mbcnt(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     a, b = sources(inst, machine, ("u32", "u32"))[:2]
-    lanes = np.arange(64)
+    lanes = range(64)
     low = np.array([(1 << min(lane, 32)) - 1 for lane in lanes], np.uint32)
     high = np.array([(1 << max(lane - 32, 0)) - 1 for lane in lanes], np.uint32)
     below, write = low if "_lo_" in inst.name else high, destination(inst, machine, "u32")

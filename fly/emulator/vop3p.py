@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,11 +22,11 @@ def _mad(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
 
-def _shift(function: Callable) -> Callable:
+def _shift(function: np.ufunc) -> Callable[[Any, Any], Any]:
     return lambda a, b: function(b, a & a.dtype.type(15))
 
 
-_PACKED16: dict[str, tuple[str, int, Callable]] = {
+_PACKED16: dict[str, tuple[str, int, Callable[..., Any]]] = {
     "v_pk_mad_i16": ("i16", 3, _mad), "v_pk_mad_u16": ("u16", 3, _mad),
     "v_pk_mul_lo_u16": ("u16", 2, np.multiply),
     "v_pk_add_i16": ("i16", 2, np.add), "v_pk_add_u16": ("u16", 2, np.add),
@@ -41,10 +41,10 @@ _PACKED16: dict[str, tuple[str, int, Callable]] = {
     "v_pk_minimum3_f16": ("f16", 3, lambda a, b, c: floats.ieee_minimum(floats.ieee_minimum(a, b), c)),
     "v_pk_maximum3_f16": ("f16", 3, lambda a, b, c: floats.ieee_maximum(floats.ieee_maximum(a, b), c)),
 }  # fmt: skip
-_PACKED32: dict[str, tuple[int, Callable]] = {
+_PACKED32: dict[str, tuple[int, Callable[..., Any]]] = {
     "v_pk_fma_f32": (3, fma), "v_pk_mul_f32": (2, np.multiply), "v_pk_add_f32": (2, np.add),
 }  # fmt: skip
-_DOTS: dict[str, tuple[str, Callable]] = {
+_DOTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_dot2_i32_i16": ("u32", dot_int(16, True)), "v_dot2_u32_u16": ("u32", dot_int(16, False)),
     "v_dot4_i32_i8": ("u32", dot_int(8, True)), "v_dot4_u32_u8": ("u32", dot_int(8, False)),
     "v_dot8_i32_i4": ("u32", dot_int(4, True)), "v_dot8_u32_u4": ("u32", dot_int(4, False)),
@@ -74,11 +74,12 @@ def _packed16(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     row, clamp, dtype = vector_row(machine, inst.get("vdst"), False), inst.get("clmp"), KINDS[kind]
     if clamp and kind[0] != "f" and inst.name.split("_")[2] not in ("add", "sub"):
         raise unknown(inst, machine, "with integer clamp is not modelled")
+    integer = cast("type[np.integer[Any]]", dtype)  # where `kind` is one
 
     def evaluate(reads: list[Reader], g: Group) -> Any:
         values = [np.asarray(r(g)) for r in reads]
         if clamp and kind[0] != "f":
-            limits = np.iinfo(dtype)
+            limits = np.iinfo(integer)
             return np.clip(function(*(v.astype(np.int32) for v in values)), limits.min, limits.max).astype(dtype)
         value = function(*values)
         if clamp:
@@ -110,7 +111,9 @@ def _packed32(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     lower = [_pair_reader(inst, machine, i, False) for i in range(count)]
     upper = [_pair_reader(inst, machine, i, True) for i in range(count)]
     row, clamp = vector_row(machine, inst.get("vdst"), False, 2), inst.get("clmp")
-    into = {"v_pk_fma_f32": fma, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add}[inst.name]
+    functions: dict[str, Callable[..., Any]]
+    functions = {"v_pk_fma_f32": fma, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add}
+    into = functions[inst.name]
     # the lower result may be written before the upper sources are read when they do not overlap
     aliased = any(inst.get(f"src{i}") == VGPR + row and not _op_sel_hi(inst, i) for i in range(count))
 
@@ -154,14 +157,17 @@ def _pk_mov(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     return run
 
 
+def _widened(read: Reader) -> Reader:
+    return lambda g: np.asarray(read(g)).astype(np.float32)
+
+
 def _mix(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_mad_mix*: each source is f32, or a float16 half where op_sel_hi says so; fused on gfx940."""
     reads = []
     for i in range(3):
         code = inst.get(f"src{i}")
         if _op_sel_hi(inst, i):
-            raw = reader(machine, code, "f16", None, False, inst.get("opsel") >> i & 1)
-            read = lambda g, raw=raw: np.asarray(raw(g)).astype(np.float32)  # noqa: E731
+            read = _widened(reader(machine, code, "f16", None, False, inst.get("opsel") >> i & 1))
         else:
             read = reader(machine, code, "f32")
         # neg_hi is the absolute-value modifier of these operations
