@@ -281,16 +281,20 @@ _KINDS: dict[str, type[np.generic]] = {
 }  # fmt: skip
 
 
+def _compare_and_swap(old: np.ndarray, compare: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return np.where(old == compare, new, old)
+
+
 def _atomic(inst: Instruction, machine: Executing) -> Run:
     parts = inst.name.split("_")
     operation, kind = parts[1], parts[-1]
     returns = "rtn" in parts
-    function: Callable[..., Any]
+    function: Callable[..., np.ndarray]
     dtype: type[np.generic]
     if operation == "pk":
         function, dtype = packed_add(kind), np.uint32
     elif operation == "cmpst":
-        function, dtype = (lambda old, compare, new: np.where(old == compare, new, old)), _KINDS[kind]
+        function, dtype = _compare_and_swap, _KINDS[kind]
     elif operation == "mskor":
         function, dtype = (lambda old, keep, bits: (old & ~keep) | bits), _KINDS[kind]
     elif operation == "wrxchg":
