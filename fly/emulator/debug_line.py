@@ -97,7 +97,7 @@ def read_lines(code: CodeObject) -> LineTable:
     return LineTable([r[0] for r in rows], [(r[1], r[2]) for r in rows])
 
 
-def _unit(cursor: _Cursor, end: int, strings: bytes, line_strings: bytes, rows: list) -> None:
+def _unit(cursor: _Cursor, end: int, strings: bytes, line_strings: bytes, rows: list[tuple[int, str, int]]) -> None:
     version = cursor.take(2)
     if version >= 5:
         cursor.at += 2

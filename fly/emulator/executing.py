@@ -25,22 +25,40 @@ class Executing(Protocol):
     arch: str
     rows: int  # vector registers of a wave, of which accumulators begin at `accum_offset`
     accum_offset: int
-    apertures: Mapping[int, int]
-    index: Mapping[int, int]  # of instructions, by address
     executed: int
     memory: Memory
-    grid: Sequence[int]
     first_group: int
     waves_per_group: int
     lds_bytes: int
     lds_stride: int
     lds_address: int
-    lds_views: Mapping[int, np.ndarray]  # by bytes of an element
     scratch_bytes: int
-    scratch_views: Mapping[int, np.ndarray]
-    footprints: MutableMapping[int, Any]  # what `fly.emulator.footprint` has found, by address
     checker: Any  # of `fly.emulator.checks`, which knows the semantics; None without checks
     lds_observer: Any
+
+    @property
+    def apertures(self) -> Mapping[int, int]:
+        """Of flat addressing, by operand code."""
+
+    @property
+    def index(self) -> Mapping[int, int]:
+        """Of instructions, by address."""
+
+    @property
+    def grid(self) -> Sequence[int]:
+        """Workgroups along each axis."""
+
+    @property
+    def lds_views(self) -> Mapping[int, np.ndarray]:
+        """By bytes of an element."""
+
+    @property
+    def scratch_views(self) -> Mapping[int, np.ndarray]:
+        """By bytes of an element."""
+
+    @property
+    def footprints(self) -> MutableMapping[int, Any]:
+        """What `fly.emulator.footprint` has found, by address."""
 
     def hardware_register(self, register: int, inst: Instruction) -> int:
         """Value of a hardware register other than MODE."""

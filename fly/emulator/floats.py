@@ -21,16 +21,16 @@ _TINY = np.float32(np.finfo(np.float32).tiny)
 
 def flush(x: Any) -> np.ndarray:
     """Subnormal float32 values replaced by zeros of the same sign."""
-    x = np.asarray(x)
-    small = np.abs(x) < _TINY
+    values: np.ndarray = np.asarray(x)
+    small = np.abs(values) < _TINY
     if small.any():
-        return np.where(small, np.copysign(np.float32(0), x), x)
-    return x
+        values = np.where(small, np.copysign(np.float32(0), values), values)
+    return values
 
 
 def _ordered(function: Any, combine: Any, a: Any, b: Any) -> np.ndarray:
     """fmin or fmax with -0 < +0, which the x86 instructions behind numpy do not order."""
-    result = function(a, b)
+    result: np.ndarray = function(a, b)
     zero = result == 0
     if zero.any():
         unsigned = np.uint32 if result.dtype == np.float32 else np.uint16 if result.itemsize == 2 else np.uint64
@@ -90,7 +90,7 @@ def rsq(x: Any) -> np.ndarray:
     return positive_nan((1.0 / np.sqrt(flush(x).astype(np.float64))).astype(np.float32), x)
 
 
-def positive_nan(result: Any, x: Any) -> np.ndarray:
+def positive_nan(result: np.ndarray, x: Any) -> np.ndarray:
     """The hardware's NaN for an invalid operation is positive; x86 makes a negative one."""
     made = np.isnan(result) & ~np.isnan(x)
     if np.any(made):
@@ -117,13 +117,15 @@ def fract(x: Any) -> np.ndarray:
     """x - floor(x), kept below 1."""
     x = np.asarray(x)
     below_one = np.nextafter(x.dtype.type(1), x.dtype.type(0))
-    return np.minimum(x - np.floor(x), below_one)
+    part: np.ndarray = np.minimum(x - np.floor(x), below_one)
+    return part
 
 
 def ldexp(x: Any, e: Any) -> np.ndarray:
     """x·2^e, one rounding."""
     x = np.asarray(x)
-    return np.ldexp(x, np.clip(np.asarray(e).astype(np.int32), -4200, 4200))
+    scaled: np.ndarray = np.ldexp(x, np.clip(np.asarray(e).astype(np.int32), -4200, 4200))
+    return scaled
 
 
 def frexp_exponent(x: Any) -> np.ndarray:
@@ -134,8 +136,8 @@ def frexp_exponent(x: Any) -> np.ndarray:
 
 def frexp_mantissa(x: Any) -> np.ndarray:
     """m of x = m·2^e; infinity and NaN pass through."""
-    x = np.asarray(x)
-    return np.where(np.isfinite(x), np.frexp(x)[0], x)
+    values: np.ndarray = np.asarray(x)
+    return np.where(np.isfinite(values), np.frexp(values)[0], values)
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
@@ -235,4 +237,5 @@ def div_fixup(s0: Any, s1: Any, s2: Any) -> np.ndarray:
 
 def fma16(a: Any, b: Any, c: Any) -> np.ndarray:
     """Fused multiply-add of float16: product and sum are exact in float64."""
-    return (a.astype(np.float64) * b + c).astype(np.float16)
+    total: np.ndarray = (a.astype(np.float64) * b + c).astype(np.float16)
+    return total

@@ -275,18 +275,26 @@ def _swizzle(inst: Instruction, machine: Executing) -> Run:
     return run
 
 
-_KINDS = {"u32": np.uint32, "i32": np.int32, "b32": np.uint32, "f32": np.float32, "u64": np.uint64, "i64": np.int64,
-          "b64": np.uint64, "f64": np.float64}  # fmt: skip
+_KINDS: dict[str, type[np.generic]] = {
+    "u32": np.uint32, "i32": np.int32, "b32": np.uint32, "f32": np.float32, "u64": np.uint64, "i64": np.int64,
+    "b64": np.uint64, "f64": np.float64,
+}  # fmt: skip
+
+
+def _compare_and_swap(old: np.ndarray, compare: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return np.where(old == compare, new, old)
 
 
 def _atomic(inst: Instruction, machine: Executing) -> Run:
     parts = inst.name.split("_")
     operation, kind = parts[1], parts[-1]
     returns = "rtn" in parts
+    function: Callable[..., np.ndarray]
+    dtype: type[np.generic]
     if operation == "pk":
         function, dtype = packed_add(kind), np.uint32
     elif operation == "cmpst":
-        function, dtype = (lambda old, compare, new: np.where(old == compare, new, old)), _KINDS[kind]
+        function, dtype = _compare_and_swap, _KINDS[kind]
     elif operation == "mskor":
         function, dtype = (lambda old, keep, bits: (old & ~keep) | bits), _KINDS[kind]
     elif operation == "wrxchg":
@@ -314,11 +322,12 @@ def _atomic(inst: Instruction, machine: Executing) -> Run:
     return run
 
 
-def join_words(words: list[np.ndarray], dtype: type) -> np.ndarray:
+def join_words(words: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     """One or two uint32 arrays as values of `dtype`."""
     if len(words) == 1:
         return words[0].view(dtype)
-    return (words[0] | words[1].astype(np.uint64) << np.uint64(32)).view(dtype)
+    bits: np.ndarray = words[0] | words[1].astype(np.uint64) << np.uint64(32)
+    return bits.view(dtype)
 
 
 def split_words(values: np.ndarray) -> list[np.ndarray]:

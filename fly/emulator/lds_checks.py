@@ -37,7 +37,8 @@ class LdsShadow:
 
     @staticmethod
     def _tags(g: Group, phase: np.ndarray) -> np.ndarray:
-        return (phase << 5 | g.wave).astype(np.int32)[:, None]
+        tags: np.ndarray = (phase << 5 | g.wave).astype(np.int32)[:, None]
+        return tags
 
     def access(self, g: Group, inst: Instruction, access: Access, dma: bool) -> None:
         """Check an access against the shadow and enter it."""

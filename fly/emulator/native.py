@@ -154,7 +154,8 @@ class _Emitter:
     """Builds the IR of one matrix product, a line at a time."""
 
     def __init__(self, shape: MatrixShape):
-        self.shape, self.lines, self.count = shape, [], 0
+        self.shape, self.count = shape, 0
+        self.lines: list[str] = []
         self.scalar = "i32" if shape.integer else "float"
 
     def op(self, text: str) -> str:
@@ -385,5 +386,5 @@ def gather_transposed(bits: int) -> Any:
   %q{n} = add i64 %o{n}, {n * size % 4}
   %po{n} = getelementptr i8, ptr %out, i64 %q{n}
   store i{bits} %x{n}, ptr %po{n}, align 1""")
-    p, n = ctypes.c_void_p, ctypes.c_int64
-    return _compile(_GATHER.format(body="\n".join(lines)), "gather", [p, p, n, p, n])
+    p, i64 = ctypes.c_void_p, ctypes.c_int64
+    return _compile(_GATHER.format(body="\n".join(lines)), "gather", [p, p, i64, p, i64])

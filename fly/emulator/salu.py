@@ -7,13 +7,13 @@ result, None to leave SCC, or `_PAIR` when the function returns (result, scc).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from fly.emulator.bits import bit_count, bit_reverse, count_leading, count_trailing
 from fly.emulator.decode import EXEC, Instruction
-from fly.emulator.operands import reader, unknown, write_scalar
+from fly.emulator.operands import Reader, Writer, reader, unknown, write_scalar
 from fly.emulator.state import Group
 
 if TYPE_CHECKING:
@@ -22,33 +22,36 @@ if TYPE_CHECKING:
 _PAIR = object()
 _U64 = np.uint64
 _LOW = np.uint64(0xFFFFFFFF)
+_Unary = Callable[[Any], Any]
+_Binary = Callable[[Any, Any], Any]
+_Row = tuple[str, str, Callable[..., Any], Any]
 
 
 def _nonzero(value: Any) -> Any:
     return value != 0
 
 
-def _add_u32(a: Any, b: Any) -> tuple:
+def _add_u32(a: Any, b: Any) -> tuple[Any, Any]:
     r = a + b
     return r, r < a
 
 
-def _sub_u32(a: Any, b: Any) -> tuple:
+def _sub_u32(a: Any, b: Any) -> tuple[Any, Any]:
     return a - b, a < b
 
 
-def _add_i32(a: Any, b: Any) -> tuple:
+def _add_i32(a: Any, b: Any) -> tuple[Any, Any]:
     r = a + b
     return r, ((a ^ r) & (b ^ r)) < 0
 
 
-def _sub_i32(a: Any, b: Any) -> tuple:
+def _sub_i32(a: Any, b: Any) -> tuple[Any, Any]:
     r = a - b
     return r, ((a ^ b) & (a ^ r)) < 0
 
 
-def _wide(a: Any, shift: int) -> Callable:
-    def run(x: Any, y: Any) -> tuple:
+def _wide(a: Any, shift: int) -> _Binary:
+    def run(x: Any, y: Any) -> tuple[Any, Any]:
         r = (x.astype(_U64) << _U64(shift)) + y.astype(_U64)
         return r.astype(np.uint32), r > _LOW
 
@@ -84,11 +87,11 @@ def _absdiff(a: Any, b: Any) -> Any:
     return np.abs((a - b).astype(np.int32))
 
 
-def _shift(function: Callable, bits: int, kind: type) -> Callable:
+def _shift(function: _Binary, bits: int, kind: type) -> _Binary:
     return lambda a, b: function(a, (b & np.uint32(bits - 1)).astype(kind))
 
 
-_SOP2: dict[str, tuple] = {
+_SOP2: dict[str, _Row] = {
     "s_add_u32": ("u32 u32", "u32", _add_u32, _PAIR),
     "s_sub_u32": ("u32 u32", "u32", _sub_u32, _PAIR),
     "s_add_i32": ("i32 i32", "u32", _add_i32, _PAIR),
@@ -118,7 +121,7 @@ _SOP2: dict[str, tuple] = {
     "s_max_u32": ("u32 u32", "u32", lambda a, b: (np.maximum(a, b), a > b), _PAIR),
 } | {f"s_lshl{i}_add_u32": ("u32 u32", "u32", _wide(None, i), _PAIR) for i in (1, 2, 3, 4)}
 
-_LOGIC: dict[str, Callable] = {
+_LOGIC: dict[str, _Binary] = {
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "andn2": lambda a, b: a & ~b,
     "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b), "andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b,
@@ -134,7 +137,7 @@ def _flbit_i(a: Any) -> Any:
     return np.where(flipped == 0, -1, count).astype(np.int32)
 
 
-def _or_minus_one(count: Callable, flip: bool) -> Callable:
+def _or_minus_one(count: _Unary, flip: bool) -> _Unary:
     def run(a: Any) -> Any:
         value = ~a if flip else a
         return np.where(value == 0, -1, count(value)).astype(np.int32)
@@ -165,7 +168,7 @@ def _bitreplicate(a: Any) -> Any:
     return out
 
 
-_SOP1: dict[str, tuple] = {
+_SOP1: dict[str, _Row] = {
     "s_mov_b32": ("u32", "u32", lambda a: a, None),
     "s_mov_b64": ("u64", "u64", lambda a: a, None),
     "s_sext_i32_i8": ("u32", "u32", lambda a: a.astype(np.int8).astype(np.int32), None),
@@ -193,7 +196,7 @@ _COMPARE = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.great
             "le": np.less_equal}  # fmt: skip
 
 
-def _set_bit(wide: bool, value: int) -> Callable:
+def _set_bit(wide: bool, value: int) -> _Binary:
     kind, bits = (np.uint64, 63) if wide else (np.uint32, 31)
 
     def run(old: Any, index: Any) -> Any:
@@ -203,7 +206,9 @@ def _set_bit(wide: bool, value: int) -> Callable:
     return run
 
 
-def _finish(inst: Instruction, dest: Callable, function: Callable, reads: list, rule: Any, kind: str) -> Callable:
+def _finish(
+    inst: Instruction, dest: Writer, function: Callable[..., Any], reads: list[Reader], rule: Any, kind: str
+) -> Callable[[Group], None]:
     cast = np.uint64 if kind == "u64" else np.uint32
 
     def run(g: Group) -> None:
@@ -329,11 +334,11 @@ def compile_sopk(inst: Instruction, machine: Executing) -> Callable[[Group], Non
         return lambda g: dest(g, np.where(g.scc, np.int32(signed), old(g)).view(np.uint32))
     if name.startswith("s_cmpk"):
         _, _, relation, kind = name.split("_")
-        value = np.int32(signed) if kind == "i32" else np.uint32(raw)
+        right = np.int32(signed) if kind == "i32" else np.uint32(raw)
         left, compare = reader(machine, target, kind), _COMPARE[relation]
 
         def run(g: Group) -> None:
-            g.scc = np.broadcast_to(compare(left(g), value), g.scc.shape)
+            g.scc = np.broadcast_to(compare(left(g), right), g.scc.shape)
 
         return run
     if name == "s_addk_i32":
@@ -367,9 +372,10 @@ def _hwreg(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     if register != _HW_MODE:
         raise unknown(inst, machine, f"writes hardware register {register}, which is not modelled")
     source = reader(machine, inst.get("sdst"), "u32")
+    literal = cast("int", inst.literal)  # of the immediate form, which alone reads it
 
     def run(g: Group) -> None:
-        value = inst.literal if inst.name == "s_setreg_imm32_b32" else int(np.asarray(source(g)).flat[0])
+        value = literal if inst.name == "s_setreg_imm32_b32" else int(np.asarray(source(g)).flat[0])
         g.set_mode((g.mode & ~(mask << offset)) | (value & mask) << offset)
         if g.mode & 0xF:
             raise unknown(inst, machine, "sets a rounding mode other than nearest even, which is not modelled")

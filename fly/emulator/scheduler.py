@@ -28,7 +28,7 @@ class Block:
 
     __slots__ = ("condition", "count", "end", "first", "inst", "kind", "runs", "target")
 
-    def __init__(self, first: int, runs: list[Callable], end: int, inst: Instruction | None):
+    def __init__(self, first: int, runs: list[Callable[[Group], None]], end: int, inst: Instruction | None):
         self.first, self.runs, self.end, self.inst = first, runs, end, inst
         self.kind = "fall" if inst is None else inst.name
         self.condition = branch_condition(inst) if inst is not None else None

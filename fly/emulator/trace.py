@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -170,7 +170,8 @@ def _scalar(g: Group, row: int, operand: Operand, kind: str) -> str:
     if operand.count == 1:
         view = _VIEWS.get(kind, np.uint32)
         view = view if np.dtype(view).itemsize == 4 else np.uint32
-        return f"{name}={_number(np.array(words[0], np.uint32).view(view)[()], kind if kind[1:] == '32' else 'b32')}"
+        value: Any = np.array(words[0], np.uint32).view(view)[()]  # a scalar, of which numpy's types make an array
+        return f"{name}={_number(value, kind if kind[1:] == '32' else 'b32')}"
     pairs = [words[i] | words[i + 1] << 32 for i in range(0, len(words), 2)]
     if operand.index in (VCC, EXEC) or len(pairs) == 1:
         return f"{name}={pairs[0]:#x}"

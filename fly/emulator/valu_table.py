@@ -16,6 +16,10 @@ from fly.emulator import convert, floats
 from fly.emulator.bits import bit_count, bit_reverse, count_leading, count_trailing
 from fly.emulator.native import fma
 
+_Unary = Callable[[Any], Any]
+_Binary = Callable[[Any, Any], Any]
+_Ternary = Callable[[Any, Any, Any], Any]
+
 
 @dataclass(frozen=True)
 class Op:
@@ -30,12 +34,12 @@ class Op:
     saturates: str = ""  # wide kind for CLAMP on integers
 
 
-def _op(sources: str, result: str, function: Callable, **flags: Any) -> Op:
+def _op(sources: str, result: str, function: Callable[..., Any], **flags: Any) -> Op:
     native = isinstance(function, np.ufunc) and result in ("u32", "i32", "f32") and set(sources.split()) == {result}
     return Op(tuple(sources.split()), result, function, native=native, **flags)
 
 
-def _shift(function: Callable, bits: int, kind: type) -> Callable:
+def _shift(function: _Binary, bits: int, kind: type) -> _Binary:
     mask = kind(bits - 1) if kind not in (np.int32, np.int16, np.int64) else None
 
     def run(a: Any, b: Any) -> Any:
@@ -45,7 +49,7 @@ def _shift(function: Callable, bits: int, kind: type) -> Callable:
     return run
 
 
-def _shift64(function: Callable, kind: type) -> Callable:
+def _shift64(function: _Binary, kind: type) -> _Binary:
     return lambda a, b: function(b, (a & np.uint32(63)).astype(kind))
 
 
@@ -73,7 +77,7 @@ def _bfe_i(a: Any, b: Any, c: Any) -> Any:
     return np.where(width == 0, np.int32(0), moved >> np.minimum(up + offset, np.int32(31)))
 
 
-def _align(unit: int) -> Callable:
+def _align(unit: int) -> _Ternary:
     def run(a: Any, b: Any, c: Any) -> Any:
         data = np.asarray(a).astype(np.uint64) << np.uint64(32) | b
         return (data >> ((c & np.uint32(32 // unit - 1)) * np.uint32(unit)).astype(np.uint64)).astype(np.uint32)
@@ -81,7 +85,7 @@ def _align(unit: int) -> Callable:
     return run
 
 
-def _sad(bits: int, shift: int = 0) -> Callable:
+def _sad(bits: int, shift: int = 0) -> _Ternary:
     def run(a: Any, b: Any, c: Any) -> Any:
         total = np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)), np.uint32)
         mask = np.uint32((1 << bits) - 1) if bits < 32 else np.uint32(0xFFFFFFFF)
@@ -101,11 +105,11 @@ def _lerp(a: Any, b: Any, c: Any) -> Any:
     return out
 
 
-def _sat(low: int, high: int, kind: type) -> Callable:
+def _sat(low: int, high: int, kind: type) -> _Unary:
     return lambda x: np.clip(x, low, high).astype(kind)
 
 
-def _ashr_pk(low: int, high: int) -> Callable:
+def _ashr_pk(low: int, high: int) -> _Ternary:
     def run(a: Any, b: Any, c: Any) -> Any:
         s = (c & np.uint32(31)).astype(np.int32)
         x, y = (np.clip(v >> s, low, high).astype(np.uint32) & np.uint32(255) for v in (a, b))
@@ -126,7 +130,7 @@ def _cvt_pk_u8(a: Any, b: Any, c: Any) -> Any:
     return (c & ~(np.uint32(255) << at)) | value << at
 
 
-def _norm(scale: int, low: int, kind: type) -> Callable:
+def _norm(scale: int, low: int, kind: type) -> _Binary:
     def run(a: Any, b: Any) -> Any:
         pair = [
             np.rint(np.clip(np.nan_to_num(np.asarray(x).astype(np.float64)), low, 1) * scale).astype(np.int32)
@@ -141,7 +145,7 @@ def _mul_legacy(a: Any, b: Any) -> Any:
     return np.where((a == 0) | (b == 0), np.float32(0), a * b)
 
 
-def _dot2(a: Any, b: Any, c: Any, half: Callable) -> Any:
+def _dot2(a: Any, b: Any, c: Any, half: Callable[[Any, int], Any]) -> Any:
     al, ah, bl, bh = half(a, 0), half(a, 1), half(b, 0), half(b, 1)
     return fma(ah, bh, fma(al, bl, c))
 
@@ -157,7 +161,7 @@ def f16_half(x: Any, high: int) -> Any:
     return bits.view(np.float16).astype(np.float32)
 
 
-def dot_int(bits: int, signed: bool) -> Callable:
+def dot_int(bits: int, signed: bool) -> _Ternary:
     """Sum of products of packed integers, plus a 32-bit accumulator."""
 
     def run(a: Any, b: Any, c: Any) -> Any:
@@ -180,7 +184,7 @@ def _f32_f16(a: Any) -> Any:
     return np.asarray(a).astype(np.float32)
 
 
-def _ubyte(i: int) -> Callable:
+def _ubyte(i: int) -> _Unary:
     return lambda a: (a >> np.uint32(8 * i) & np.uint32(255)).astype(np.float32)
 
 
@@ -256,12 +260,12 @@ VOP1: dict[str, Op] = {
     for i in range(4)
 }  # fmt: skip
 
-_FLOAT3: dict[str, Callable] = {
+_FLOAT3: dict[str, _Ternary] = {
     "min3": lambda a, b, c: floats.minimum(floats.minimum(a, b), c),
     "max3": lambda a, b, c: floats.maximum(floats.maximum(a, b), c),
     "med3": floats.med3,
 }
-_INT3: dict[str, Callable] = {
+_INT3: dict[str, _Ternary] = {
     "min3": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "max3": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "med3": lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),

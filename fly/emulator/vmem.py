@@ -96,7 +96,9 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
 
+Words = Callable[[Group], list[np.ndarray]]
 Address = Callable[[Group], tuple[np.ndarray, np.ndarray | None]]
+Located = Callable[[Group], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def _global_address(inst: Instruction, machine: Executing) -> Address:
@@ -112,7 +114,7 @@ def _global_address(inst: Instruction, machine: Executing) -> Address:
     return lambda g: (g.vu[row] + (base(g) + offset), None if g.full else g.mask)
 
 
-def _buffer_offset(inst: Instruction, machine: Executing) -> Callable[[Group], tuple]:
+def _buffer_offset(inst: Instruction, machine: Executing) -> Located:
     """(address, lanes in range of the first byte's component, byte offset, limit) of a MUBUF access.
 
     Raw range rule: byte offset without the scalar offset against num_records minus the scalar offset; structured
@@ -124,7 +126,7 @@ def _buffer_offset(inst: Instruction, machine: Executing) -> Callable[[Group], t
     scalar = reader(machine, inst.get("soffset"), "u32", inst.literal)
     index_row, offset_row = row, row + 1 if offen and idxen else row
 
-    def run(g: Group) -> tuple:
+    def run(g: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         pair = g.s64[rsrc >> 1]
         base, high = pair & _U64(0xFFFFFFFFFFFF), g.su[rsrc + 1]
         stride, swizzled = high >> np.uint32(16) & np.uint32(0x3FFF), (high >> np.uint32(31)).any()
@@ -169,7 +171,7 @@ def _scratch_index(g: Group, inst: Instruction, offset: np.ndarray, size: int, m
         raise machine.fault(g, inst, "scratch-bounds", bad, f"scratch offset {int(offset[bad][0])} of "
                             f"{machine.scratch_bytes} bytes")  # fmt: skip
     slot = (g.wg * machine.waves_per_group + g.wave)[:, None] * 64 + _LANE
-    index = np.where(mask, offset, 0) + slot * machine.scratch_bytes
+    index: np.ndarray = np.where(mask, offset, 0) + slot * machine.scratch_bytes
     if machine.checker is not None:
         machine.checker.scratch(g, inst, index, size, mask)
     return index
@@ -232,7 +234,7 @@ def _global_load(inst: Instruction, machine: Executing, suffix: str, address: Ad
     return run
 
 
-def _data_words(inst: Instruction, machine: Executing, size: int, shift: int, field: str) -> Callable[[Group], list]:
+def _data_words(inst: Instruction, machine: Executing, size: int, shift: int, field: str) -> Words:
     count = (size + 3) // 4
     row = vector_row(machine, inst.get(field), bool(inst.get("acc")), count)
     if shift:
@@ -256,7 +258,7 @@ def _flat_address(inst: Instruction, machine: Executing) -> Address:
     return lambda g: ((g.vu[row] | g.vu[row + 1].astype(_U64) << _U64(32)) + offset, g.mask)
 
 
-def _apertures(machine: Executing, where: np.ndarray, mask: np.ndarray) -> tuple:
+def _apertures(machine: Executing, where: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     high = (where >> _U64(32)).astype(np.uint32)
     shared = mask & (high == np.uint32(machine.apertures[235] >> 32))
     private = mask & (high == np.uint32(machine.apertures[237] >> 32))
@@ -344,7 +346,13 @@ def _to_lds(inst: Instruction, machine: Executing, suffix: str, address: Address
 
 
 def deposit(
-    g: Group, inst: Instruction, lanes: np.ndarray, values: list, step: int, signed: int, mask: np.ndarray | None
+    g: Group,
+    inst: Instruction,
+    lanes: np.ndarray,
+    values: list[np.ndarray],
+    step: int,
+    signed: int,
+    mask: np.ndarray | None,
 ) -> None:
     """The LDS side of a direct-to-LDS load; sub-dword loads are extended to a dword."""
     from fly.emulator.lds import sign_extend
@@ -378,7 +386,7 @@ def compile_mubuf(inst: Instruction, machine: Executing) -> Run:
     raise unknown(inst, machine)
 
 
-def _buffer_load(inst: Instruction, machine: Executing, suffix: str, locate: Callable) -> Run:
+def _buffer_load(inst: Instruction, machine: Executing, suffix: str, locate: Located) -> Run:
     size, signed, half = _LOADS[suffix]
     to_lds = bool(inst.get("lds"))
     step = max(size, 4)
@@ -408,7 +416,7 @@ def _buffer_load(inst: Instruction, machine: Executing, suffix: str, locate: Cal
     return run
 
 
-def _buffer_store(inst: Instruction, machine: Executing, suffix: str, locate: Callable) -> Run:
+def _buffer_store(inst: Instruction, machine: Executing, suffix: str, locate: Located) -> Run:
     size, shift = _STORES[suffix]
     words = _data_words(inst, machine, size, shift, "vdata")
 
@@ -431,6 +439,7 @@ def _atomic(inst: Instruction, machine: Executing, suffix: str, address: Address
     operation, _, rest = suffix.partition("_")
     wide = rest in ("x2", "f64")
     function: Callable[..., Any]
+    dtype: type[np.generic]
     if operation == "pk":
         function, dtype = packed_add(rest.rsplit("_", 1)[1]), np.uint32
     elif operation in ATOMICS:

@@ -16,8 +16,10 @@ from fly.emulator.valu import sources
 if TYPE_CHECKING:
     from fly.emulator.executing import Executing
 
+_Relation = Callable[[Any, Any], Any]
 
-def _not(function: Callable) -> Callable:
+
+def _not(function: _Relation) -> _Relation:
     return lambda a, b: ~function(a, b)
 
 
@@ -25,11 +27,11 @@ def _unordered(a: Any, b: Any) -> Any:
     return np.isnan(a) | np.isnan(b)
 
 
-_INTEGER: dict[str, Callable] = {
+_INTEGER: dict[str, _Relation] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "f": lambda a, b: np.False_, "t": lambda a, b: np.True_,
 }  # fmt: skip
-_FLOAT: dict[str, Callable] = {
+_FLOAT: dict[str, _Relation] = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lg": lambda a, b: (a < b) | (a > b), "neq": np.not_equal, "nlt": _not(np.less), "nle": _not(np.less_equal),
     "ngt": _not(np.greater), "nge": _not(np.greater_equal), "nlg": lambda a, b: ~((a < b) | (a > b)),
@@ -63,6 +65,7 @@ def _class(x: Any, wanted: Any) -> Any:
 def compile_vopc(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     """v_cmp_* and v_cmpx_* in VOPC, SDWA and VOP3 forms."""
     _, kind_of, relation, kind = inst.name.split("_", 3)
+    function: _Relation
     if relation == "class":
         function, kinds = _class, (kind, "u32")
     else:

@@ -46,6 +46,7 @@ class Wave:
         "age", "at", "base", "blocked", "code", "extra", "group", "last", "lgkm", "number", "op", "pending",
         "priority", "ready", "reason", "simd", "stalls", "started", "vm",
     )  # fmt: skip
+    op: Operation
 
     def __init__(self, trace: WaveTrace, number: int, group: Workgroup, simd: int, start: int):
         self.code, self.extra = trace.code, trace.extra
@@ -235,12 +236,15 @@ class ComputeUnit:
         waited, reason = now - wave.base, wave.reason
         if waited > 0:
             # its own doing up to `ready`, then a unit's; without one, the rest is the way to the next turn
-            blocked = now - wave.ready if wave.blocked is not None else 0
-            wave.stalls[reason] += waited - blocked
-            if blocked:
-                wave.stalls[wave.blocked] += blocked
+            unit = wave.blocked
+            if unit is None:
+                wave.stalls[reason] += waited
+            else:
+                blocked = now - wave.ready
+                wave.stalls[reason] += waited - blocked
+                wave.stalls[unit] += blocked
                 if 2 * blocked > waited:
-                    reason = wave.blocked
+                    reason = unit
         if self.keep:
             self.events.append(Event(wave.number, wave.code[at], now, waited, reason))
         self.issued += 1

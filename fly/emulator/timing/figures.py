@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from fly.errors import ArgumentError
 
@@ -220,7 +221,8 @@ class Parameters:
                 raise ArgumentError(f"the timing model has no figure {name!r}; accepted: {', '.join(FIGURES)}")
         values = {name: overrides.get(name, figure[arch].value) for name, figure in FIGURES.items()}
         kinds = {field.name: field.type for field in fields(cls)}
-        return cls(arch, **{name: float(v) if kinds[name] == "float" else int(v) for name, v in values.items()})
+        typed: dict[str, Any] = {n: float(v) if kinds[n] == "float" else int(v) for n, v in values.items()}
+        return cls(arch, **typed)
 
 
 def disputed(arch: str) -> dict[str, Figure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from fly.emulator.control import BRANCHES, JUMPS
 from fly.emulator.decode import VGPR, Instruction, wait_counts
@@ -59,6 +59,15 @@ class Operation:
     straddles: bool = False
 
 
+class _Common(TypedDict):
+    """What an `Operation` has whatever its kind."""
+
+    reads: int
+    writes: int
+    straddles: bool
+    long: bool
+
+
 def operation(inst: Instruction, machine: Machine, parameters: Parameters) -> Operation:
     """The costs of an instruction."""
     straddles = inst.address // _CODE_LINE != (inst.next - 1) // _CODE_LINE
@@ -66,7 +75,9 @@ def operation(inst: Instruction, machine: Machine, parameters: Parameters) -> Op
     if form == "SOPP" or name in JUMPS:
         return _control(inst, straddles)
     touched = footprint(inst, machine)
-    common = {"reads": touched.reads, "writes": touched.writes, "straddles": straddles, "long": inst.size > 4}
+    common: _Common = {
+        "reads": touched.reads, "writes": touched.writes, "straddles": straddles, "long": inst.size > 4,
+    }  # fmt: skip
     if form == "SMEM":
         return Operation("smem", SCALAR, **common)
     if form == "DS":
@@ -99,14 +110,14 @@ def _control(inst: Instruction, straddles: bool) -> Operation:
     return Operation("salu", SCALAR)
 
 
-def _vector(inst: Instruction, machine: Machine, parameters: Parameters, common: dict) -> Operation:
+def _vector(inst: Instruction, machine: Machine, parameters: Parameters, common: _Common) -> Operation:
     name = inst.name
     count = passes(name, machine.arch) if inst.form == "VOP3P_MFMA" else 0
     if count:
         shape = matrix_shape(name, machine.arch)
         c = 0
         if inst.get("src2") >= VGPR:
-            size = register_counts(shape)[2]  # type: ignore[arg-type]
+            size = register_counts(shape)[2]  # type: ignore[arg-type]  # what has passes has a shape
             c = vector_bits(machine, inst.get("src2") - VGPR, size, bool(inst.get("acc_cd")))
         turn = parameters.turn
         return Operation(

@@ -70,7 +70,7 @@ def write_plot(
     figure.tight_layout()
     try:
         with Path(path).open("wb") as file:
-            FigureCanvasAgg(figure).print_png(file)
+            FigureCanvasAgg(figure).print_png(file)  # type: ignore[no-untyped-call]  # matplotlib's
     except OSError as error:
         raise ArgumentError(f"--plot {path!r}: {error.strerror}") from None
     return f"wrote {path}: cycles {chosen[0]} to {chosen[1]}"

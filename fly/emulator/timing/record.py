@@ -62,7 +62,7 @@ class Recorder:
         )
         self.trace = Trace(machine)
         self._steps: list[tuple[int, np.ndarray, np.ndarray, list[int] | np.ndarray | None]] = []
-        self._conflicts: dict[tuple, np.ndarray] = {}
+        self._conflicts: dict[tuple[int, bool, bytes, bytes | None], np.ndarray] = {}
         self._known: dict[tuple[int, ...], int] = {(): 0}
         self._lanes: list[tuple[np.ndarray, int, np.ndarray | None]] = []
         self._cycles: np.ndarray | None = None

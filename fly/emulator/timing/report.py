@@ -163,8 +163,8 @@ def chrome_trace(
             slice_["cname"] = _COLOURS[op.kind]
         events.append({**row, **slice_})
         if op.matrix:
-            wave = {"name": f"wave {event.wave}", "cat": "mfma", "args": args}
-            events.append({**row, **wave, "tid": 0, "ts": event.cycle, "dur": op.matrix})
+            matrix = {"name": f"wave {event.wave}", "cat": "mfma", "args": args}
+            events.append({**row, **matrix, "tid": 0, "ts": event.cycle, "dur": op.matrix})
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"unit": "1 us = 1 cycle"}}
 
 

@@ -43,7 +43,7 @@ class Launch:
     kernarg: bytes
     regions: list[Region]
     dynamic_lds: int = 0
-    keep: tuple = field(default=(), repr=False)
+    keep: tuple[object, ...] = field(default=(), repr=False)
     places: Places | None = None
 
     @property

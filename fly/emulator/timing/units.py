@@ -71,7 +71,9 @@ class MemoryPath:
     def __init__(self, parameters: Parameters, cold: int):
         self.parameters, self.cold = parameters, cold
         self.queue: deque[int] = deque()  # when the address unit starts on each instruction
-        self.address_free = self.fill_free = self.memory_free = 0
+        self.address_free = 0
+        self.fill_free: float = 0
+        self.memory_free: float = 0
         share = parameters.memory_bandwidth / parameters.sustained_clock / parameters.compute_units
         self.memory_cycles = LINE / share  # a line from memory
         self.fill_cycles = LINE / parameters.fill_rate
