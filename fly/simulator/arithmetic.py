@@ -166,7 +166,7 @@ def rsqrt(value: Any) -> Any:
 
 def narrow_pairs(value: np.ndarray, kind: str) -> np.ndarray:
     """f32 to an 8-bit format, the largest number in place of infinity."""
-    largest = float(ml_dtypes.finfo(FLOAT8[kind]).max)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it so
+    largest = float(ml_dtypes.finfo(FLOAT8[kind]).max)  # type: ignore[no-untyped-call]  # ml_dtypes has no types for it
     clipped: np.ndarray = np.clip(value, -largest, largest)
     return clipped.astype(FLOAT8[kind]).view(np.int8)
 

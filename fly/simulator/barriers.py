@@ -106,10 +106,6 @@ class NamedBarrier:
     clocks: np.ndarray | None = None
     done: np.ndarray | Any = None  # Any: it is there once a generation is complete
 
-    def passed(self, generation: int) -> bool:
-        """Whether a generation is complete."""
-        return self.generation != generation
-
     def arrive(self, count: int, threads: int, clocks: np.ndarray, condition: bool = False) -> None:
         """Count threads; `clocks` is what they know together.
 

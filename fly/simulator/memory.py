@@ -151,7 +151,7 @@ class Span:
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
         memory = (ctypes.c_uint8 * (end - start)).from_address(start)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]  # any buffer
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]  # takes any buffer
         self.before: np.ndarray | None = None  # what was there before the first store
         self._shadow: Shadow | None = None
 

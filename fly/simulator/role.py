@@ -6,7 +6,6 @@ What may have to wait for others is a generator, which yields what it waits for.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +149,7 @@ class Role(Warps):
         arrivals, told = self._arrive(m, number, threads, condition), np.zeros(self.warps, np.int32)
         for barrier, generation, warps in arrivals:
             if barrier.generation == generation:
-                yield functools.partial(barrier.passed, generation), barrier.__str__
+                yield (lambda b=barrier, g=generation: b.generation != g), barrier.__str__  # type: ignore[misc]  # not inferred with defaults
             self.learn(warps, barrier.done)
             told[warps] = barrier.held
         return told[arrivals[0][2][0]] if len(arrivals) == 1 else told[self.warp_of]
@@ -215,7 +214,7 @@ class Role(Warps):
         for barrier, warp, _ in list(self._each_mbarrier(m, address)):
             wanted = self.uniform(self.inside_warp(m, warp), parity, "a parity")
             if not barrier.passed(wanted):
-                yield functools.partial(barrier.passed, wanted), barrier.__str__
+                yield (lambda b=barrier, p=wanted: b.passed(p)), barrier.__str__  # type: ignore[misc]  # not inferred with defaults
             self.learn([warp], barrier.done)
 
     # bulk copies
