@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class Artefact:
             binary=body[start:middle],
             isa=body[middle:end].decode(),
             fields=tuple(map(_read_field, records.array("fields", header["fields"], 0, _MAX_FIELDS))),
-            block=tuple(records.whole("block", threads, 1, _MAX_BLOCK) for threads in block),
+            block=_read_block(block),
             dynamic_shared=records.whole("dynamic_shared", header["dynamic_shared"], 0, _MAX_COUNT),
             resources=_read_resources(header["resources"]),
             metadata={records.text("metadata", k): records.text(k, v) for k, v in metadata.items()},
@@ -166,6 +167,11 @@ class Artefact:
 def _read_field(value: Any) -> Field:
     name, kind = records.array("field", value, 2, 2)
     return Field(records.text("field", name), records.text("field", kind))
+
+
+def _read_block(threads: Sequence[Any]) -> tuple[int, int, int]:
+    x, y, z = (records.whole("block", count, 1, _MAX_BLOCK) for count in threads)
+    return x, y, z
 
 
 def _read_written(value: Any) -> tuple[str, ...] | None:

@@ -25,7 +25,7 @@ def passes(target: Target) -> list[pipeline.Pass]:
     from fly.backends.nvvm import pipeline as nvvm_pipeline
     from fly.backends.rocdl import pipeline as rocdl_pipeline
 
-    return {"rocdl": rocdl_pipeline, "nvvm": nvvm_pipeline}[target.backend].passes(target)
+    return {"rocdl": rocdl_pipeline.passes, "nvvm": nvvm_pipeline.passes}[target.backend](target)
 
 
 def compile_module(
@@ -104,7 +104,8 @@ def compile_module(
 def _translate(module: ir.Module) -> str:
     from mlir.dialects import llvm
 
-    return llvm.translate_module_to_llvmir(module.operation)
+    text: str = llvm.translate_module_to_llvmir(module.operation)
+    return text
 
 
 def _show(observe: Observer | None, label: str, stage: str, suffix: str, text: Any) -> None:

@@ -12,8 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fly.errors import CompileError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,13 @@ class Emitted:
 
 
 @functools.cache
-def _binding():
+def _binding() -> ModuleType:
     import llvmlite.binding as llvm
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    return llvm
+    binding: ModuleType = llvm
+    return binding
 
 
 def emit(text: str, machine: Machine, *, want_object: bool) -> Emitted:
@@ -128,7 +133,7 @@ def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
     return Emitted(answer["llvm_ir"], answer["assembly"], bytes.fromhex(answer["object"]))
 
 
-def _serve(request: dict) -> dict:
+def _serve(request: dict[str, Any]) -> dict[str, Any]:
     _set_options(request["options"])
     machine = Machine(request["triple"], request["cpu"], request["features"])
     emitted = _emit_here(request["text"], machine, request["object"])

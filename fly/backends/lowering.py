@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import overload
 
 from mlir import ir
 
@@ -38,6 +39,12 @@ class Builder:
     ) -> ir.Value:
         """An operation's single result."""
         return self(name, operands, [result], attributes).results[0]
+
+    @overload
+    def intrinsic(self, name: str, operands: list[ir.Value], result: None) -> None: ...
+
+    @overload
+    def intrinsic(self, name: str, operands: list[ir.Value], result: ir.Type) -> ir.Value: ...
 
     def intrinsic(self, name: str, operands: list[ir.Value], result: ir.Type | None) -> ir.Value | None:
         """Call an LLVM intrinsic by its full name."""
@@ -106,8 +113,10 @@ class Builder:
 def bits(type_: ir.Type) -> int:
     """Size of an integer, float or vector type."""
     if isinstance(type_, ir.VectorType):
-        return type_.shape[0] * bits(type_.element_type)
-    return type_.width
+        length: int = type_.shape[0]
+        return length * bits(type_.element_type)
+    width: int = type_.width
+    return width
 
 
 OURS = ("fly", "hopper")  # the dialects that nothing but a lowering takes away

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fly.errors import AtomError, TargetError
@@ -63,15 +62,36 @@ class Target:
         return next(load for load in (*self.matrix_loads, *self.byte_loads) if load.name == name)
 
 
-def _registry() -> dict[str, Callable[[], Target]]:
+def _registry() -> dict[str, Target]:
     from fly.backends.nvvm import atoms as nvvm
     from fly.backends.rocdl import atoms as rocdl
 
     def amd(
-        arch: str, shared_kib: int, units: int, atoms: tuple, loads: tuple, direct: tuple[int, ...], **more: tuple
+        arch: str,
+        shared_kib: int,
+        units: int,
+        atoms: tuple[MmaAtom, ...],
+        loads: tuple[MatrixLoad, ...],
+        direct: tuple[int, ...],
+        float8_to_f32: bool = False,
+        byte_atoms: tuple[MmaAtom, ...] = (),
+        byte_loads: tuple[MatrixLoad, ...] = (),
     ) -> Target:
-        sizes = (64, shared_kib << 10, 512, units)
-        return Target(arch, "rocdl", *sizes, atoms, loads, direct_copy_bytes=direct, xcds=8, **more)
+        return Target(
+            arch,
+            "rocdl",
+            64,
+            shared_kib << 10,
+            512,
+            units,
+            atoms,
+            loads,
+            direct_copy_bytes=direct,
+            xcds=8,
+            float8_to_f32=float8_to_f32,
+            byte_atoms=byte_atoms,
+            byte_loads=byte_loads,
+        )
 
     def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False, float8: bool = False) -> Target:
         return Target(

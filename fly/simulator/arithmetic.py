@@ -6,7 +6,7 @@ places and sizes is, and numpy is an order of magnitude faster on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +15,10 @@ import numpy as np
 from fly.simulator.program import Node, Type
 from fly.simulator.report import Finding
 
-FLOAT8 = {"f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "f8e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+FLOAT8: dict[str, np.dtype[np.generic]] = {
+    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
 
 
 def is_array(value: Any) -> bool:
@@ -114,7 +117,7 @@ def shuffle(a: np.ndarray, b: np.ndarray, mask: Any) -> np.ndarray:
     return np.concatenate(both, axis=1)[:, mask]
 
 
-def _only_first(mask: Any, length: int) -> bool:
+def _only_first(mask: slice[int, int, Any] | Iterable[int], length: int) -> bool:
     return mask.stop <= length if isinstance(mask, slice) else max(mask) < length
 
 
@@ -163,8 +166,9 @@ def rsqrt(value: Any) -> Any:
 
 def narrow_pairs(value: np.ndarray, kind: str) -> np.ndarray:
     """f32 to an 8-bit format, the largest number in place of infinity."""
-    largest = float(ml_dtypes.finfo(FLOAT8[kind]).max)
-    return np.clip(value, -largest, largest).astype(FLOAT8[kind]).view(np.int8)
+    largest = float(ml_dtypes.finfo(FLOAT8[kind]).max)  # type: ignore[no-untyped-call]  # ml_dtypes has no types for it
+    clipped: np.ndarray = np.clip(value, -largest, largest)
+    return clipped.astype(FLOAT8[kind]).view(np.int8)
 
 
 def widen_pairs(value: np.ndarray, kind: str) -> np.ndarray:

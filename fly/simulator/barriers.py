@@ -7,6 +7,7 @@ to those who wait.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class NamedBarrier:
     any: bool = False
     held: bool = False  # what the last generation's threads said, in any of them
     clocks: np.ndarray | None = None
-    done: np.ndarray | None = None
+    done: np.ndarray | Any = None  # Any: it is there once a generation is complete
 
     def arrive(self, count: int, threads: int, clocks: np.ndarray, condition: bool = False) -> None:
         """Count threads; `clocks` is what they know together.

@@ -140,8 +140,8 @@ class Block:
             raise Finding("mbarrier-init", f"more than {MAX_MBARRIERS} mbarriers in a block")
         name = f"mbarrier {buffer.name}[{(address - buffer.start) // 8}]"
         component = self.components.mbarrier(len(self.mbarriers))
-        empty = [np.zeros((2, self.time), np.int32) for _ in range(2)]
-        self.mbarriers[address] = Mbarrier(name, arrivals, component, made, *empty)
+        clocks, done = (np.zeros((2, self.time), np.int32) for _ in range(2))
+        self.mbarriers[address] = Mbarrier(name, arrivals, component, made, clocks, done)
 
     def named_barrier(self, number: int) -> NamedBarrier:
         """Raises a Finding for a number that there is not."""

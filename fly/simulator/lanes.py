@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from fly.backends.target import target
 from fly.simulator.arithmetic import is_array
 from fly.simulator.products import places, widened
 from fly.simulator.report import Finding
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 def _same(value: np.ndarray) -> Any:
@@ -117,7 +120,9 @@ class WarpProduct:
         a, b = (np.argsort(places(layout), axis=None) for layout in (atom.a, atom.b))
         return WarpProduct(atom.m, atom.n, atom.k, atom.dtype, a, b, places(atom.c))
 
-    def __call__(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, lanes: int) -> np.ndarray:
+    def __call__(
+        self, a: np.ndarray, b: np.ndarray, c: npt.NDArray[np.float32], lanes: int
+    ) -> npt.NDArray[np.float32]:
         """(lanes, values) of A times B and C, of all warps in `lanes`."""
         warps = lanes // len(self.c)
         left = self._operand(a, self.a, lanes, warps).reshape(warps, self.k, self.m)
@@ -125,7 +130,7 @@ class WarpProduct:
         product = (right.transpose(0, 2, 1) @ left).reshape(warps, -1)
         return c + product.take(self.c, axis=1).reshape(lanes, -1)
 
-    def _operand(self, values: np.ndarray, which: np.ndarray, lanes: int, warps: int) -> np.ndarray:
+    def _operand(self, values: np.ndarray, which: np.ndarray, lanes: int, warps: int) -> npt.NDArray[np.float32]:
         """(warps, elements) of a matrix, in f32."""
         whole = values if len(values) == lanes else np.broadcast_to(values, (lanes, values.shape[1]))
         return widened(whole.reshape(warps, -1).take(which, axis=1).view(np.uint8), self.dtype)

@@ -103,7 +103,7 @@ class Launch:
         self.values = self._values()
         self.counts.clear()
         self.shared_accesses.clear()
-        waiting = (tuple(reversed(i)) for i in itertools.product(*(range(n) for n in reversed(self.grid))))
+        waiting = ((x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(self.grid))))
         free = list(range(RESIDENT))
         live: list[Block] = []
         try:
@@ -168,6 +168,7 @@ class Launch:
             location = self.program.translated.raised_at(finding)
             raise self._error(finding, role, location) from None
         except Together:
+            assert self.deadlock is not None
             raise self.deadlock from None  # which is one, then
 
     def _land(self, copy: Copy) -> None:

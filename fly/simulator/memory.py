@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fly.simulator.clocks import ASYNC, HOST, Conflict, Parties, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by size
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# by size
+_WORDS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class GlobalMemory:
     def restore(self) -> None:
         """Take back what the launch stored: counters of a launch that fails would mislead the next one."""
         for span in self.spans:
-            if span.written:
+            if span.before is not None:
                 span.bytes[:] = span.before
 
     def _apart(self, addresses: np.ndarray, size: int) -> list[tuple[Span, np.ndarray | slice]]:
@@ -121,7 +126,7 @@ class GlobalMemory:
         places = np.searchsorted(self.starts, addresses, "right") - 1
         if (places == places[0]).all():
             return [(self._span_of(addresses, size), slice(None))]
-        found = []
+        found: list[tuple[Span, np.ndarray | slice]] = []
         for place in np.unique(places):
             lanes = np.flatnonzero(places == place)
             found.append((self._span_of(addresses[lanes], size), lanes))
@@ -145,7 +150,8 @@ class Span:
 
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
-        self.bytes = np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
+        memory = (ctypes.c_uint8 * (end - start)).from_address(start)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]  # takes any buffer
         self.before: np.ndarray | None = None  # what was there before the first store
         self._shadow: Shadow | None = None
 

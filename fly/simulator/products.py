@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from fly.simulator.arithmetic import FLOAT8
 from fly.simulator.report import Finding
 from fly.simulator.shared import CHUNK
 from fly.simulator.tensor_map import swizzled
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _LINES = {1: 128, 2: 64, 3: 32}  # a descriptor's layout type -> bytes of a swizzled line
 # rows of B times k: up to here OpenBLAS uses one thread, and small products by several take 100 times as long on
@@ -122,11 +125,11 @@ class Located:
 
 
 @functools.cache
-def _float8_values(dtype: str) -> np.ndarray:
+def _float8_values(dtype: str) -> npt.NDArray[np.float32]:
     return np.arange(256, dtype=np.uint8).view(FLOAT8[dtype]).astype(np.float32)
 
 
-def widened(data: np.ndarray, dtype: str) -> np.ndarray:
+def widened(data: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
     """Bytes, in the last dimension, as elements in float32."""
     if dtype in FLOAT8:
         return _float8_values(dtype)[data]
@@ -136,13 +139,13 @@ def widened(data: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @functools.cache
-def places(layout: Layout) -> np.ndarray:
+def places(layout: Layout) -> npt.NDArray[np.int64]:
     """A (lane, value) layout as an array."""
     lanes, values = (_offsets(mode) for mode in layout)
     return lanes[:, None] + values
 
 
-def _offsets(layout: Layout) -> np.ndarray:
+def _offsets(layout: Layout) -> npt.NDArray[np.int64]:
     offsets = np.zeros(1, np.int64)
     for extent, stride in zip(leaves(layout.shape), leaves(layout.stride), strict=True):
         offsets = ((np.arange(extent) * stride)[:, None] + offsets).ravel()

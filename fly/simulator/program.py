@@ -40,7 +40,7 @@ DTYPES = {
 class Type:
     """An element type (None of pointers and tokens), a vector's length, and whether it points to shared memory."""
 
-    dtype: np.dtype | None
+    dtype: np.dtype | Any  # instead of None: who reads it knows by the operation that there is one
     length: int | None = None
     shared: bool = False
 

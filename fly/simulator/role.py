@@ -54,12 +54,14 @@ class Role(Warps):
 
     # asynchronous copies of a thread's own
 
-    def copy_async(self, node: Node, m: Mask, destination: Any, source: Any, inside: Any, *, bytes: int) -> frozenset:
+    def copy_async(
+        self, node: Node, m: Mask, destination: Any, source: Any, inside: Any, *, bytes: int
+    ) -> frozenset[int]:
         return self._copy(m, self.active(m, inside), destination, source, bytes)
 
     def copy_direct(
         self, node: Node, m: Mask, destination: Any, base: Any, offset: Any, bound: Any, *, bytes: int, shift: int
-    ) -> frozenset:
+    ) -> frozenset[int]:
         self.whole_warps(m, "a direct copy")
         self.warp_uniform(m, destination, "the destination of a direct copy")
         offset = offset + np.int32(shift)
@@ -67,7 +69,7 @@ class Role(Warps):
         place = destination + shift + np.arange(self.lanes) % self.wave * bytes
         return self._copy(m, inside, place, address_of(base, offset), bytes)
 
-    def _copy(self, m: Mask, inside: Any, destination: Any, source: Any, size: int) -> frozenset:
+    def _copy(self, m: Mask, inside: Any, destination: Any, source: Any, size: int) -> frozenset[int]:
         """Each lane of `m` copies bytes to shared memory: what lanes of `inside` find, and zeros in the others."""
         indices = self.indices(m)
         data = np.zeros((self.lanes, size), np.uint8)
@@ -85,10 +87,10 @@ class Role(Warps):
             self.landing.pop(number)()
         return frozenset([number])
 
-    def join(self, node: Node, m: Mask, *tokens: frozenset) -> frozenset:
+    def join(self, node: Node, m: Mask, *tokens: frozenset[int]) -> frozenset[int]:
         return frozenset().union(*tokens)
 
-    def wait_copies(self, node: Node, m: Mask, token: frozenset) -> None:
+    def wait_copies(self, node: Node, m: Mask, token: frozenset[int]) -> None:
         for number in sorted(token & self.landing.keys()):
             self.landing.pop(number)()
         newest = max(token, default=0)
@@ -124,7 +126,8 @@ class Role(Warps):
 
     def _arrive(self, m: Mask, number: Any, threads: Any, condition: Any = False) -> list[Arrival]:
         """Warps count at the barriers that they name, of which each may name another one."""
-        warps, named = self.whole_warps(m, "a named barrier"), {}
+        warps = self.whole_warps(m, "a named barrier")
+        named: dict[int, list[int]] = {}
         for warp in warps:
             which = self.uniform(self.inside_warp(m, warp), number, "a barrier's number")
             named.setdefault(which, []).append(warp)
@@ -146,7 +149,7 @@ class Role(Warps):
         arrivals, told = self._arrive(m, number, threads, condition), np.zeros(self.warps, np.int32)
         for barrier, generation, warps in arrivals:
             if barrier.generation == generation:
-                yield (lambda b=barrier, g=generation: b.generation != g), barrier.__str__
+                yield (lambda b=barrier, g=generation: b.generation != g), barrier.__str__  # type: ignore[misc]  # not inferred with defaults
             self.learn(warps, barrier.done)
             told[warps] = barrier.held
         return told[arrivals[0][2][0]] if len(arrivals) == 1 else told[self.warp_of]
@@ -211,7 +214,7 @@ class Role(Warps):
         for barrier, warp, _ in list(self._each_mbarrier(m, address)):
             wanted = self.uniform(self.inside_warp(m, warp), parity, "a parity")
             if not barrier.passed(wanted):
-                yield (lambda b=barrier, p=wanted: b.passed(p)), barrier.__str__
+                yield (lambda b=barrier, p=wanted: b.passed(p)), barrier.__str__  # type: ignore[misc]  # not inferred with defaults
             self.learn([warp], barrier.done)
 
     # bulk copies
@@ -238,7 +241,7 @@ class Role(Warps):
         words = self._box(tensor_map, place, corner)
         phase = barrier.phase + 1
         block.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})
-        block.shared.announce(words, *clocks, barrier.component, phase)
+        block.shared.announce(words, clocks[0], clocks[1], barrier.component, phase)
 
         def land() -> None:
             data = tensor_map.fetch(block.memory, corner, clocks[0])

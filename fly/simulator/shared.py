@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,8 @@ class SharedMemory:
         self.shadow = Shadow(len(self.bytes) // WORD, 1 + roles, readers, first_reader)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Buffer] = {}
+        # a component for a message; the block says who they are
+        self.who: Callable[[int], str] = lambda component: f"component {component}"
 
     def allocate(self, place: int, name: str, nbytes: int, align: int) -> int:
         """The address of the buffer that operation `place` allocates, the same for all roles."""
@@ -162,10 +164,6 @@ class SharedMemory:
         raise Finding(
             "shared-race", f"{does} {place}, {state} by {self.who(conflict.by)} with nothing that orders the two"
         )
-
-    def who(self, component: int) -> str:
-        """A component for a message; the block says who they are."""
-        return f"component {component}"
 
     # copies and products
 

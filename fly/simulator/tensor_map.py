@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from fly.simulator.clocks import Party
 from fly.simulator.memory import GlobalMemory
 from fly.simulator.report import Finding
 from fly.simulator.shared import CHUNK
+
+if TYPE_CHECKING:
+    import builtins
 
 BYTES = 128
 MAX_RANK = 5
@@ -56,7 +60,7 @@ class TensorMap:
         inner = self.shape[-1] * self.element_bytes
         return inner + sum((n - 1) * stride for n, stride in zip(self.shape[:-1], self.strides, strict=True))
 
-    def pack(self) -> bytes:
+    def pack(self) -> builtins.bytes:
         """The 128 bytes."""
         fill = (0,) * (MAX_RANK - self.rank)
         strides = (*self.strides, self.element_bytes)
@@ -64,7 +68,7 @@ class TensorMap:
         return _FORMAT.pack(*head, *self.shape, *fill, *strides, *fill, *self.box, *fill).ljust(BYTES, b"\0")
 
     @staticmethod
-    def unpack(data: bytes) -> TensorMap:
+    def unpack(data: builtins.bytes) -> TensorMap:
         """Of 128 bytes.
 
         Raises:

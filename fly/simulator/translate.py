@@ -166,7 +166,9 @@ class _Translator:
         elif node.name in arithmetic.EXPRESSIONS:
             self.compute(node.results[0], self.expression(node, operands))
         elif node.name == "vector.shuffle":
-            key = tuple(node.attributes["mask"]), node.operand_types[0].length, operands[0] == operands[1]
+            length = node.operand_types[0].length
+            assert length is not None
+            key = tuple(node.attributes["mask"]), length, operands[0] == operands[1]
             mask = self.name(arithmetic.indices_of(*key), key)
             self.compute(node.results[0], f"shuffle({', '.join(operands)}, {mask})")
         elif node.name == "fly.id":
@@ -248,9 +250,9 @@ class _Translator:
 
     def for_(self, node: Node, operands: list[str]) -> None:
         start, stop, step, *carry = operands
-        ((index, *arguments), nodes) = node.regions[0]
+        ((index, *carried), nodes) = node.regions[0]
         outer, active = self.fresh_mask(), self.fresh_mask()
-        arguments = [f"v{n}" for n in arguments]
+        arguments = [f"v{n}" for n in carried]
         results = [f"v{n}" for n in node.results]
         self.line(f"{outer} = m; v{index} = {start}")
         self.assign(results, carry)
@@ -267,9 +269,9 @@ class _Translator:
         self.line(f"m = {outer}")
 
     def while_(self, node: Node, carry: list[str]) -> None:
-        (before, condition), (after, nodes) = node.regions
+        (tested, condition), (carried, nodes) = node.regions
         outer, active = self.fresh_mask(), self.fresh_mask()
-        before, after = [f"v{n}" for n in before], [f"v{n}" for n in after]
+        before, after = [f"v{n}" for n in tested], [f"v{n}" for n in carried]
         results = [f"v{n}" for n in node.results]
         self.line(f"{outer} = m")
         self.assign(before, carry)

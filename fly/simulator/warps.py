@@ -6,8 +6,8 @@ have the names that `translate` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,11 +19,24 @@ from fly.simulator.report import Finding, Together
 from fly.simulator.shared import CHUNK, SharedAccess
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from fly.simulator.block import Block
 
-Mask = np.ndarray | None
+Mask = np.ndarray[Any, np.dtype[np.bool_]] | None
 Wait = tuple[Callable[[], bool], Callable[[], str]]  # whether it is over, and what it is for
 FREE: Wait = (lambda: True, lambda: "nothing")
+
+
+class Steps(Protocol):
+    """A kernel's generator that has not ended."""
+
+    @property
+    def gi_frame(self) -> FrameType: ...
+
+    def __next__(self) -> Wait | None: ...
+
+    def close(self) -> None: ...
 
 
 class Warps:
@@ -51,7 +64,7 @@ class Warps:
 
     # being scheduled
 
-    def start(self, steps: Generator[Wait | None, None, None]) -> None:
+    def start(self, steps: Steps) -> None:
         self.steps = steps
 
     def close(self) -> None:
@@ -121,7 +134,8 @@ class Warps:
 
     def inside_warp(self, m: Mask, warp: int) -> np.ndarray:
         """The lanes of a mask that are in a warp."""
-        return self.warp_of == warp if m is None else m & (self.warp_of == warp)
+        lanes: np.ndarray = self.warp_of == warp
+        return lanes if m is None else m & lanes
 
     def whole_warps(self, m: Mask, what: str) -> list[int]:
         """The warps of a mask.
@@ -175,7 +189,7 @@ class Warps:
 
     def released(self, warps: list[int]) -> np.ndarray:
         """What warps know together, and their time goes on: what they do from here on is not part of it."""
-        known = self.clocks[warps].max(axis=0)
+        known: np.ndarray = self.clocks[warps].max(axis=0)
         for warp in warps:
             self.clocks[warp, 0, self.own[warp]] += 1
         return known
@@ -228,7 +242,7 @@ class Warps:
         """Tell the launch of accesses to shared memory, if it wants to know."""
         if self.block.shared_accesses is None:
             return
-        places = [None] * self.lanes
+        places: list[int | None] = [None] * self.lanes
         for lane in self.indices(m):
             places[lane] = int(address[lane] if is_array(address) else address)
         for warp in self.active_warps(m):
@@ -337,7 +351,7 @@ class Warps:
             word[0] += values[lane]
         return before
 
-    def word(self, address: int, dtype: np.dtype) -> np.ndarray:
+    def word(self, address: int, dtype: np.dtype[np.generic]) -> np.ndarray:
         """A number in global memory, to be changed in place."""
         span = self.block.memory.span(address, address + dtype.itemsize)
         span.begin_writing()

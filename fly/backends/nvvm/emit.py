@@ -87,7 +87,8 @@ def as_i32(value: Any, what: str) -> Value:
         DTypeError: anything else.
     """
     if isinstance(value, int):
-        return i32(value)
+        number: Value = i32(value)
+        return number
     if not isinstance(value, Value) or value.dtype is not i32 or value.length is not None:
         raise DTypeError(f"{what} is {value!r}; expected an integer or a traced i32")
     return value

@@ -29,7 +29,8 @@ def _barrier_id(barrier: Any) -> Value:
 def _threads(threads: int) -> Value:
     if threads <= 0 or threads % 32:
         raise ShapeError(f"a named barrier of {threads} threads; expected a positive multiple of 32")
-    return i32(threads)
+    count: Value = i32(threads)
+    return count
 
 
 def barrier_sync(barrier: Any, threads: int) -> None:

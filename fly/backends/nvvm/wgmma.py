@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fly.backends.nvvm.dialect import MOST_WAITED
 from fly.backends.nvvm.emit import operation, shared_address
@@ -19,6 +19,9 @@ from fly.ir.value import Value, from_elements, select, shuffle
 from fly.lang.ids import lane_of
 from fly.lang.sync import shuffle_xor
 from fly.layout import Layout
+
+if TYPE_CHECKING:
+    from fly.backends.nvvm.emit import Attribute
 
 M, K = 64, 16  # of one instruction on 16-bit operands
 K_BYTES = 32  # of any operands
@@ -42,7 +45,7 @@ class PanelTile:
     element_bytes: int = 2
     is_static: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.element_bytes not in (1, 2):
             raise LayoutError(f"elements of a panel tile have {self.element_bytes} bytes; expected 1 or 2")
         if self.swizzle not in _MODES:
@@ -177,7 +180,7 @@ class WarpgroupAtom:
     lanes: ClassVar[int] = LANES
     accumulator: ClassVar[str] = "f32"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise AtomError(f"WGMMA of {self.dtype}; expected one of {', '.join(DTYPES)}")
         if not 8 <= self.n <= 256 or self.n % 8:
@@ -255,25 +258,26 @@ def issue(
     from_memory = isinstance(a, Operand)
     operands = [] if accumulator is None else [accumulator]
     operands.append(b.descriptor())
-    if from_memory:
+    if isinstance(a, Operand):
         operands.append(a.descriptor())
         a_steps = a.steps(steps, M)
     else:
         operands += _registers(atom, a, steps)
         a_steps = ()
-    if b.k != atom.k or (from_memory and a.k != atom.k):
+    if b.k != atom.k or (isinstance(a, Operand) and a.k != atom.k):
         raise ShapeError(f"a tile of WGMMA of {atom.dtype} has elements of {b.tile.element_bytes} bytes")
-    attributes = {
+    accumulates = int(accumulator is not None)
+    attributes: dict[str, Attribute] = {
         "n": atom.n,
         "dtype": atom.dtype,
-        "accumulates": int(accumulator is not None),
+        "accumulates": accumulates,
         "a_registers": int(not from_memory),
-        "a_transposed": int(from_memory and a.layout.transposed),
+        "a_transposed": int(isinstance(a, Operand) and a.layout.transposed),
         "b_transposed": int(b.layout.transposed),
         "a_steps": a_steps,
         "b_steps": b.steps(steps, atom.n),
     }
-    groups = (attributes["accumulates"], 1, 1 if from_memory else steps)
+    groups = (accumulates, 1, 1 if from_memory else steps)
     (result,) = operation("wgmma", operands, [f32.vector(count)], attributes, operand_groups=groups)
     return Value(result, f32, count)
 

@@ -71,6 +71,7 @@ def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
     value, lane = op.operands
     static = _constant(lane)
     if string(op, "mode") == "xor":
+        assert static is not None
         return _xor(b, value, static)
     i32 = ir.IntegerType.get_signless(32)
     word = b.bitcast(value, i32)
@@ -119,7 +120,8 @@ def _constant(value: ir.Value) -> int | None:
     owner = value.owner
     if not hasattr(owner, "operation") or owner.operation.name != "arith.constant":
         return None
-    return ir.IntegerAttr(owner.operation.attributes["value"]).value
+    number: int = ir.IntegerAttr(owner.operation.attributes["value"]).value
+    return number
 
 
 def _mma(op: ir.Operation, b: Builder) -> ir.Value:
