@@ -9,7 +9,8 @@ import fly
 
 def group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
     """Query heads per key head; the same in every thread, so the division is cheap scalar work once."""
-    return q.shape[-2] // k.shape[-2]
+    group: fly.Value = q.shape[-2] // k.shape[-2]
+    return group
 
 
 def load_queries(
