@@ -29,10 +29,17 @@ class Place(Protocol):
     `head` is a vector where rows differ in it. `split`: the block takes a part of the keys.
     """
 
-    batch: fly.Value
-    head: fly.Value | fly.RowVector
-    keys: KeyRange
-    split: bool
+    @property
+    def batch(self) -> fly.Value: ...
+
+    @property
+    def head(self) -> fly.Value | fly.RowVector: ...
+
+    @property
+    def keys(self) -> KeyRange: ...
+
+    @property
+    def split(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,8 @@ class Schedule:
         inside = number - first_slice * blocks
         block, slice_ = inside // beside, first_slice + inside % beside
         head_of_batch = slice_ // self.splits
+        q_first: Any
+        k_first: Any
         q_first, queries, k_first, keys = 0, self.seq_len, 0, self.seq_len_kv
         if self.bounded:
             q_first = k_first = fly.i32(0)
