@@ -14,7 +14,8 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-from ..arguments.checks import INTEGERS, Checks, is_dense, shown, written
+from ..arguments.callers import written
+from ..arguments.checks import INTEGERS, Checks, is_dense, shown
 from ..work.tile_scheduler import MAX_SPLITS
 
 MOST = 2**31 - 1  # of a window's side or a length
@@ -49,7 +50,7 @@ def window_of(function: str, window_size: Any, causal: bool) -> tuple[int, int]:
     checks, wanted = Checks(function), "two ints (left, right)"
     if not good or len(window_size) != 2:
         checks.fail(f"window_size must be {wanted}, got {shown(window_size)}", ArgumentTypeError)
-    sides = []
+    sides: list[int] = []
     for side in window_size:
         number = -1 if side is None else checks.integer("window_size", side, wanted, window_size)
         if not -MOST <= number <= MOST:
@@ -64,7 +65,8 @@ def window_of(function: str, window_size: Any, causal: bool) -> tuple[int, int]:
                 "for a bound below 0",
                 UnsupportedError,
             )
-    return tuple(sides)
+    left, right = sides
+    return left, right
 
 
 def splits_of(function: str, num_splits: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 
@@ -124,9 +124,9 @@ def options_of(
         ArgumentTypeError, ArgumentError: a keyword that no FlashAttention has, or a value that is none.
     """
     options: dict[str, Any] = {"num_kv_splits": num_splits}
-    for name, value in (("causal", causal), ("deterministic", deterministic)):
-        if value is not True and value is not False:
-            Checks(caller.function).flag(name, value)
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if flag is not True and flag is not False:
+            Checks(caller.function).flag(name, flag)
     if not isinstance(dropout_p, float) or dropout_p:
         check_dropout(caller.function, "dropout_p", dropout_p)
     if softmax_scale is not None:
@@ -225,7 +225,8 @@ def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout
     check_dense(function, name, packed)
     if packed.dim() != dim + 3 or packed.shape[dim] != count:
         raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(packed.shape)}")
-    return packed.unbind(dim)
+    parts: tuple[torch.Tensor, ...] = packed.unbind(dim)
+    return parts
 
 
 SMALLEST_HEAD_DIM = 32
@@ -240,7 +241,8 @@ def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     missing = head_dim - tensor.size(-1)
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
-    return with_rows(tensor)
+    rows: torch.Tensor = with_rows(tensor)
+    return rows
 
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:
@@ -255,6 +257,34 @@ def _needs_copies(q: Any, k: Any, v: Any) -> bool:
         return all(map(is_dense, (q, k, v)))
     except (AttributeError, IndexError, TypeError, RuntimeError):
         return False  # what has no such sizes and strides is refused by name later
+
+
+@overload
+def attend(
+    caller: Caller,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    options: dict[str, Any],
+    *,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def attend(
+    caller: Caller,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    options: dict[str, Any],
+    *,
+    out: torch.Tensor | None = None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attend(
@@ -290,8 +320,8 @@ def attend(
             caller.tell(error)
             raise
     result = attention(caller, q, k, v, causal, options, return_lse=return_lse)
-    wide, *lse = result if return_lse else (result,)
+    wide = result[0] if isinstance(result, tuple) else result
     narrow = wide[..., :value_dim]
     if out is not None:
         narrow = out.copy_(narrow)
-    return (narrow, *lse) if return_lse else narrow
+    return (narrow, result[1]) if isinstance(result, tuple) else narrow

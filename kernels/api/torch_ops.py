@@ -8,9 +8,9 @@ microseconds on the host and is gone through only where a compiler traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from ..cache.kv_cache import append_to_cache
 from ..call.attention_checks import OUT_DTYPES
 from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
+
+F = TypeVar("F")
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, bool causal"
 _DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0"}
@@ -44,6 +46,9 @@ torch.library.define(
     "Tensor cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
     "bool rotary_interleaved, *, bool rotate_each_query, str? caller=None) -> Tensor",
 )
+
+
+_register_fake: Callable[[str], Callable[[F], F]] = torch.library.register_fake
 
 
 def attention(
@@ -106,12 +111,14 @@ def _in_names_of(key: str | None) -> Iterator[None]:
     try:
         yield
     except FlyError as error:
-        if key in CALLERS:
+        if key is not None and key in CALLERS:
             CALLERS[key].tell(error)
         raise
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]) -> tuple:
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     if options.get("window_size") is not None:
         options["window_size"] = tuple(options["window_size"])
     else:
@@ -119,7 +126,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, option
     with _in_names_of(options.pop("caller", None)):
         result = flydsl_flash_attn_func(q, k, v, causal, **options)
     # an operation has the same number of results in every call
-    return result if options.get("return_lse") else (result, _lse(q, False))
+    return result if isinstance(result, tuple) else (result, _lse(q, False))
 
 
 def _lse(q: torch.Tensor, wanted: bool) -> torch.Tensor:
@@ -139,7 +146,7 @@ def _flash_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
     return _run(q, k, v, causal, options)[1]
 
 
-@torch.library.register_fake("fly::flash_attn")
+@_register_fake("fly::flash_attn")
 def _flash_attn_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +154,7 @@ def _flash_attn_fake(
     return out, _lse(q, options.get("return_lse", False))
 
 
-@torch.library.register_fake("fly::flash_attn_out")
+@_register_fake("fly::flash_attn_out")
 def _flash_attn_out_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
 ) -> torch.Tensor:
@@ -161,7 +168,7 @@ def _append(q: torch.Tensor, *arguments: Any, caller: str | None = None, **optio
     return q.new_empty(0) if result is q else result  # an operation's result is not one of its arguments
 
 
-@torch.library.register_fake("fly::append_to_cache")
+@_register_fake("fly::append_to_cache")
 def _append_fake(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
     rotary_cos = arguments[4]
     return q.new_empty(0 if rotary_cos is None else q.shape)

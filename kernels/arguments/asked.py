@@ -88,7 +88,7 @@ class Asked:
 
     def function(self, name: str, function: Any, dependencies: Callable[[Any], Any]) -> Any:
         """A function that captures no tensor; `dependencies`: (name, value) of what it captures."""
-        if not isinstance(function, Callable):
+        if not isinstance(function, Callable):  # type: ignore[arg-type]  # to mypy no class
             fail(f"{name} must be a function, got {function!r} ({type(function).__name__})", ArgumentTypeError)
         for captured, value in dependencies(function):
             if isinstance(value, torch.Tensor):

@@ -59,7 +59,7 @@ def written(value: Any) -> str:
 def problem(kind: type[FlyError], text: str, function: str = "") -> FlyError:
     """An error of `kind` that says `text`, in which `arg` marks arguments, after the name of the `function`."""
     error = kind(plain(f"{function}: {text}" if function else text))
-    error.marked = text
+    error.marked = text  # type: ignore[attr-defined]  # what `Caller.tell` alone looks for
     return error
 
 
@@ -144,7 +144,7 @@ def _parts(tensor: str, names: str, tokens: str) -> dict[str, str]:
     return {name: f"{tensor}[{tokens}, {i}]" for i, name in enumerate(names)}
 
 
-def _also_page_table(function: str, names: Mapping[str, str], behind: str = Caller.behind) -> Caller:
+def _also_page_table(function: str, names: dict[str, str], behind: str = Caller.behind) -> Caller:
     return Caller(function, names, behind, Caller(function, names | {"block_table": "page_table"}, behind))
 
 

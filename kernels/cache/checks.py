@@ -77,8 +77,8 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
         if isinstance(value, torch.Tensor) and value.device != given.q.device:
             CHECKS.fail(f"{name} must be on q's device {given.q.device}, got {value.device}")
     _check_shapes(given, paged)
-    if given.rotary_cos is not None:
-        _check_tables(given)
+    if given.rotary_cos is not None and given.rotary_sin is not None:
+        _check_tables(given.rotary_cos, given.rotary_sin, given.q.shape[-1])
 
 
 def _check_pairs(given: Arguments) -> None:
@@ -130,7 +130,7 @@ def _check_shapes(given: Arguments, paged: bool) -> None:
         CHECKS.fail(f"pages need at least one token, got k_cache {tuple(k_cache.shape)}")
     if q.shape[1] * q.shape[2] > MAX_ROWS:
         CHECKS.fail(f"q may have {MAX_ROWS} tokens times heads in a sequence, got {q.shape[1]} * {q.shape[2]}")
-    if k is None:
+    if k is None or v is None:
         return
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = (q.shape[0], k.shape[1], *cache.shape[2:])
@@ -146,8 +146,7 @@ def _check_shapes(given: Arguments, paged: bool) -> None:
             )
 
 
-def _check_tables(given: Arguments) -> None:
-    cos, sin, head_dim = given.rotary_cos, given.rotary_sin, given.q.shape[-1]
+def _check_tables(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:
     if cos.shape != sin.shape:
         CHECKS.fail(f"rotary_cos and rotary_sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     dim = 2 * cos.shape[1]

@@ -144,7 +144,7 @@ def rotate_and_append(
     rotary: Rotary | None,
     each_query: bool,
     folded: bool = False,
-):
+) -> None:
     """The module's formulas; without `rotary` there are no q, tables and result, and k is appended as it is.
 
     Grid: (blocks of k's rows, then of v's, then of q's; sequences), or `folded`: spare blocks write what those of the
@@ -157,9 +157,13 @@ def rotate_and_append(
 
     def target(cache: fly.Tensor, token: fly.Value) -> tuple[fly.Value, fly.Value, fly.Value]:
         entry, row, exists = cache_place(cache, batch, length + token, cache_batch_idx, block_table)
-        return entry, row, exists if rotary is None else exists & fly.compare("ult", length + token, cos.shape[0])
+        if rotary is None:
+            return entry, row, exists
+        assert cos is not None
+        return entry, row, exists & fly.compare("ult", length + token, cos.shape[0])
 
     def angles(position: fly.Value) -> list[fly.Window]:
+        assert rotary is not None and cos is not None and sin is not None
         return [table.rows(rotary.dim // 2).window(position, 1) for table in (cos, sin)]
 
     block = fly.block_id.x
@@ -190,6 +194,7 @@ def rotate_and_append(
 
     if rotary is None:
         return
+    assert q is not None and q_rotated is not None and cos is not None
     with fly.when(block >= end_v):
         token, head, column, exists = heads_k.place(q, block - end_v)
         with fly.when(exists):
@@ -218,7 +223,7 @@ class Plan:
     checked: bool
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 _plans_lock = threading.Lock()
 
 
@@ -282,6 +287,7 @@ def append_to_cache(
     geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH), _environment(_CHECK_INPUTS)]
     addresses: list[int] = []
     needs_gradient = False
+    key: tuple[Any, ...] | None
     try:
         for x in given:
             if x is None:
@@ -354,6 +360,7 @@ def _may_overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
 def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each_query: bool) -> Prepared | None:
     """The launch for tensors in the kernel's order; None when nothing is written."""
     q, _, k, v, _, _, cos, *_ = arguments
+    assert k is not None and v is not None
     batch, tokens, kv_heads, head_dim = k.shape
     head_dim_v = v.shape[-1]
     blocks = sum(Heads(columns).blocks(tokens, kv_heads) for columns in (head_dim, head_dim_v))
@@ -371,7 +378,7 @@ def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each
     return bind(rotate_and_append, grid, THREADS, arguments, {**statics, **fold}, compile_kernel)
 
 
-def _remember(key: tuple | None, plan: Plan) -> None:
+def _remember(key: tuple[Any, ...] | None, plan: Plan) -> None:
     if key is None:
         return
     with _plans_lock:

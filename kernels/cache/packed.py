@@ -84,8 +84,8 @@ def append_packed(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
@@ -117,22 +117,22 @@ def append_packed(
             raise ArgumentError(f"{function}: {name} must have {rank} dimensions, got shape {tuple(tensor.shape)}")
     if not isinstance(cache_seqlens, torch.Tensor):
         raise ArgumentError(f"{function}: k and v need cache_seqlens, (B,) int32 or an int")
-    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
+    for name, value in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
         batch = (len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,)
-        if tensor is None:
+        if value is None:
             continue
-        Checks(function).plain(name, tensor)
-        if tensor.shape != batch or tensor.dtype != torch.int32:
+        Checks(function).plain(name, value)
+        if value.shape != batch or value.dtype != torch.int32:
             raise ArgumentError(
-                f"{function}: {name} must have shape {batch} and int32, got {tuple(tensor.shape)}, {tensor.dtype}"
+                f"{function}: {name} must have shape {batch} and int32, got {tuple(value.shape)}, {value.dtype}"
             )
     if cu_seqlens_k_new is None and len(k) != len(cache_seqlens):
         raise ArgumentError(f"{function}: k must have a batch of {len(cache_seqlens)}, got shape {tuple(k.shape)}")
-    pages = block_table is not None and _is_plain(block_table) and block_table.dim() == 2
-    if pages and cache_batch_idx is None and len(block_table) != len(cache_seqlens):
+    pages = block_table if block_table is not None and _is_plain(block_table) and block_table.dim() == 2 else None
+    if pages is not None and cache_batch_idx is None and len(pages) != len(cache_seqlens):
         raise ArgumentError(
             f"{function}: block_table must have a row for each of {len(cache_seqlens)} sequences, got shape "
-            f"{tuple(block_table.shape)}"
+            f"{tuple(pages.shape)}"
         )
     caches, tables = (k_cache, v_cache), (rotary_cos, rotary_sin)
     device = q.device
@@ -146,10 +146,10 @@ def append_packed(
             "cache_batch_idx": cache_batch_idx,
             "block_table": block_table,
         }
-        shapes = dict.fromkeys(on_device, (count,))
+        shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(on_device, (count,))
         shapes |= {"cu_seqlens_q": (count + 1,), "cu_seqlens_k_new": (count + 1,), "block_table": None}
-        if pages:
-            shapes["block_table"] = (count if cache_batch_idx is None else len(block_table), block_table.shape[1])
+        if pages is not None:
+            shapes["block_table"] = (count if cache_batch_idx is None else len(pages), pages.shape[1])
         # `append` says what is wrong with a tensor itself
         good = all(
             x is None or (_is_plain(x) and x.shape == shapes[name] and x.dtype == torch.int32 and x.device == device)
@@ -160,7 +160,8 @@ def append_packed(
 
     def tokens(tensor: torch.Tensor, offsets: torch.Tensor | None) -> Tokens:
         if offsets is None:
-            return Tokens.dense(*tensor.shape[:2], device)
+            batch, length = tensor.shape[:2]
+            return Tokens.dense(batch, length, device)
         return Tokens.of(len(tensor), offsets)
 
     def alone(tensor: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:

@@ -46,7 +46,8 @@ class Rotary:
         turned = self._interleaved if self.interleaved else self._halves
         if self.dim == head.view.columns:
             return turned(x, head, column, cos, sin)
-        return fly.cond(column < self.dim, lambda: turned(x, head, column, cos, sin), lambda: x)
+        piece: fly.Value = fly.cond(column < self.dim, lambda: turned(x, head, column, cos, sin), lambda: x)
+        return piece
 
     def _interleaved(
         self, x: fly.Value, head: fly.Window, column: fly.Value, cos: fly.Window, sin: fly.Window

@@ -150,7 +150,11 @@ class _NoTouch:
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element at one address; also when that is too hard to find out."""
     try:
-        return np.shares_memory(np.asarray(_NoTouch(a)), np.asarray(_NoTouch(b)), max_work=100_000)
+        return np.shares_memory(
+            np.asarray(_NoTouch(a)),
+            np.asarray(_NoTouch(b)),
+            max_work=100_000,  # type: ignore[arg-type]  # numpy's stubs know two limits only
+        )
     except np.exceptions.TooHardError:
         return True
 
@@ -224,7 +228,8 @@ def _check_cross(cross_seqlen: Any, unknown: bool, lengths: Mapping[str, tuple[i
         fail(
             f"cross_seqlen=False, but q has {queries} {what} and k {keys}; leave cross_seqlen out, and it is detected"
         )
-    return cross_seqlen
+    differ: bool = cross_seqlen
+    return differ
 
 
 def _check_head_options(options: Mapping[str, Any], kv_heads: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,11 +48,13 @@ class Traced:
 
     def number(self, name: str) -> fly.Value:
         """See `Inputs`."""
-        return self.values[name].to(fly.i64)
+        number: fly.Value = self.values[name].to(fly.i64)
+        return number
 
     def load(self, name: str, *index: Any) -> fly.Value:
         """See `Inputs`."""
-        return self.values[name].load(*index).to(fly.i64)
+        element: fly.Value = self.values[name].load(*index).to(fly.i64)
+        return element
 
     def smaller(self, a: Any, b: Any) -> fly.Value:
         """See `Inputs`."""
@@ -79,7 +82,8 @@ class OnHost:
 
     def load(self, name: str, *index: Any) -> np.ndarray:
         """See `Inputs`."""
-        return self.tensors[name][index].astype(np.int64)
+        elements: np.ndarray = self.tensors[name][index].astype(np.int64)
+        return elements
 
     def smaller(self, a: Any, b: Any) -> Any:
         """See `Inputs`."""
@@ -91,7 +95,7 @@ class OnHost:
 
 
 @fly.kernel
-def check_inputs(report: fly.Tensor, *operands: fly.Operand, names: tuple[str, ...], rules: str):
+def check_inputs(report: fly.Tensor, *operands: fly.Operand, names: tuple[str, ...], rules: str) -> None:
     """The first broken rule that each thread finds, among the places that it looks at.
 
     report: (threads of the grid, `FIELDS`) i64; a row's rule is `NOTHING_FOUND` where there is none. operands: the
@@ -147,16 +151,22 @@ def find_on_host(rules: str, tensors: Mapping[str, torch.Tensor], numbers: Mappi
             broken = broken & rule.used(inputs, row, column)
         if broken.any():
             first = int(broken.argmax())
-            found = (int(np.broadcast_to(x, place.shape)[first]) for x in (row, column, at, value, low, high))
-            return Finding(rule, *found, numbers)
+            of = partial(_element, place.shape, first)
+            return Finding(rule, of(row), of(column), of(at), of(value), of(low), of(high), numbers)
     return None
+
+
+def _element(shape: tuple[int, ...], index: int, numbers: Any) -> int:
+    """Of one number, or of an array of this shape."""
+    return int(np.broadcast_to(numbers, shape)[index])
 
 
 def find_on_device(
     rules: str, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, int], stream: int | None = None
 ) -> Finding | None:
     """The same by `check_inputs`, for tensors of any device; waits for the current stream, which is `stream`."""
-    inputs = OnHost(dict.fromkeys(tensors), numbers)
+    unread: dict[str, Any] = dict.fromkeys(tensors)
+    inputs = OnHost(unread, numbers)
     places = [_places(rule, numbers) for rule in RULES[rules] if rule.applies(inputs)]
     blocks = min(MAX_BLOCKS, -(-max(places, default=0) // THREADS))
     if not blocks:
@@ -165,12 +175,12 @@ def find_on_device(
     report = torch.empty((blocks * THREADS, FIELDS), dtype=torch.int64, device=device)
     operands = (*tensors.values(), *numbers.values())
     check_inputs[blocks, THREADS](report, *operands, stream=stream, names=(*tensors, *numbers), rules=rules)
-    number, place, *values = min(map(tuple, report.tolist()))
+    number, place, at, value, low, high = min(map(tuple, report.tolist()))
     if number == NOTHING_FOUND:
         return None
     rule = RULES[rules][number]
     row, column = divmod(place, 1 if rule.columns is None else numbers[rule.columns])
-    return Finding(rule, row, column, *values, numbers)
+    return Finding(rule, row, column, at, value, low, high, numbers)
 
 
 def _places(rule: Rule, numbers: Mapping[str, int]) -> int:
@@ -226,10 +236,10 @@ def check_attention(
 
     Raises as `check` does.
     """
-    table, packed, packed_keys = tensors["block_table"], tensors["cu_seqlens_q"] is not None, k.dim() == 3
+    table, offsets, packed_keys = tensors["block_table"], tensors["cu_seqlens_q"], k.dim() == 3
     numbers: dict[str, int | None] = {
-        "batch": len(tensors["cu_seqlens_q"]) - 1 if packed else q.shape[0],
-        "total_q" if packed else "queries": q.shape[-3],
+        "batch": q.shape[0] if offsets is None else len(offsets) - 1,
+        "queries" if offsets is None else "total_q": q.shape[-3],
         "total_kv" if packed_keys else "entries": k.shape[0],  # of pages, `_pages` tells the entries
         "max_seqlen_q": longest[0],
         "max_seqlen_kv": longest[1],
@@ -269,7 +279,7 @@ def check_append(
     """
     table = tensors["block_table"]
     numbers: dict[str, int] = {
-        "batch": len(tensors["cache_seqlens"]),
+        "batch": len(cast(torch.Tensor, tensors["cache_seqlens"])),
         "queries" if q.dim() == 4 else "total_q": q.shape[-3],
         "new" if k.dim() == 4 else "total_new": k.shape[-3],
     }

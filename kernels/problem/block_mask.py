@@ -60,8 +60,8 @@ class BlockMask:
             mask.kv_indices,
             mask.full_kv_num_blocks,
             mask.full_kv_indices,
-            tuple(mask.BLOCK_SIZE),
-            tuple(mask.seq_lengths),
+            (*mask.BLOCK_SIZE,),
+            (*mask.seq_lengths,),
             mask.mask_mod,
         )
 
@@ -91,7 +91,7 @@ class BlockMask:
         self.check(batch, heads, self.seq_lengths, self.kv_num_blocks.device)
         blocks = -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])
         table = _listed(self.kv_num_blocks, self.kv_indices, blocks).to(torch.int8) * PART
-        if self.full_kv_num_blocks is not None:
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
             table = torch.where(_listed(self.full_kv_num_blocks, self.full_kv_indices, blocks), WHOLE, table)
         spans = [
             _touched(length, size, block, table.device) for length, size in zip(self.seq_lengths, self.BLOCK_SIZE)

@@ -116,8 +116,8 @@ def _window(asked: Asked) -> Found:
         fail(f"{arg.window_size} must be two ints (left, right), got {written(size)}", ArgumentTypeError)
     for side in size:
         if not -1 <= side < 2**31:
-            sides = "sides from 0 to 2**31 - 1, or -1 for no limit"
-            fail(f"{arg.window_size} must have {sides}, got {written(tuple(size))}")
+            wanted = "sides from 0 to 2**31 - 1, or -1 for no limit"
+            fail(f"{arg.window_size} must have {wanted}, got {written(tuple(size))}")
     left, right = size
     # no further than there are keys to the left and queries to the right: positions plus a side stay below 2**31
     sides = {"window_left": min(left, asked.keys), "window_right": min(right, asked.queries)}
@@ -216,7 +216,7 @@ def _blocks(asked: Asked) -> Found:
     if asked["mask_mod"] is not None:
         fail("block_mask has a mask_mod of its own: leave mask_mod out, or build a block mask of both")
     lists = mask.check(asked.batch, asked.heads, (asked.queries, asked.k.shape[-3]), asked.device)
-    found = dict(zip(BLOCKS, lists)) | {"block_size": tuple(mask.BLOCK_SIZE)}
+    found: dict[str, Any] = dict(zip(BLOCKS, lists)) | {"block_size": tuple(mask.BLOCK_SIZE)}
     if mask.mask_mod is not None:
         found["mask_mod"] = Mod.of(asked.function("block_mask.mask_mod", mask.mask_mod, dependencies))
     return found

@@ -136,16 +136,21 @@ class Given:
         if place.split or self.get("sink") is None:
             return None
         if self.features.one_query:
-            return rows.map(lambda row: self.sink_of(place.head, row))
-        return scores.of_head(place, self.sink_of)
+            head = place.head
+            assert rows is not None and not isinstance(head, fly.RowVector)
+            return rows.map(lambda row: self._sink(head, row))
+        return scores.of_head(place, self._sink)
 
     def sink_of(self, head: fly.Value, row: fly.Value | None = None) -> fly.Value | None:
         """A head's sink, or None; where rows are heads of a key head `head`, a row's, the last one's past the end."""
+        return None if self.get("sink") is None else self._sink(head, row)
+
+    def _sink(self, head: fly.Value, row: fly.Value | None = None) -> fly.Value:
+        """The same where there are sinks."""
         sink = self.get("sink")
-        if sink is None:
-            return None
         place = (head, fly.minimum(row, sink.shape[1] - 1)) if self.features.one_query else (head,)
-        return sink.load(*place).to(fly.f32)
+        loaded: fly.Value = sink.load(*place).to(fly.f32)
+        return loaded
 
     def at(self, place: Place) -> Given:
         """With what is one number for the head loaded: for before a loop in which `modify` is."""
@@ -158,9 +163,8 @@ class Given:
 
     def _value(self, feature: Feature, place: Place) -> Any:
         """A modifier's operand, loaded if it is one number for the head."""
-        value = self.operands[feature.operands[0]]
-        loads = feature.load is not None and isinstance(value, fly.Tensor)
-        return feature.load(value, place) if loads else value
+        value, load = self.operands[feature.operands[0]], feature.load
+        return load(value, place) if load is not None and isinstance(value, fly.Tensor) else value
 
     def load_bias(self, columns: int, at: Callable[[], tuple[fly.RowVector, Any, Place]]) -> fly.Fragment | None:
         """The bias of a tile of scores, if there is one: for before the products that make them; see `BiasTile`.
@@ -194,6 +198,7 @@ class Given:
         if not any(feature.raw for feature in modifiers):
             tile = tile.map(lambda x, r, c: x * softmax_scale)
         for feature in modifiers:
+            assert feature.modify is not None
             tile = feature.modify(self, tile, self._value(feature, place), at)
         if (mod := self.features.score_mod) is not None:
             tile = scores.apply_mod(tile, mod, at, self.aux)

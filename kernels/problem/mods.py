@@ -88,16 +88,19 @@ class Batch(fly.Value):
 
     def new_ones(self, *size: Any, **options: Any) -> fly.Value:
         """True, to be combined with masks."""
-        return fly.i1(True)
+        seen: fly.Value = fly.i1(True)
+        return seen
 
     def new_zeros(self, *size: Any, **options: Any) -> fly.Value:
         """False, to be combined with masks."""
-        return fly.i1(False)
+        seen: fly.Value = fly.i1(False)
+        return seen
 
 
 def score_of(value: Any, mod: Mod) -> fly.Value:
     if isinstance(value, int | float):
-        return fly.f32(float(value))
+        score: fly.Value = fly.f32(float(value))
+        return score
     if not isinstance(value, fly.Value) or not value.dtype.is_float or value.length is not None:
         raise DTypeError(f"score_mod {mod.function!r} returned {value!r}; expected a float")
     return value.to(fly.f32)

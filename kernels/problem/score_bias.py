@@ -43,12 +43,17 @@ class BiasTile:
         Together they are one wait for memory less; where registers are nearly full, 16-bit elements, which take whole
         ones until they are summed, have no room for that, and f32 ones only beside nothing else.
         """
-        layout, columns, sums = scores.layout, list(zip(*scores.tiles)), []
+        layout, columns = scores.layout, list(zip(*scores.tiles))
+        sums: list[Pieces] = []
         step = len(columns) if together else 1
         for first in range(0, len(columns), step):
             part = fly.Fragment(layout, tuple(zip(*columns[first : first + step])))
             tiles = range(first * layout.columns, (first + step) * layout.columns, layout.columns)
-            sums.append(self._by_end(tiles, lambda pieces, part=part: add(part, self._fragment(pieces)).tiles))
+
+            def summed(pieces: Pieces, part: fly.Fragment = part) -> Pieces:
+                return add(part, self._fragment(pieces)).tiles
+
+            sums.append(self._by_end(tiles, summed))
         return fly.Fragment(layout, tuple(sum(row, ()) for row in zip(*sums)))
 
     def _by_end(self, tiles: range, use: Callable[[Pieces], T]) -> T:
@@ -57,7 +62,8 @@ class BiasTile:
         if not isinstance(stride, int) or stride != 1:
             return use(self._elements(tiles))
         inside = self.first_key + tiles.stop <= self.bias.shape[-1]
-        return fly.cond(inside, lambda: use(self._runs(tiles)), lambda: use(self._elements(tiles)))
+        made: T = fly.cond(inside, lambda: use(self._runs(tiles)), lambda: use(self._elements(tiles)))
+        return made
 
     def _elements(self, tiles: range) -> Pieces:
         first, last_key = self._first, fly.maximum(self.place.keys.keys - 1, 0)
@@ -80,7 +86,8 @@ class BiasTile:
     @property
     def _first(self) -> fly.Value:
         """The key of the lane's first register."""
-        return self.rows.layout.first_column() + self.first_key
+        first: fly.Value = self.rows.layout.first_column() + self.first_key
+        return first
 
     @property
     def _slots(self) -> list[list[int]]:
@@ -96,11 +103,11 @@ class BiasTile:
 
     def _sources(self) -> list[Source]:
         """Of every row that the lane holds, one where they share it; queries are cut to those that exist."""
-        place = self.place
+        place, one = self.place, self.place.head
         if self._shared:
-            return [(place.batch, place.head)]
+            return [(place.batch, one)]
         last_row = fly.maximum(place.keys.queries - 1, 0)
-        heads = place.head if isinstance(place.head, fly.RowVector) else self.rows.map(lambda _: place.head)
+        heads = one if isinstance(one, fly.RowVector) else self.rows.map(lambda _: one)
         held = [pair for numbers in zip(self.rows.values, heads.values) for pair in zip(*numbers)]
         query = (lambda row: (fly.minimum(row, last_row),)) if self.bias.rank == 4 else (lambda row: ())
         return [(place.batch, head, *query(row)) for row, head in held]

@@ -29,10 +29,17 @@ class Place(Protocol):
     `head` is a vector where rows differ in it. `split`: the block takes a part of the keys.
     """
 
-    batch: fly.Value
-    head: fly.Value | fly.RowVector
-    keys: KeyRange
-    split: bool
+    @property
+    def batch(self) -> fly.Value: ...
+
+    @property
+    def head(self) -> fly.Value | fly.RowVector: ...
+
+    @property
+    def keys(self) -> KeyRange: ...
+
+    @property
+    def split(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,8 @@ def add_distances(scores: fly.Fragment, slope: fly.Value | fly.RowVector, tile: 
     """ALiBi: less slope * |key - position of the query|; Press et al., "Train Short, Test Long" (2021)."""
     rows, keys = tile.rows, tile.place.keys
     if isinstance(slope, fly.Value):
-        slope = rows.map(lambda _: slope)
+        of_head = slope
+        slope = rows.map(lambda _: of_head)
     positions = rows.map(lambda row: row + (keys.keys - keys.queries) - tile.first_key)
     return scores.add_distances(positions, slope.map(lambda s: -s))
 
@@ -143,14 +151,16 @@ def _each(
     last_row, last_key = fly.maximum(keys.queries - 1, 0), fly.maximum(keys.keys - 1, 0)
     queries = rows.map(lambda row: fly.minimum(row, last_row))
 
-    heads = place.head if isinstance(place.head, fly.RowVector) else rows.map(lambda _: place.head)
+    one = place.head
+    heads = one if isinstance(one, fly.RowVector) else rows.map(lambda _: one)
 
     def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
+        count = len(tile)
         if one_by_one:
-            keys = [fly.minimum(column[i], last_key) for i in range(tile.length)]
+            keys = [fly.minimum(column[i], last_key) for i in range(count)]
         else:
             cut = fly.minimum(column, last_key)
-            keys = [cut[i] for i in range(tile.length)]
-        return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(tile.length)])
+            keys = [cut[i] for i in range(count)]
+        return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(count)])
 
     return scores.map_places(queries, elements, heads, first_column=first_key)

@@ -64,7 +64,7 @@ class Sm90Options:
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.block_n > self.most_keys:
             raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
         if self.rescale not in RESCALES:
@@ -202,7 +202,8 @@ def key_for(
         if causal and rounds > 1:
             # tiles differ in length, and short ones fill most of the gaps: fitted to times on an H200
             rounds = max(1.0, (-(-seq_len // block_m) * slices / units * heads.share + 0.4) / 1.2)
-        return table[key].get("cost", 1.0) * rounds
+        taken: float = table[key].get("cost", 1.0) * rounds
+        return taken
 
     return min(rows, key=time)
 
@@ -211,9 +212,9 @@ def options_of(
     key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
 ) -> Sm90Options:
     """The build of a row, or of a row with other tiles."""
-    *shape, consumers, _ = key
+    head_dim, head_dim_v, causal, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "without")}
-    return kind(*shape, consumers, **fields)
+    return kind(head_dim, head_dim_v, causal, consumers, **fields)
 
 
 def build_for(
@@ -248,7 +249,8 @@ def build_for(
 def _serves(key: Key, row: Mapping[str, Any], request: Request) -> bool:
     """Whether a row is for a request's features."""
     if request.asked.block_size is not None:
-        return key[3] < 3 and request.asked.block_size[0] % (64 * key[3]) == 0
+        consumers: int = key[3]
+        return consumers < 3 and request.asked.block_size[0] % (64 * consumers) == 0
     return not set(row.get("without", ())).intersection(request.features)
 
 
@@ -288,7 +290,8 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     """How many keys the queries of a sequence see together at most, given the request's operands."""
     asked = request.asked.operands
     reaches = (operands[asked.index(name)] for name in ("window_left", "attention_chunk") if name in asked)
-    return min((request.seq_len_kv, *(reach + request.seq_len for reach in reaches)))
+    most: int = min((request.seq_len_kv, *(reach + request.seq_len for reach in reaches)))
+    return most
 
 
 # Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256. There
@@ -331,7 +334,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
-    alone = _of_length(KEYS_ALONE.get(asked.alone, {}), keys)
+    what = asked.alone
+    alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), _ELEMENTWISE_KEYS))
 
 
@@ -367,7 +371,7 @@ class Packing:
         return Packing(pack, packed / (plain * pack)) if 32 * packed <= 31 * plain * pack else NO_PACKING
 
 
-NO_PACKING = Packing(1, 1.0)
+NO_PACKING: Packing = Packing(1, 1.0)
 
 
 def _power_of_two(keys: int) -> int:
@@ -399,10 +403,10 @@ def decode_options(
     so that the wait for the next one's number is nothing next to a block that got one which another has time for.
     `keys`: the most that a sequence has, if that is known.
     """
-    fields = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa, "takes_late": True}
+    fields: dict[str, Any] = {"q_stages": 2, "ping_pong": False, "pack_gqa": pack_gqa, "takes_late": True}
     own = kind.decoding.get(head_dim)
     if own is not None:
-        return kind(head_dim, head_dim_v, causal, 1, **fields | own)
+        return kind(head_dim, head_dim_v, causal, 1, **{**fields, **own})
     one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
     block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
@@ -428,8 +432,8 @@ def decode_splits(blocks: int, key_tiles: int, tile_bytes: int, units: int) -> i
     tile = tile_bytes / _UNIT
 
     def cost(splits: int) -> float:
-        rounds, last = divmod(blocks * splits, units)
-        rounds += max(last / units, _ALONE) if last else 0.0
+        full, last = divmod(blocks * splits, units)
+        rounds = full + (max(last / units, _ALONE) if last else 0.0)
         combination = _COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0
         return rounds * (-(-key_tiles // splits) * tile + _PART) + combination
 

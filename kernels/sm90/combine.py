@@ -47,7 +47,8 @@ class Combination:
         last = schedule.splits - 1
 
         def count() -> fly.Value:
-            return atomic_wrap(schedule.counters.at(FIRST_ARRIVAL + tile), last) == last
+            is_last: fly.Value = atomic_wrap(schedule.counters.at(FIRST_ARRIVAL + tile), last) == last
+            return is_last
 
         with fly.when(barrier_any(self.barrier, WARPGROUP, fly.cond(thread == 0, count, lambda: fly.i1(False)))):
             lanes = self.head_dim // VECTOR

@@ -9,7 +9,7 @@ from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import Prepared, bind
 
 from ..problem.contract import Launch, Request, Tensors, device_of
-from ..work.launch import launch_of
+from ..work.launch import launch_of, unflattened
 from .builds import Sm90Options, section_for
 from .counters import MAX_ARRIVALS, counters_of
 
@@ -39,7 +39,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     maps = tuple(
         fly.tensor_map(tensor, box, swizzle=tile.swizzle)
         for tensor, box, tile in zip(
-            (q if pack == 1 else q.unflatten(2, (sets, pack)), k, v), options.boxes, options.copied, strict=True
+            (q if pack == 1 else unflattened(q, 2, (sets, pack)), k, v), options.boxes, options.copied, strict=True
         )
     )
     scalars = (

@@ -17,6 +17,7 @@ from .builds import Sm90Options
 from .schedule import Board, Schedule, Work
 
 Pages = tuple[fly.Value, ...]
+Opened = tuple[Position, Position, tuple[Pages, Pages]]
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,18 @@ class Producer:
             tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile, here), board_at, pages)
         schedule.finish()
 
-    def _open(self, work: Work, q_at: Position, k_at: Position) -> tuple[Position, Position, tuple[Pages, Pages]]:
+    def _open(self, work: Work, q_at: Position, k_at: Position) -> Opened:
         """Start on a tile, if it is one: its Q, and the last of its K tiles. Also that one's pages, which its V
         needs, and those of the one before."""
 
-        def start() -> tuple[Position, Position, tuple[Pages, Pages]]:
+        def start() -> Opened:
             here, ahead = (self._pages(work, work.last_tile - i) for i in (1, 2))
             q_next = self._load_q(q_at, work)
             return q_next, self._load_k(k_at, work, work.last_tile - 1, here), (here, ahead)
 
         none = (fly.i32(0),) * self.schedule.pages_of_tile
-        return fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
+        opened: Opened = fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
+        return opened
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)

@@ -122,6 +122,7 @@ class Schedule:
 
     def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
         """The pages that key tile j's rows are in, in order; for rows that there are not, some of the sequence's."""
+        assert self.page_size is not None
         table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
         rows = (j * self.block_n + i * self.page_size for i in range(self.pages_of_tile))
         places = (fly.maximum(fly.minimum(row, last), 0) // self.page_size for row in rows)
@@ -131,9 +132,12 @@ class Schedule:
     @property
     def total(self) -> fly.Value:
         """Tiles of the launch. For packed sequences `seq_len` is all of their queries: some tiles are empty."""
+        tiles: fly.Value
         if self.packed:
-            return (self.seq_len // self.block_m + self.batch) * self.heads * self.splits
-        return fly.ceil_div(self.seq_len, self.block_m) * self.heads * self.batch * self.splits
+            tiles = (self.seq_len // self.block_m + self.batch) * self.heads * self.splits
+        else:
+            tiles = fly.ceil_div(self.seq_len, self.block_m) * self.heads * self.batch * self.splits
+        return tiles
 
     def take(self) -> fly.Value:
         """A number that no other block has had, by one thread; its answer takes as long as a key tile."""
@@ -201,6 +205,8 @@ class Schedule:
         inside = number - first_slice * blocks
         block, slice_ = inside // beside, first_slice + inside % beside
         head_of_batch = slice_ // self.splits
+        q_first: Any
+        k_first: Any
         q_first, queries, k_first, keys = 0, self.seq_len, 0, self.seq_len_kv
         if self.bounded:
             q_first = k_first = fly.i32(0)
@@ -222,11 +228,13 @@ class Schedule:
 
         Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has.
         """
-        side = self.heads * self.splits
+        offsets, side = self.cu_seqlens_q, self.heads * self.splits
+        assert offsets is not None
         slot, inside = number // side, number % side
 
         def first_slot(b: Any) -> fly.Value:
-            return self.cu_seqlens_q.load(b) // self.block_m + b
+            first: fly.Value = offsets.load(b) // self.block_m + b
+            return first
 
         # the last sequence whose blocks start at the slot or before
         for low, high in (search := fly.while_((fly.i32(0), self.batch), lambda c: c[1] - c[0] > 1)):
@@ -234,8 +242,9 @@ class Schedule:
             after = first_slot(middle) <= slot
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
-        q_first, q_end = offsets_of(self.cu_seqlens_q, batch, self.seq_len)
+        q_first, q_end = offsets_of(offsets, batch, self.seq_len)
         if self.page_size is None and self.packed_keys:
+            assert self.cu_seqlens_kv is not None
             k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
         else:
             k_first = fly.i32(0)
@@ -289,7 +298,11 @@ class Schedule:
         return Work(batch, head, first_row, split, q_first, k_first, range_, first, whole, full, last)
 
     def _listed(
-        self, place: tuple[Any, ...], range_: KeyRange, seen: SeenTiles, steps: tuple[fly.Value, ...]
+        self,
+        place: tuple[Any, Any, Any, Any, Any, Any],
+        range_: KeyRange,
+        seen: SeenTiles,
+        steps: tuple[fly.Value, ...],
     ) -> Work:
         """The tile at a place, of a list; the list is read where its `steps` are not known."""
         batch, head, first_row, split, *_ = place
@@ -396,7 +409,7 @@ class Board:
         """By all threads of a consumer: the next tile."""
         self.ring.wait(at)
         count = (NUMBERS if schedule.bounded else 4) + (STEPS if schedule.lists else 0)
-        loaded = [
+        loaded: list[Any] = [
             fly.first_lane(x)
             for i in range(0, count, 4)
             for x in self.numbers.load(at.index * self.size + i, 4, align=16)

@@ -40,7 +40,7 @@ class TileTurn:
     raw: PanelTile
     turned: PanelTile
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         raw, turned = self.raw, self.turned
         wanted = (raw.columns, raw.rows, 1, 1)
         if (turned.rows, turned.columns, turned.element_bytes, raw.element_bytes) != wanted:
@@ -60,7 +60,7 @@ class TileTurn:
         at = memory.offset((self._first_group * KEYS + lane) * raw.swizzle)
         swap = _phase(raw, lane) * 16
         per_panel = raw.panel_columns // DIMS
-        words = []
+        words: list[tuple[fly.Value, ...]] = []
         for group in self._groups:
             for step in range(self._blocks):
                 block = self._first_block + step
@@ -87,7 +87,9 @@ class TileTurn:
             place = at.offset(column ^ (_phase(turned, dim) * 16))
             for step in range(self._blocks):
                 pairs = next(ready)
-                four = [permute_bytes(*pairs[i : i + 2], which) for i in (0, 2) for which in (of_first, of_second)]
+                four = [
+                    permute_bytes(pairs[i], pairs[i + 1], which) for i in (0, 2) for which in (of_first, of_second)
+                ]
                 store_matrices(place.offset(step * DIMS * turned.swizzle), four)
 
     @property
@@ -142,6 +144,7 @@ class Turner:
     def _turn(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
         """Key tile j."""
         raw, turned = self.buffers.raw, self.buffers.v
+        assert raw is not None
         turn, memory = TileTurn(raw.tile, turned.tile), raw.at(raw_at)
         raw.ring.wait(raw_at)
         if self.schedule.cut_keys:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import fly
 
 
 def group_size(q: fly.Tensor, k: fly.Tensor) -> fly.Value:
     """Query heads per key head; the same in every thread, so the division is cheap scalar work once."""
-    return q.shape[-2] // k.shape[-2]
+    group: fly.Value = q.shape[-2] // k.shape[-2]
+    return group
 
 
 def load_queries(
@@ -76,7 +77,14 @@ def store_output(view: fly.RowView, output: fly.Fragment, first_row: Any, count:
         window.store(values, row, column)
 
 
-def store_lse(lse: fly.Tensor, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
+class Vector(Protocol):
+    """Numbers in global memory, one a row."""
+
+    def store(self, value: fly.Value, row: fly.Value, /) -> None:
+        """Store one row's number."""
+
+
+def store_lse(lse: Vector, values: fly.RowVector, rows: fly.RowVector, count: Any) -> None:
     """One lane of those that share a row stores its log-sum-exp."""
     owner = fly.evaluate(values.layout.column_lane, fly.lane_of(values.layout.atom.lanes)) == 0
     for value_tile, row_tile in zip(values.values, rows.values, strict=True):

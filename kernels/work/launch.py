@@ -49,13 +49,15 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
     ):
         return tensors, request
 
+    sets = (request.num_kv_heads, group)
+
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(2, (request.num_kv_heads, group)).select(1, 0).transpose(1, 2)
+        return unflattened(tensor, 2, sets).select(1, 0).transpose(1, 2)
 
     q, out = rows(tensors.q), rows(tensors.out)
-    lse = None if tensors.lse is None else tensors.lse.unflatten(1, (request.num_kv_heads, group)).squeeze(-1)
+    lse = None if tensors.lse is None else unflattened(tensors.lse, 1, sets).squeeze(-1)
     operands = tuple(
-        value.unflatten(0, (request.num_kv_heads, group)) if name == "sink" else value
+        unflattened(value, 0, sets) if name == "sink" else value
         for name, value in zip(asked.operands, tensors.operands, strict=True)
     )
     changed = replace(
@@ -68,6 +70,12 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
         asked=replace(asked, one_query=any(f in request.features for f in _OF_ONE_QUERY)),
     )
     return tensors._replace(q=q, out=out, lse=lse, operands=operands), changed
+
+
+def unflattened(tensor: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+    """With two dimensions in the place of one."""
+    view: torch.Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return view
 
 
 def bind_forward(
@@ -128,7 +136,7 @@ def launch_of(
             q, k, v, out, *_, operands = tensors
             addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
             if optional:
-                addresses += [tensors[i].data_ptr() for i in optional]
+                addresses += [tensors[i].data_ptr() for i in optional]  # type: ignore[union-attr]  # only tensors
             if last is not None:
                 addresses.append(last(stream))
             if operands:
@@ -153,7 +161,7 @@ def launch_of(
             stream = current_stream()
         q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
         given = _addresses(operands)
-        partial = workspace.data_ptr()
+        partial = workspace.data_ptr()  # type: ignore[union-attr]  # such a call has one
         partials = (partial, partial + lse_offset)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *_addresses((cu_seqlens_q, *rest))]
         if last is not None:

@@ -90,7 +90,7 @@ def split_combine(
     head_dim: int,
     features: Features = NO_FEATURES,
     folded: bool = False,
-):
+) -> None:
     """out, lse = the splits' results put together, as in the module's formula.
 
     partial_out: (S, B, Sq, H, D) or packed (S, total_q, H, D); partial_lse: (S, B, H, Sq) or (S, H, total_q), f32;

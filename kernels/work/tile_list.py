@@ -87,9 +87,11 @@ class TileList:
         uniform: Uniform = fly.first_lane,
     ) -> TileList:
         """Of queries from `first_row` on; there are `tiles` key tiles of `block_n`."""
+        assert given.features.block_size is not None
         rows, keys = given.features.block_size
         place = (batch, head, first_row // rows)
         whole, partial = (BlockRow.of(given, names, place, uniform) for names in (WHOLE, PARTIAL))
+        assert partial is not None
         per_block = keys // block_n
         whole_steps = fly.i32(0) if whole is None else whole.count * per_block
         steps = whole_steps + partial.count * per_block
@@ -135,4 +137,5 @@ class SeenTiles:
 
     def has(self, tile: Any) -> fly.Value:
         """Whether it is one of them."""
-        return (tile >= self.first) & (tile < self.end)
+        seen: fly.Value = (tile >= self.first) & (tile < self.end)
+        return seen

@@ -70,7 +70,9 @@ class Work:
 
 
 def block_work(
-    tensors: tuple[fly.Tensor | None, ...],
+    tensors: tuple[
+        fly.Tensor, fly.Tensor, fly.Tensor, fly.Tensor, fly.Tensor | None, fly.Tensor | None, fly.Tensor | None
+    ],
     *,
     head_dim: int,
     causal: bool,
@@ -108,6 +110,7 @@ def block_work(
         entry = batch
         batch = entry // splits
         split = entry - batch * splits
+        assert lse is not None
         out, lse = part(out, split), part(lse, split)
     block = blocks - 1 - block if causal or given.features.block_size is not None else block
     first_row = block * block_m
@@ -119,6 +122,7 @@ def block_work(
             k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
         )
     else:
+        assert page_size is not None
         keys = PagedSequence.of(
             given.get("block_table"),
             page_size,
@@ -375,7 +379,8 @@ def slice_of_block(slices: Any) -> tuple[fly.Value, fly.Value]:
 
 def sequences_of(tokens: fly.Tensor, offsets: fly.Tensor | None) -> fly.Value:
     """How many sequences q or out has: its first dimension, or one less than there are `offsets`."""
-    return tokens.shape[0] if offsets is None else offsets.shape[0] - 1
+    count: fly.Value = tokens.shape[0] if offsets is None else offsets.shape[0] - 1
+    return count
 
 
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing
