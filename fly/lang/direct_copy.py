@@ -125,6 +125,8 @@ class DirectCopy(_LineCopy):
         ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
     """
 
+    source: RowView
+
     def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
         super().__init__(source, layout)
         self.group = group
@@ -174,6 +176,8 @@ class PagedDirectCopy(_LineCopy):
     Raises:
         ShapeError: as `DirectCopy`, and where a wave's lines have rows of several pages.
     """
+
+    source: PagedRows
 
     def __init__(self, source: PagedRows, layout: PaddedTile):
         super().__init__(source, layout)

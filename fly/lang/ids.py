@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fly.errors import TraceError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import i32
@@ -47,7 +49,8 @@ def block_dim() -> tuple[int, int, int]:
 
 def wave_size() -> int:
     """Lanes of a wave on the target: 64 on CDNA, 32 on NVIDIA; static."""
-    return current().target.wave_size
+    lanes: int = current().target.wave_size
+    return lanes
 
 
 def lane_id() -> Value:
@@ -80,6 +83,6 @@ def linear_thread() -> Value:
     return thread_id.x
 
 
-def target():
+def target() -> Any:
     """The target that the kernel is being traced for."""
     return current().target
