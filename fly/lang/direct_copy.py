@@ -60,7 +60,7 @@ class _LineCopy:
                 f"at {source.alignment}"
             )
         x, y, z = current().block
-        self.waves = x * y * z // target.wave_size
+        self.waves: int = x * y * z // target.wave_size
         if layout.line != target.wave_size * vector or layout.lines % self.waves:
             raise ShapeError(
                 f"{layout.lines} lines of {layout.line} elements do not divide into runs of {self.waves} waves, "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fly.errors import TraceError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import i32
 from fly.ir.memory import string_attribute
 from fly.ir.value import Value
+
+if TYPE_CHECKING:
+    from fly.backends.target import Target
 
 
 def _id(name: str) -> Value:
@@ -83,6 +86,7 @@ def linear_thread() -> Value:
     return thread_id.x
 
 
-def target() -> Any:
+def target() -> Target:
     """The target that the kernel is being traced for."""
-    return current().target
+    traced_for: Target = current().target
+    return traced_for
