@@ -60,7 +60,7 @@ class _LineCopy:
                 f"at {source.alignment}"
             )
         x, y, z = current().block
-        self.waves: int = x * y * z // target.wave_size
+        self.waves = x * y * z // target.wave_size
         if layout.line != target.wave_size * vector or layout.lines % self.waves:
             raise ShapeError(
                 f"{layout.lines} lines of {layout.line} elements do not divide into runs of {self.waves} waves, "
@@ -73,7 +73,7 @@ class _LineCopy:
             raise ShapeError(f"groups of {layout.group} lines do not divide into runs of {self.runs}")
         # a wave's lines lie side by side, and a constant in the instruction moves both ends of a copy from one to the
         # next; the base lies so much lower that no lane's offset is negative
-        self._bias = (self.runs - 1) * layout.line_bytes
+        self._bias: int = (self.runs - 1) * layout.line_bytes
         if self._bias > MAX_SHIFT:
             raise ShapeError(
                 f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most"
