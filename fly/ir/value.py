@@ -239,10 +239,10 @@ class Value(Traced):
     def __ge__(self, other: Any) -> Value:
         return compare("ge", self, other)
 
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]  # a traced comparison, no bool
         return compare("eq", self, other)
 
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]  # a traced comparison, no bool
         return compare("ne", self, other)
 
 
