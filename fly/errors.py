@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _COMPILER_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # `with fly.when(...)` enters the compiler through the standard library
@@ -32,7 +33,7 @@ _PACKAGES = {
 
 def author_frame() -> FrameType | None:
     """The innermost stack frame that is not part of the compiler: the line the author wrote."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_AUTHOR):
         frame = frame.f_back
     return frame
@@ -179,7 +180,7 @@ class EmulatorError(FlyError, RuntimeError):
 class EmulatorReportError(EmulatorError):
     """What the emulator's checks found in a kernel; `.reports` holds one `Report` per finding."""
 
-    def __init__(self, message: str, reports: tuple = ()):
+    def __init__(self, message: str, reports: tuple[Any, ...] = ()):
         super().__init__(message)
         self.reports = reports
 
@@ -191,6 +192,6 @@ class SimulatorError(FlyError, RuntimeError):
 class SimulatorReportError(SimulatorError):
     """What the simulator's checks found in a kernel; `.reports` holds one `Report` per finding."""
 
-    def __init__(self, message: str, reports: tuple = ()):
+    def __init__(self, message: str, reports: tuple[Any, ...] = ()):
         super().__init__(message)
         self.reports = reports

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Integral, Number
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from fly.errors import LayoutError
 
@@ -37,7 +37,7 @@ def text(tree: Any) -> str:
     return str(tree) if isinstance(tree, Number | str) else "?"
 
 
-def is_static(number: Any) -> bool:
+def is_static(number: Any) -> TypeGuard[int]:
     """Whether a checked number is known at compile time."""
     return type(number) is int
 

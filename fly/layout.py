@@ -72,7 +72,7 @@ class Layout:
     shape: Shape
     stride: Stride = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         shape = checked_shape(self.shape)
         stride = compact_stride(shape) if self.stride is None else checked_stride(self.stride, shape)
         object.__setattr__(self, "shape", shape)
@@ -96,7 +96,8 @@ class Layout:
     @property
     def cosize(self) -> int:
         """One more than the largest index: 1 + max L(i). Needs static strides, none negative."""
-        return 1 + sum((extent - 1) * stride for extent, stride in self._static("cosize of"))
+        largest: int = sum((extent - 1) * stride for extent, stride in self._static("cosize of"))
+        return 1 + largest
 
     @property
     def rank(self) -> int:
@@ -244,7 +245,7 @@ class Layout:
         sizes = [extent for extent, _ in self._digits]
         reached = [0] * len(sizes)
 
-        def walk(shape: Shape, stride: Stride) -> Layout:
+        def walk(shape: Shape, stride: Any) -> Layout:
             if isinstance(shape, tuple):
                 return Layout.of(*map(walk, shape, stride))
             parts = split_progression(sizes, shape, stride)

@@ -31,7 +31,7 @@ class Swizzle:
     base: int
     shift: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not all(isinstance(value, Integral) for value in (self.bits, self.base, self.shift)):
             raise LayoutError(f"{self!r}: bits, base and shift must be ints")
         if self.bits < 0 or self.base < 0:

@@ -66,7 +66,7 @@ def current() -> Trace:
     Raises:
         TraceError: no kernel is being traced.
     """
-    trace = getattr(_active, "trace", None)
+    trace: Trace | None = getattr(_active, "trace", None)
     if trace is None:
         raise TraceError("fly operations can only be used inside a function decorated with @fly.kernel")
     return trace

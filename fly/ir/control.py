@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from mlir import ir
 
@@ -20,6 +20,7 @@ from fly.ir.dtypes import i1
 from fly.ir.value import Number, Value, as_value, unify
 
 _NOTHING = object()
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -187,7 +188,9 @@ def _condition(value: Any, where: str) -> Value:
 def _stays_inside() -> None:
     """A jump out of a `with fly.when` body would end the trace there for all threads, without a trace of it."""
     frame = author_frame()
-    for first, last, jump, line in () if frame is None else _jumps(frame.f_code):
+    if frame is None:
+        return
+    for first, last, jump, line in _jumps(frame.f_code):
         if first <= frame.f_lineno <= last:
             raise ControlFlowError(
                 f"{jump} at line {line} leaves the body of fly.when at compile time, in every thread; put what "
@@ -248,7 +251,7 @@ def _literal_result(block: ir.Block, number: Number, partner: Value) -> Value:
     return literal
 
 
-def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def cond(condition: Any, then: Callable[[], _Result], otherwise: Callable[[], _Result | Number]) -> _Result:
     """The result of `then()` where `condition` (i1) holds, else of `otherwise()`; only one runs.
 
     Both return trees of traced values with the same structure and types; a number becomes what its partner is.
@@ -258,7 +261,8 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
     """
     condition = _condition(condition, "fly.cond")
     at = author_location()
-    blocks, results = [], []
+    blocks: list[tuple[ir.Operation, ir.Block]] = []
+    results: list[Any] = []
     # Results are only known after tracing: both branches are built in a detached holder, then moved.
     for branch, name in ((then, "then"), (otherwise, "else")):
         holder = ir.Operation.create("scf.execute_region", regions=1, loc=caller_location())
@@ -277,4 +281,4 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
     for region, (holder, block) in zip(op.regions, blocks, strict=True):
         block.append_to(region)
         holder.erase()
-    return pytree.unflatten(results[0], list(op.results))
+    return cast("_Result", pytree.unflatten(results[0], list(op.results)))

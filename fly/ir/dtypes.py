@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlir import ir
 
 from fly.errors import DTypeError
 from fly.ir.context import context
+
+if TYPE_CHECKING:
+    from fly.ir.value import Value  # it needs this module
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class DType:
         """The MLIR type of a vector of `length` elements."""
         return _vector_type(self, length)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any) -> Value:
         from fly.ir.value import convert
 
         return convert(value, self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from fly.errors import DTypeError
 from fly.ir.dtypes import f32, f64, i32, i64
@@ -25,7 +25,7 @@ def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
     result: Any = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
         result = fma(result, x, coefficient)
-    return result
+    return cast("Value", result)
 
 
 # 2**r = 1 + r * polynomial, r from -0.5 to 0.5; to 2**-58
@@ -258,10 +258,11 @@ def _products(x: Value, n: int) -> Value:
     """x**n of a static n by squaring."""
     if n == 0:
         return constant(1, x.dtype, x.length)
-    result = None
+    result: Value | None = None
     while n:
         if n & 1:
             result = x if result is None else result * x
         n >>= 1
         x = x * x if n else x
+    assert result is not None
     return result

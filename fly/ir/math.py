@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current, emit
@@ -21,10 +21,10 @@ def as_float(value: Any, function: str) -> Value:
     """
     if isinstance(value, Number):
         return constant(value, f32)
-    value = as_value(value, f"the argument of {function}")
-    if not value.dtype.is_float:
-        raise DTypeError(f"{function} takes floats, not {value!r}; convert with .to(fly.f32)")
-    return value
+    operand = as_value(value, f"the argument of {function}")
+    if not operand.dtype.is_float:
+        raise DTypeError(f"{function} takes floats, not {operand!r}; convert with .to(fly.f32)")
+    return operand
 
 
 def as_f32(value: Any, function: str) -> Value:
@@ -33,10 +33,10 @@ def as_f32(value: Any, function: str) -> Value:
     Raises:
         DTypeError: any other type.
     """
-    value = as_float(value, function)
-    if value.dtype is f64:
-        raise DTypeError(f"{function} takes f16, bf16 and f32, not {value!r}; convert with .to(fly.f32)")
-    return value.to(f32)
+    operand = as_float(value, function)
+    if operand.dtype is f64:
+        raise DTypeError(f"{function} takes f16, bf16 and f32, not {operand!r}; convert with .to(fly.f32)")
+    return operand.to(f32)
 
 
 def _unary(name: str, value: Value) -> Value:
@@ -185,6 +185,10 @@ def absolute(x: Any) -> Value:
     return _unary("math.absf", x) if x.dtype.is_float else select(x < 0, -x, x)
 
 
+@overload
+def ceil_div(a: int, b: int) -> int: ...
+@overload
+def ceil_div(a: Value, b: int) -> Value: ...
 def ceil_div(a: Any, b: int) -> Any:
     """ceil(a / b) for a non-negative `a` (static or traced) and a static positive `b`."""
     if not isinstance(b, int) or b <= 0:

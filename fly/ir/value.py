@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard, cast
 
 from mlir import ir
 
@@ -137,7 +137,7 @@ class Value(Traced):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise DTypeError(f"elements of {self!r} are not assigned; make another with fly.from_elements or fly.select")
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Value]:
         return (self[i] for i in range(len(self)))
 
     # arithmetic
@@ -239,10 +239,10 @@ class Value(Traced):
     def __ge__(self, other: Any) -> Value:
         return compare("ge", self, other)
 
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]  # a traced comparison, no bool
         return compare("eq", self, other)
 
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]  # a traced comparison, no bool
         return compare("ne", self, other)
 
 
@@ -336,7 +336,7 @@ def from_elements(elements: Sequence[Value | Number]) -> Value:
     """
     if not elements:
         raise ShapeError("a vector needs at least one element")
-    first = next((element for element in elements if isinstance(element, Value)), elements[0])
+    first: Any = next((element for element in elements if isinstance(element, Value)), elements[0])
     if isinstance(first, Value):
         elements = [constant(e, _literal_type(e, first.dtype)) if isinstance(e, Number) else e for e in elements]
     for element in elements:
@@ -344,7 +344,8 @@ def from_elements(elements: Sequence[Value | Number]) -> Value:
             raise DTypeError(f"vector element {element!r} is no traced value; make one with fly.f32(...)")
         if element.dtype is not first.dtype or element.length is not None:
             raise DTypeError(f"vector elements must be scalars of one dtype; got {first!r} and {element!r}")
-    op = emit("vector.from_elements", [e.ir for e in elements], [first.dtype.vector(len(elements))])
+    values = cast("Sequence[Value]", elements)
+    op = emit("vector.from_elements", [e.ir for e in values], [first.dtype.vector(len(elements))])
     return Value(op.results[0], first.dtype, len(elements))
 
 
@@ -446,7 +447,8 @@ def _arith(operation: str, a: Any, b: Any) -> Value:
     if type(b) is int and b == _NEUTRAL[operation] and isinstance(a, Value) and a.dtype.is_int:
         return a
     if operation != "sub" and type(a) is int and a == _NEUTRAL[operation] and b.dtype.is_int:
-        return b
+        value: Value = b
+        return value
     a, b = unify(a, b)
     return binary(f"arith.{operation}{'f' if a.dtype.is_float else 'i'}", a, b)
 
@@ -490,11 +492,11 @@ def _shift(name: str, a: Any, count: Any) -> Value:
     return _bitwise(name, a, count)
 
 
-def _power_of_two(number: Any) -> bool:
+def _power_of_two(number: Any) -> TypeGuard[int]:
     return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
-def _floor_divide(a: Value, b: Any) -> Value:
+def _floor_divide(a: Value, b: Value | int) -> Value:
     _require_ints(a, "//")
     _require_signed(b, a, "//")
     if _power_of_two(b):
@@ -508,7 +510,7 @@ def _floor_divide(a: Value, b: Any) -> Value:
     return select((remainder != 0) & ((remainder < 0) ^ (b < 0)), quotient - 1, quotient)
 
 
-def _floor_modulo(a: Value, b: Any) -> Value:
+def _floor_modulo(a: Value, b: Value | int) -> Value:
     _require_ints(a, "%")
     _require_signed(b, a, "%")
     if _power_of_two(b):

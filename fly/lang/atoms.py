@@ -8,9 +8,13 @@ coordinate fastest.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from fly.errors import AtomError
 from fly.layout import Layout
+
+if TYPE_CHECKING:
+    from fly.int_tuple import Shape
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class MmaAtom:
     @property
     def lanes(self) -> int:
         """Threads in the wave that executes the atom."""
-        return Layout(self.c.shape[0]).size
+        return Layout(cast("tuple[Shape, ...]", self.c.shape)[0]).size
 
     def values(self, operand: str) -> int:
         """Elements of operand "a", "b" or "c" that one lane holds."""
         return Layout(getattr(self, operand).shape[1]).size
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         extents = {"a": self.m * self.k, "b": self.n * self.k, "c": self.m * self.n}
         for operand, size in extents.items():
             layout = getattr(self, operand)
@@ -73,7 +77,7 @@ class MatrixLoad:
 
     @property
     def lanes(self) -> int:
-        return Layout(self.table.shape[0]).size
+        return Layout(cast("tuple[Shape, ...]", self.table.shape)[0]).size
 
 
 def plain_load(lanes: int, values: int, bits: int = 16) -> MatrixLoad:

@@ -8,8 +8,9 @@ keeps tiles of several copies ahead of their use.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from fly.errors import ShapeError
 from fly.ir import memory
@@ -134,6 +135,7 @@ class _Copy:
         """Of each of the thread's rows, which are scattered: its address, and whether it exists."""
         pages = self.locate(tile) if located is None else located
         rows = (tile * self._tile_rows + row for row in self._own_rows())
+        assert isinstance(self.source, PagedRows)
         return [self.source.row(row, page) for row, page in zip(rows, pages, strict=True)]
 
     def _load_found(self, found: tuple[Pointer, Value], group: int) -> Value:
@@ -323,7 +325,7 @@ class TransposedCopy(_Copy):
         count = len(slot_of_piece)
         inside = piece & (count - 1)
         # pieces are few: the permutation is linear in the bits of the piece index
-        slot: Any = piece - inside
+        slot = piece - inside
         for bit in range((count - 1).bit_length()):
             slot = slot + ((inside >> bit) & 1) * slot_of_piece[1 << bit]
         return slot * self.PIECE
@@ -353,6 +355,16 @@ class TransposedCopy(_Copy):
                 memory.store(piece, destination.pointer.offset(base), align=8)
 
 
+class TileCopy(Protocol):
+    """What rings need of a copy; `asynchronous` ones say so."""
+
+    def locate(self, tile: Any) -> Located: ...
+
+    def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any: ...
+
+    def land(self, in_flight: Any, destination: SharedTile) -> None: ...
+
+
 @dataclass(frozen=True)
 class InFlight:
     """A loop carry: what is on its way (oldest first), the ring slot that holds the current tile, and for each copy
@@ -374,7 +386,7 @@ class TileRing:
 
     def __init__(
         self,
-        copies: list[tuple[RowCopy | TransposedCopy, SharedTile]],
+        copies: Sequence[tuple[TileCopy, SharedTile]],
         stages: int,
         lags: tuple[int, ...] | None = None,
     ):
@@ -447,7 +459,7 @@ class AlternatingTiles:
     Half the shared memory of a ring, and two barriers per tile.
     """
 
-    def __init__(self, first: tuple[RowCopy, SharedTile], second: tuple[RowCopy, SharedTile]):
+    def __init__(self, first: tuple[TileCopy, SharedTile], second: tuple[TileCopy, SharedTile]):
         self.first = first
         self.second = second
         if not all(getattr(copy, "asynchronous", False) for copy, _ in (first, second)):
@@ -472,7 +484,7 @@ class AlternatingTiles:
         """Nothing reads the first place any more: complete the second tile, start the first copy's next one."""
         return self._turn(self.first, tile + 1, flight, flight.located[0])
 
-    def _turn(self, other: tuple[RowCopy, SharedTile], tile: Any, flight: InFlight, located: Located) -> InFlight:
+    def _turn(self, other: tuple[TileCopy, SharedTile], tile: Any, flight: InFlight, located: Located) -> InFlight:
         wait(flight.pending[0])
         barrier()  # the tile is whole, and nobody reads the other place any more
         copy, place = other

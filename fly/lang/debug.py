@@ -169,4 +169,5 @@ def messages_of(module: ir.Module) -> str | None:
         (function,) = (op.operation for op in module.body.operations if "fly.block" in op.operation.attributes)
         if "fly.messages" not in function.attributes:
             return None
-        return ir.StringAttr(function.attributes["fly.messages"]).value
+        messages: str = ir.StringAttr(function.attributes["fly.messages"]).value
+        return messages

@@ -73,7 +73,7 @@ class _LineCopy:
             raise ShapeError(f"groups of {layout.group} lines do not divide into runs of {self.runs}")
         # a wave's lines lie side by side, and a constant in the instruction moves both ends of a copy from one to the
         # next; the base lies so much lower that no lane's offset is negative
-        self._bias = (self.runs - 1) * layout.line_bytes
+        self._bias: int = (self.runs - 1) * layout.line_bytes
         if self._bias > MAX_SHIFT:
             raise ShapeError(
                 f"{self.runs} lines of {layout.line_bytes} bytes a wave; expected {MAX_SHIFT} bytes at most"
@@ -125,6 +125,8 @@ class DirectCopy(_LineCopy):
         ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
     """
 
+    source: RowView
+
     def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
         super().__init__(source, layout)
         self.group = group
@@ -174,6 +176,8 @@ class PagedDirectCopy(_LineCopy):
     Raises:
         ShapeError: as `DirectCopy`, and where a wave's lines have rows of several pages.
     """
+
+    source: PagedRows
 
     def __init__(self, source: PagedRows, layout: PaddedTile):
         super().__init__(source, layout)

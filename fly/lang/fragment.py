@@ -39,7 +39,7 @@ class AccumulatorLayout:
     rows_on: str
     is_static: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rows_on not in ("m", "n"):
             raise AtomError(f"rows_on is {self.rows_on!r}; expected 'm' or 'n'")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fly.errors import TraceError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import i32
 from fly.ir.memory import string_attribute
 from fly.ir.value import Value
+
+if TYPE_CHECKING:
+    from fly.backends.target import Target
 
 
 def _id(name: str) -> Value:
@@ -47,7 +52,8 @@ def block_dim() -> tuple[int, int, int]:
 
 def wave_size() -> int:
     """Lanes of a wave on the target: 64 on CDNA, 32 on NVIDIA; static."""
-    return current().target.wave_size
+    lanes: int = current().target.wave_size
+    return lanes
 
 
 def lane_id() -> Value:
@@ -80,6 +86,7 @@ def linear_thread() -> Value:
     return thread_id.x
 
 
-def target():
+def target() -> Target:
     """The target that the kernel is being traced for."""
-    return current().target
+    traced_for: Target = current().target
+    return traced_for

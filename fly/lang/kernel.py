@@ -31,7 +31,7 @@ class Operand:
     """The annotation of a kernel's `*operands`: each is a `fly.Tensor`, an i32 or an f32 in the kernel."""
 
 
-def kernel(function: Callable) -> Kernel:
+def kernel(function: Callable[..., None]) -> Kernel:
     """Make a GPU kernel of a Python function.
 
     Positional parameters are run-time arguments, annotated `fly.Tensor`, `fly.TensorMap`, one of these with
@@ -49,7 +49,7 @@ def kernel(function: Callable) -> Kernel:
 class Kernel:
     """A kernel's source and signature; see `kernel`."""
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable[..., None]):
         self.signature = _signature(function)
         self.function = function
         self.name = function.__name__
@@ -214,7 +214,7 @@ def _field_type(kind: str) -> ir.Type:
     return memory.pointer_type("global") if kind == "ptr" else dtype(kind).mlir
 
 
-def _arguments(signature: Signature, specs: tuple, values: typing.Iterator[ir.Value]) -> list[Any]:
+def _arguments(signature: Signature, specs: tuple[Spec, ...], values: typing.Iterator[ir.Value]) -> list[Any]:
     arguments: list[Any] = []
     for spec in specs:
         if spec is None:
@@ -227,14 +227,14 @@ def _arguments(signature: Signature, specs: tuple, values: typing.Iterator[ir.Va
             pointer = memory.Pointer(next(values), "global")
             shape = tuple(Value(next(values), i32) for _ in range(spec.rank))
             dynamic = spec.rank - 1 if spec.unit_stride else spec.rank
-            stride = tuple(Value(next(values), i64) for _ in range(dynamic))
+            stride: tuple[Value | int, ...] = tuple(Value(next(values), i64) for _ in range(dynamic))
             if spec.unit_stride:
                 stride = (*stride, 1)
             arguments.append(Tensor(pointer, dtype(spec.dtype), shape, stride, spec.alignment))
     return arguments
 
 
-def _signature(function: Callable) -> Signature:
+def _signature(function: Callable[..., None]) -> Signature:
     if not inspect.isfunction(function):
         raise KernelDefinitionError(f"@fly.kernel takes a function, not {function!r}")
     code = function.__code__

@@ -34,7 +34,7 @@ def linear_layout(table: Sequence[int]) -> Layout:
 
 def evaluate(layout: Layout, lane: Value) -> Value:
     """`layout(lane)` for a run-time lane; shifts and masks where the extents are powers of two."""
-    index = layout(lane)
+    index: Value | int = layout(lane)
     return index if isinstance(index, Value) else i32(index)
 
 

@@ -30,7 +30,8 @@ KINDS = ("print", "check")
 
 def _bf16(x: float) -> float:
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
-    return struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+    rounded: float = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+    return rounded
 
 
 def _rounded(code: str) -> Callable[[float], float]:
@@ -71,6 +72,7 @@ class ShownFloat(float):
 
     def __str__(self) -> str:
         round_ = LOGGED[self.dtype].round
+        assert round_ is not None
         for digits in range(1, 17):
             text = f"{float(self):.{digits}g}"
             try:
@@ -88,7 +90,7 @@ class ShownFloat(float):
         return format(float(self), specification) if specification else str(self)
 
 
-class ShownVector(tuple):
+class ShownVector(tuple[Any, ...]):
     """Elements that are formatted one by one: `{:.2f}` gives [1.00, 2.00]."""
 
     def __format__(self, specification: str) -> str:

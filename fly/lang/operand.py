@@ -10,6 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fly.errors import AtomError, LayoutError
 from fly.ir import memory
@@ -78,7 +79,7 @@ def plan_operand(loads: Sequence[MatrixLoad], want: Coordinate, values: int) -> 
                 continue
             steps = [_solve(load, want, first) for first in range(0, values * tiles, load.values)]
             if all(step is not None for step in steps):
-                return OperandPlan(load, tuple(steps), tiles, values)
+                return OperandPlan(load, tuple(cast("list[LoadStep]", steps)), tiles, values)
     return None
 
 

@@ -30,12 +30,12 @@ class PagedRows:
 
     pages: Tensor
     table: Tensor
-    count: Any
+    count: Value | int
     page_size: int
     columns: int
     first: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.page_size <= 0:
             raise ShapeError(f"page_size is {self.page_size}; expected 1 or more")
         if (self.pages.rank, self.table.rank) != (3, 1):
@@ -53,9 +53,9 @@ class PagedRows:
         return self.pages.alignment
 
     @property
-    def pitch(self) -> Any:
+    def pitch(self) -> Value | int:
         """Bytes from one row of a page to the next, i32 or static."""
-        stride = self.pages.stride[1]
+        stride: Value | int = self.pages.stride[1]
         return (stride.to(i32) if isinstance(stride, Value) else stride) * self.dtype.bytes
 
     @property

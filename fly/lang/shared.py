@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fly.errors import LayoutError, ShapeError
 from fly.ir import memory
@@ -14,8 +14,13 @@ from fly.ir.memory import Pointer
 from fly.ir.value import Number, Value, constant
 from fly.layout import Layout
 
+if TYPE_CHECKING:
+    from fly.int_tuple import Shape
+
 # What layouts are made free of conflicts for: 32 banks of 4 bytes.
 BANK_BYTES = 128
+
+_Whole = TypeVar("_Whole", int, Value)  # static or traced
 
 
 class SharedMemory:
@@ -69,7 +74,7 @@ class SwizzledTile:
     granule: int = 8
     fold: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.granule <= 0 or self.granule & (self.granule - 1):
             raise LayoutError(f"granule of a swizzled tile is {self.granule}; expected a power of two")
         if self.rows <= 0 or self.rows % 8:
@@ -99,7 +104,7 @@ class SwizzledTile:
         """Rows after which the swizzle repeats."""
         return 64 if self.fold else max(8, self._apart * self.field)
 
-    def phase(self, row: Any) -> Any:
+    def phase(self, row: _Whole) -> _Whole:
         """What the runs of a row, static or traced, are xored with. Linear in the bits of the row."""
         phase = row if self._apart == 1 else row >> (self._apart.bit_length() - 1)
         if self.fold:
@@ -108,7 +113,7 @@ class SwizzledTile:
 
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""
-        offset = Layout((self.rows, self.columns), (self.columns, 1))((row, column))
+        offset: int = Layout((self.rows, self.columns), (self.columns, 1))((row, column))
         return offset ^ self.phase(row) * self.granule
 
     def base(self, row: Value, column: Value) -> Value:
@@ -150,7 +155,7 @@ class PaddedTile:
     group: int = 1
     group_pad: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.order.rank != 2 or not self.order.is_bijective:
             raise LayoutError(f"order {self.order} of a padded tile does not map (row, column) one to one")
         powers = (("line", self.line), ("group", self.group), ("rows", self.rows), ("columns", self.columns))
@@ -170,11 +175,11 @@ class PaddedTile:
 
     @property
     def rows(self) -> int:
-        return Layout(self.order.shape[0]).size
+        return Layout(cast("tuple[Shape, ...]", self.order.shape)[0]).size
 
     @property
     def columns(self) -> int:
-        return Layout(self.order.shape[1]).size
+        return Layout(cast("tuple[Shape, ...]", self.order.shape)[1]).size
 
     @property
     def lines(self) -> int:
@@ -190,7 +195,7 @@ class PaddedTile:
     def bytes(self) -> int:
         return self.line_offset(self.lines)
 
-    def line_offset(self, index: Any) -> Any:
+    def line_offset(self, index: _Whole) -> _Whole:
         """Bytes from the tile's start to a line, static or traced."""
         offset = index * self.line_bytes
         return offset + index // self.group * (self.group_pad * self.element_bytes) if self.group_pad else offset
@@ -208,12 +213,12 @@ class PaddedTile:
 
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""
-        place = self.order((row, column))
+        place: int = self.order((row, column))
         return place + place // self.line * self.pad + place // (self.line * self.group) * self.group_pad
 
     def base(self, row: Value, column: Value) -> Value:
         """Byte offset of a run-time coordinate; static parts are added by `displace`."""
-        place = self.order((row, column))
+        place: Value = self.order((row, column))
         offset = place * self.element_bytes + place // self.line * (self.pad * self.element_bytes)
         if self.group_pad:
             offset = offset + place // (self.line * self.group) * (self.group_pad * self.element_bytes)

@@ -179,11 +179,13 @@ class Pipeline:
         return running
 
     @staticmethod
-    def _empty(carry: tuple[dict[str, list], dict[str, Any]]) -> bool:
+    def _empty(carry: tuple[dict[str, list[Any]], dict[str, Any]]) -> bool:
         past, running = carry
         return not running and not any(past.values())
 
-    def _turn(self, turn: Value, past: dict[str, list], running: dict[str, Any]) -> tuple[dict, dict]:
+    def _turn(
+        self, turn: Value, past: dict[str, list[Any]], running: dict[str, Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         for step in range(self.unroll):
             past, running = self._step(turn * self.unroll + (step + self.depth), step, past, running)
         return past, running
@@ -192,11 +194,11 @@ class Pipeline:
         self,
         number: Any,
         place: int,
-        past: dict[str, list],
+        past: dict[str, list[Any]],
         running: dict[str, Any],
         first_delay: int = 0,
         last_delay: int | None = None,
-    ) -> tuple[dict[str, list], dict[str, Any]]:
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """One step: the stages whose delay is in range; `place` counts steps from the loop's first one."""
         made: dict[str, Any] = {}
         makers = {name: stage for stage in self.stages for name in stage.gives.split()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir import memory
@@ -15,7 +15,14 @@ from fly.ir.memory import Pointer
 from fly.ir.value import Number, Value, constant, from_elements, select
 from fly.layout import Layout
 
+if TYPE_CHECKING:
+    from fly.int_tuple import Shape
 
+
+@overload
+def wide(value: int) -> int: ...
+@overload
+def wide(value: Value) -> Value: ...
 def wide(value: Any) -> Any:
     """An integer as i64, so that products of sizes and strides do not wrap."""
     return value.to(i64) if isinstance(value, Value) else value
@@ -198,7 +205,7 @@ class Tile:
         """
         if layout.rank != 2 or layout.size != self.size or not layout.is_bijective:
             raise ShapeError(f"layout {layout} does not cover a tile of {self.size} elements")
-        values = Layout(layout.shape[1]).size
+        values = Layout(cast("tuple[Shape, ...]", layout.shape)[1]).size
         if [layout((0, v)) for v in range(values)] != list(range(values)):
             raise ShapeError(f"values of layout {layout} are not contiguous")
         return Share(self, layout((thread, 0)), values)
@@ -258,13 +265,13 @@ class RowView:
 
     pointer: Pointer
     dtype: DType
-    count: Any
-    stride: Any
+    count: Value | int
+    stride: Value | int
     columns: int
     alignment: int
 
     @property
-    def pitch(self) -> Any:
+    def pitch(self) -> Value | int:
         """Bytes from one row to the next, i32 or static."""
         stride = self.stride.to(i32) if isinstance(self.stride, Value) else self.stride
         return stride * self.dtype.bytes
@@ -306,8 +313,8 @@ class Panel:
     """
 
     view: RowView
-    first: Any
-    width: Any
+    first: Value | int
+    width: Value | int
 
     @property
     def dtype(self) -> DType:
@@ -319,7 +326,7 @@ class Panel:
         return self.view.columns
 
     @property
-    def pitch(self) -> Any:
+    def pitch(self) -> Value | int:
         """Bytes from one row to the next, i32 or static."""
         return self.view.pitch
 
@@ -343,7 +350,7 @@ class Window:
     """
 
     base: Pointer
-    pitch: Any
+    pitch: Value | int
     bound: Value
     rows_left: Value
     view: RowView

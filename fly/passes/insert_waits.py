@@ -73,7 +73,8 @@ class _State:
 
 
 def _is_token(value: ir.Value) -> bool:
-    return value.type == token_type()
+    is_token: bool = value.type == token_type()
+    return is_token
 
 
 @dataclass

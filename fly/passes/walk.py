@@ -29,12 +29,14 @@ def kernel_function(module: ir.Module) -> ir.Operation:
 
 def integer(op: ir.Operation, name: str) -> int:
     """The value of an integer attribute."""
-    return ir.IntegerAttr(op.attributes[name]).value
+    value: int = ir.IntegerAttr(op.attributes[name]).value
+    return value
 
 
 def string(op: ir.Operation, name: str) -> str:
     """The value of a string attribute."""
-    return ir.StringAttr(op.attributes[name]).value
+    value: str = ir.StringAttr(op.attributes[name]).value
+    return value
 
 
 def build(

@@ -181,10 +181,12 @@ def _interface_view(name: str, value: Any) -> _View:
     if typestr[0] not in (native, "|"):
         raise _wrong_type(name, f"an array of byte order {typestr[0]!r}", "native byte order")
     spelled, itemsize = _dtype(name, _TYPESTRS.get(typestr[1:], typestr)), int(typestr[2:])
-    strides, step = [], 1
+    compact: list[int] = []
+    step = 1
     for size in reversed(shape):
-        strides.insert(0, step)
+        compact.insert(0, step)
         step *= size
+    strides: Sequence[int] = compact
     if interface.get("strides") is not None:
         strides = _elements(name, interface["strides"], itemsize)
     if 0 in shape:
@@ -230,6 +232,7 @@ def describe(parameter: Parameter, value: Any) -> Argument:
             raise ArgumentError(f"argument {name!r} is None; accepted: {accepted}")
         return Argument(name, None)
     if parameter.kind == "scalar":
+        assert parameter.dtype is not None
         return _describe_scalar(name, parameter.dtype, value, accepted)
     if parameter.kind == "operand" and isinstance(value, int | float):
         return _describe_scalar(name, "f32" if isinstance(value, float) else "i32", value, accepted)
@@ -247,7 +250,7 @@ def describe(parameter: Parameter, value: Any) -> Argument:
     return Argument(name, view.spec(), view.values(), view.device, view.allocation(name), view.readonly)
 
 
-def _describe_scalar(name: str, dtype: str | None, value: Any, accepted: str) -> Argument:
+def _describe_scalar(name: str, dtype: str, value: Any, accepted: str) -> Argument:
     number = _number(value)
     integral = dtype in _INT_RANGES
     if number is None or isinstance(number, bool) or (integral and isinstance(number, float)):
@@ -276,31 +279,31 @@ def describe_all(signature: Signature, values: Sequence[Any]) -> tuple[tuple[Arg
     arguments = tuple(
         describe(parameter, value) for parameter, value in zip(signature.parameters_for(len(values)), values)
     )
-    placed = [argument for argument in arguments if argument.device is not None]
+    placed = [(argument, argument.device) for argument in arguments if argument.device is not None]
     if not placed:
         raise ArgumentError("no tensor argument tells which device to run on; pass at least one tensor")
-    first = placed[0]
-    for other in placed:
-        if other.device != first.device:
+    first, device = placed[0]
+    for other, elsewhere in placed:
+        if elsewhere != device:
             raise ArgumentError(
-                f"argument {first.name!r} is on {_spelled(first.device)}, argument {other.name!r} on "
-                f"{_spelled(other.device)}; accepted: all tensors on one device"
+                f"argument {first.name!r} is on {_spelled(device)}, argument {other.name!r} on "
+                f"{_spelled(elsewhere)}; accepted: all tensors on one device"
             )
-    return arguments, first.device
+    return arguments, device
 
 
 def _spelled(device: DeviceKey) -> str:
     return "cpu" if device == CPU else f"{device[0]}:{device[1]}"
 
 
-_Collect = Callable[[Any, list], object]
+_Collect = Callable[[Any, list[Any]], object]
 
 
-def _collect_none(value: None, values: list) -> object:
+def _collect_none(value: None, values: list[Any]) -> object:
     return None
 
 
-def _collect_other(value: Any, values: list) -> object:
+def _collect_other(value: Any, values: list[Any]) -> object:
     number = _number(value)
     if number is None:
         return _collect_interface(value, values)
@@ -308,18 +311,18 @@ def _collect_other(value: Any, values: list) -> object:
     return number.__class__
 
 
-def _collect_int(value: int, values: list) -> object:
+def _collect_int(value: int, values: list[Any]) -> object:
     values.append(value)
     return int
 
 
-def _collect_float(value: float, values: list) -> object:
+def _collect_float(value: float, values: list[Any]) -> object:
     values.append(value)
     return float
 
 
 def _collect_view(view_of: _ViewOf) -> _Collect:
-    def collect_view(value: Any, values: list) -> object:
+    def collect_view(value: Any, values: list[Any]) -> object:
         view = view_of("", value)
         values += view.values()
         return view.spec(), view.device, view.readonly
@@ -330,12 +333,12 @@ def _collect_view(view_of: _ViewOf) -> _Collect:
 _collect_interface = _collect_view(_interface_view)
 
 
-class _Collectors(dict):
+class _Collectors(dict[type, _Collect | None]):
     """Class of a value -> how it is collected, None for torch's own tensors; filled as classes are met."""
 
     def __missing__(self, cls: type) -> _Collect | None:
         view_of = _view_of_class(cls)
-        collect = _collect_other if view_of is None else _collect_view(view_of)
+        collect: _Collect | None = _collect_other if view_of is None else _collect_view(view_of)
         if view_of is _torch_view:
             torch = sys.modules["torch"]
             collect = None if cls in (torch.Tensor, torch.nn.Parameter) else collect
@@ -343,7 +346,7 @@ class _Collectors(dict):
         return collect
 
 
-def _collect_map(value: EncodedMap, values: list) -> object:
+def _collect_map(value: EncodedMap, values: list[Any]) -> object:
     values.append(value.data)
     return value.spec, value.device
 
@@ -356,7 +359,7 @@ _Strides = tuple[int, ...]
 _Layout = tuple[_Strides, tuple[int, ...], bool]
 
 
-class _Layouts(dict):
+class _Layouts(dict[tuple[Any, _Strides], _Layout]):
     """(torch dtype, strides) -> (flat strides, spec number by low four bits of the address, may be negated).
 
     Equal specs have equal numbers, and those are quicker to hash than specs.

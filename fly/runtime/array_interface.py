@@ -6,7 +6,7 @@ https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -53,7 +53,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-_ENTRIES = {
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
     "shape": lambda sizes: isinstance(sizes, tuple) and all(_is_whole(n) and n >= 0 for n in sizes),
     "typestr": lambda text: isinstance(text, str) and _TYPESTR.fullmatch(text) is not None,
     "data": lambda data: isinstance(data, tuple) and len(data) == 2 and _is_whole(data[0]) and 0 <= data[0] < 2**64,

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fly import config
 from fly.errors import (
@@ -25,6 +25,9 @@ from fly.errors import (
 from fly.runtime import emulate_cli, profile_cli
 from fly.runtime.library import Library
 from fly.runtime.object_files import author_code, imported, literal, numbers
+
+if TYPE_CHECKING:
+    from fly.lang.signature import Spec
 
 # errors of a kernel or a machine; all others are mistakes in what was asked for
 _FAILED = (AuthorError, CompileError, DeviceError, EmulatorError, SharedMemoryError)
@@ -143,6 +146,8 @@ def _inspect(options: argparse.Namespace, library: Library) -> None:
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
     statics = dict(literal("--set", text) for text in options.set)
+    specs: Sequence[Spec]
+    block: int | tuple[int, ...]
     if options.kernel in library.KERNELS:
         kernel, specs, statics, block = library.KERNELS[options.kernel](options.arch, statics)
     else:

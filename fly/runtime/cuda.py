@@ -7,7 +7,7 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fly.backends.artefact import Artefact, Resources
 from fly.backends.target import arch_for_capability
@@ -94,8 +94,8 @@ class CudaDevice:
         self.compute_units = self._attribute("MULTIPROCESSOR_COUNT")
         self.limits = Limits(
             device=f"cuda:{ordinal} ({self.target})",
-            grid=tuple(self._attribute(f"MAX_GRID_DIM_{axis}") for axis in "XYZ"),
-            block=tuple(self._attribute(f"MAX_BLOCK_DIM_{axis}") for axis in "XYZ"),
+            grid=cast("Dim3", tuple(self._attribute(f"MAX_GRID_DIM_{axis}") for axis in "XYZ")),
+            block=cast("Dim3", tuple(self._attribute(f"MAX_BLOCK_DIM_{axis}") for axis in "XYZ")),
             block_threads=self._attribute("MAX_THREADS_PER_BLOCK"),
             shared_bytes=self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         )
@@ -105,7 +105,8 @@ class CudaDevice:
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return self._call("cuDeviceGetAttribute", attribute, self._device)
+        value: int = self._call("cuDeviceGetAttribute", attribute, self._device)
+        return value
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -190,7 +191,7 @@ class CudaKernel:
         self._name = artefact.kernel
         self._function = function
         self._shared = artefact.dynamic_shared
-        self._sizes = (None, None)
+        self._sizes: tuple[Dim3 | None, Dim3 | None] = (None, None)
         self._launch = device.driver.cuLaunchKernel
         self._get_current = device.driver.cuCtxGetCurrent
         self._context_address = device.context_address
@@ -207,7 +208,8 @@ class CudaKernel:
 
     def _attribute(self, attributes: Any, name: str) -> int:
         what = getattr(attributes, f"CU_FUNC_ATTRIBUTE_{name}")
-        return call(self._device.driver, "cuFuncGetAttribute", what, self._function)
+        value: int = call(self._device.driver, "cuFuncGetAttribute", what, self._function)
+        return value
 
     def launch(
         self,

@@ -129,19 +129,24 @@ def device_for(key: DeviceKey) -> Device:
 
 
 def _open(kind: str, ordinal: int) -> Device:
+    device: Device
     if kind == "cpu":
         arch, known = config.ARCH.get(), {t.arch: t.backend for t in targets()}
         if arch not in known:
             raise DeviceError(f"FLY_ARCH={arch!r}; CPU tensors run on one of {', '.join(known)}")
         if known[arch] == "nvvm":
-            return importlib.import_module("fly.runtime.simulated").SimulatedDevice(arch)
+            device = importlib.import_module("fly.runtime.simulated").SimulatedDevice(arch)
+            return device
         for module in _EMULATOR:
             if importlib.util.find_spec(module) is None:
                 raise MissingPackageError("emulating a GPU for CPU tensors", module, "; or pass tensors on a GPU")
-        return importlib.import_module("fly.runtime.emulated").EmulatedDevice(arch)
+        device = importlib.import_module("fly.runtime.emulated").EmulatedDevice(arch)
+        return device
     if kind != "cuda":
         raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.hip:
-        return importlib.import_module("fly.runtime.hip").HipDevice(ordinal)
-    return importlib.import_module("fly.runtime.cuda").CudaDevice(ordinal)
+        device = importlib.import_module("fly.runtime.hip").HipDevice(ordinal)
+        return device
+    device = importlib.import_module("fly.runtime.cuda").CudaDevice(ordinal)
+    return device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fly import config
 from fly.backends.artefact import Artefact
@@ -133,14 +134,14 @@ class Progress:
     def __init__(self, total: int, title: str, doing: str = "emulating"):
         self.total, self.title, self.done, self.doing = total, title, 0, doing
         self.begin = time.monotonic()
-        self.bar: object | None = None
+        self.bar: Any = None
 
     def __enter__(self) -> Callable[[int], None]:
         return self.update
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
-            self.bar.close()  # type: ignore[attr-defined]
+            self.bar.close()
 
     def update(self, workgroups: int) -> None:
         """Count finished workgroups."""
@@ -150,4 +151,4 @@ class Progress:
 
             self.bar = tqdm(total=self.total, initial=self.done, desc=f"{self.doing} {self.title}", unit="workgroup")
         elif self.bar is not None:
-            self.bar.update(workgroups)  # type: ignore[attr-defined]
+            self.bar.update(workgroups)

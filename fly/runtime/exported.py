@@ -47,8 +47,9 @@ def _settled(parameter: Parameter, spec: Spec) -> Parameter:
     """An operand's parameter as what it turned out to be."""
     if parameter.kind != "operand":
         return parameter
-    scalar = isinstance(spec, ScalarSpec)
-    return Parameter(parameter.name, "scalar" if scalar else "tensor", dtype=spec.dtype if scalar else None)
+    if isinstance(spec, ScalarSpec):
+        return Parameter(parameter.name, "scalar", dtype=spec.dtype)
+    return Parameter(parameter.name, "tensor")
 
 
 def _read_metadata(artefact: Artefact) -> tuple[Signature, tuple[Spec, ...]]:

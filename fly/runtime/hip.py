@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
+from typing import Any
 
 from fly.backends.artefact import Artefact, Resources
 from fly.backends.target import targets
@@ -51,7 +52,7 @@ def library_names() -> list[str]:
     torch's own copy comes first: two copies in one process do not share streams or memory.
     """
     folders = []
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is not None and torch.version.hip:
         folders.append(os.path.join(os.path.dirname(torch.__file__), "lib"))
     for variable in ("HIP_PATH", "ROCM_PATH"):

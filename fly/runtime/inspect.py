@@ -54,7 +54,7 @@ def classify(opcode: str) -> str:
 
 def instructions(isa: str) -> list[tuple[str, str]]:
     """(label or "", opcode) of every instruction line; a label line has an empty opcode."""
-    result = []
+    result: list[tuple[str, str]] = []
     for raw in isa.splitlines():
         line = re.sub(r"(//|;).*$", "", raw).strip() if not raw.strip().startswith("@") else raw.strip()
         if not line or line.startswith(("{", "}")):

@@ -12,12 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from fly.backends.artefact import Artefact, Field
+from fly.backends.artefact import Artefact
 from fly.errors import ArgumentError, ArgumentTypeError, ArtefactError, LaunchError
 from fly.lang.messages import LOG_FIELD
-from fly.lang.signature import REQUIRED, Signature, Spec, TensorSpec
+from fly.lang.signature import REQUIRED, Field, Signature, Spec, TensorSpec
 from fly.runtime.arguments import Argument, collect, describe_all
 from fly.runtime.device import CPU, Allocation, DeviceKey, Dim3, LoadedKernel, device_for
 from fly.runtime.log import has_messages, load
@@ -50,7 +50,7 @@ class Entry:
     current_stream: Callable[[], int]
     needs_allocations: bool
 
-    def pack(self, values: Sequence[int | float]) -> bytes:
+    def pack(self, values: Sequence[int | float | bytes]) -> bytes:
         """The argument buffer for flat values in field order."""
         if self.fixed:
             values = list(values)
@@ -192,7 +192,7 @@ def launcher_of(kernel: KernelLike) -> Launcher:
         with _launchers_lock:
             launcher = getattr(kernel, "launcher", None)
             if launcher is None:
-                launcher = kernel.launcher = Launcher(kernel)
+                launcher = cast("Any", kernel).launcher = Launcher(kernel)
     return launcher
 
 

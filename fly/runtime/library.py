@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fly.emulator.timing import Launch
+    from fly.lang.signature import Spec
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Library(Protocol):
     argument specs, static parameters, threads of a block). `CALLS`: those that `profile` takes.
     """
 
-    KERNELS: Mapping[str, Callable[[str, dict[str, Any]], tuple[Any, tuple, dict[str, Any], int]]]
+    KERNELS: Mapping[str, Callable[[str, dict[str, Any]], tuple[Any, tuple[Spec, ...], dict[str, Any], int]]]
     CALLS: Mapping[str, ProfiledCall]
 
     def add_commands(self, commands: Any) -> None:

@@ -71,7 +71,7 @@ def amd_limits(device: str, arch: str) -> Limits:
     )
 
 
-class CheckedSizes(set):
+class CheckedSizes(set[tuple[Dim3, Dim3]]):
     """One kernel's (grid, block) pairs that are within `limits`; emptied when there are too many."""
 
     def __init__(self, limits: Limits):

@@ -8,8 +8,8 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from fly.backends.artefact import Field
 from fly.errors import LaunchError
+from fly.lang.signature import Field
 from fly.runtime.device import Dim3
 from fly.runtime.shown import shown
 
@@ -57,7 +57,7 @@ def dim3(value: int | Sequence[int], what: str) -> Dim3:
         sizes = []
     if not 1 <= len(sizes) <= 3 or min(sizes) <= 0:
         raise LaunchError(f"{what} is {shown(value)}; accepted: one to three positive ints")
-    return (*sizes, 1, 1)[:3]
+    return (*sizes, 1, 1)[:3]  # type: ignore[return-value]  # mypy does not count what a slice of such a tuple has
 
 
 def check_block(block: Dim3) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fly.errors import ArgumentError
 from fly.lang.messages import LOG_FIELD
@@ -87,9 +87,11 @@ class Prepared:
 
 def _tensor(argument: Argument) -> _Tensor:
     memory = argument.allocation
+    assert memory is not None
     if isinstance(argument.spec, TensorMapSpec):
         return _Tensor(argument.name, MAX_ALIGNMENT, 0, memory.nbytes)
-    return _Tensor(argument.name, argument.spec.alignment, memory.address - argument.values[0], memory.nbytes)
+    spec, address = cast("TensorSpec", argument.spec), cast("int", argument.values[0])
+    return _Tensor(argument.name, spec.alignment, memory.address - address, memory.nbytes)
 
 
 def bind(

@@ -205,7 +205,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     if ":" not in name or Path(name).exists():
         return None
     module_name, _, attribute = name.partition(":")
-    found = getattr(imported(f"KERNEL {name!r}", module_name), attribute, None)
+    found: Callable[..., Any] | None = getattr(imported(f"KERNEL {name!r}", module_name), attribute, None)
     if not callable(found):
         raise ArgumentError(f"KERNEL {name!r}: {module_name} has no function {attribute!r}")
     return found

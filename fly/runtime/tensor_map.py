@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fly.backends.target import target
 from fly.errors import ArgumentError, DeviceError
-from fly.lang.signature import Parameter, TensorMapSpec
+from fly.lang.signature import Parameter, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import EncodedMap, describe
 from fly.runtime.cuda import status_text
 from fly.runtime.device import CPU, device_for
+
+if TYPE_CHECKING:
+    from fly.runtime.simulated import SimulatedDevice
 
 BYTES = 128
 _ALIGNMENT = 16
@@ -45,15 +48,17 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
         DeviceError: a tensor on a device that has no tensor maps, or the driver refused.
     """
     argument = describe(Parameter("tensor", "tensor"), tensor)
+    assert isinstance(argument.spec, TensorSpec)
     spec = TensorMapSpec(argument.spec.dtype, tuple(box), swizzle)
     rank = argument.spec.rank
     if len(spec.box) != rank:
         raise ArgumentError(f"tensor map box is {spec.box} for a tensor of rank {rank}; accepted: {rank} extents")
     if not argument.spec.unit_stride:
         raise ArgumentError("tensor map of a tensor whose last stride is not 1; pass tensor.contiguous()")
-    address, shape = argument.values[0], argument.values[1 : 1 + rank]
+    values = cast("tuple[int, ...]", argument.values)  # a tensor's
+    address, shape = values[0], values[1 : 1 + rank]
     _, size = _TYPES[spec.dtype]
-    strides = [stride * size for stride in argument.values[1 + rank :]]
+    strides = [stride * size for stride in values[1 + rank :]]
     if 0 in shape:
         raise ArgumentError(f"tensor map of a tensor of shape {shape}; accepted: no dimension of size 0")
     # the stride of a dimension with one element is never used, and may be anything in the tensor
@@ -70,6 +75,7 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
         raise ArgumentError(
             f"tensor map box has {line} bytes in its last dimension; accepted: the swizzle, {swizzle}"
         )
+    assert argument.device is not None and argument.allocation is not None
     device = device_for(argument.device)
     simulated = device.build != device.target
     if argument.device == CPU and not simulated:
@@ -80,7 +86,7 @@ def tensor_map(tensor: Any, box: Sequence[int], *, swizzle: int = 0) -> EncodedM
     if not target(device.target).hopper:
         raise DeviceError(f"tensor map of a tensor on {device.target}, which cannot copy through them; sm_90a can")
     if simulated:
-        data = device.encode_tensor_map(spec, size, address, shape, strides)
+        data = cast("SimulatedDevice", device).encode_tensor_map(spec, size, address, shape, strides)
     else:
         data = encode(device, spec, address, shape, strides)
     return EncodedMap(spec, data, argument.device, argument.allocation.address, argument.allocation.nbytes)
