@@ -222,7 +222,7 @@ def flydsl_flash_attn_func(
         # fmt: on
         operands: tuple[Any, ...] = ()
         if not (
-            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv
+            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
             is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
             and softcap == 0.0 and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
@@ -366,7 +366,7 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
             fail(f"stream belongs to {stream.device}, but q is on {device}")
     elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         # the legacy default stream has handle 0, which torch does not take as an external one
-        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]  # torch's
     else:
         fail(
             f"stream must be a torch.cuda.Stream or an int handle, got {stream!r} ({type(stream).__name__})",
