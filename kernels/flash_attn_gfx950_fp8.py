@@ -38,7 +38,7 @@ def flash_attn_gfx950_fp8(
     v: fly.Tensor,
     out: fly.Tensor,
     lse: fly.Tensor | None,
-    scale_log2: fly.f32,
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,

@@ -150,10 +150,10 @@ def flash_attn_sm90_fp8(
     counters: fly.Tensor,
     whole_out: fly.Tensor | None,
     whole_lse: fly.Tensor | None,
-    seq_len_kv: fly.i32,
-    group: fly.i32,
-    section: fly.i32,
-    scale_log2: fly.f32,
+    seq_len_kv: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    group: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    section: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     *operands: fly.Operand,
     options: Fp8Options,
 ) -> None:
