@@ -10,7 +10,7 @@ import importlib
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
@@ -20,6 +20,9 @@ from .dispatch import AMD, NVIDIA, Kernel, choose, head_dims, refusal
 from .problem.catalogue import BY_NAME
 from .problem.contract import Request
 from .profiled import CALLS
+
+if TYPE_CHECKING:
+    from fly.lang.signature import Spec
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
@@ -41,7 +44,7 @@ def _accepted(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any], int]:
+def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple[Spec, ...], dict[str, Any], int]:
     """The generic flash-attention kernel as its wrapper builds it, for aligned tensors and with log-sum-exp.
 
     `settings` are Python values by the names of `SETTINGS`. Returns (kernel, argument specs, static parameters,

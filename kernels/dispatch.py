@@ -352,4 +352,6 @@ def choose(arch: str, request: Request) -> Kernel:
 
 def prepare_function(kernel: Kernel) -> Prepare:
     """The kernel's `prepare`, imported on first use."""
-    return importlib.import_module(kernel.module, __package__).prepare
+    assert kernel.module is not None
+    prepare: Prepare = importlib.import_module(kernel.module, __package__).prepare
+    return prepare

@@ -359,7 +359,7 @@ def flash_attn_with_kvcache(
             q = append_packed(name, one, *new, *places, **offsets, rotate_each_query=rotate_each_query)
         else:
             q = append(appender, *new, *places, rotate_each_query=rotate_each_query)
-        cache_seqlens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+        cache_seqlens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())  # type: ignore[operator, union-attr]  # `append` has checked both
     given = {"seqused_kv": cache_seqlens, "kv_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     options |= {key: value for key, value in given.items() if value is not None}
     return attend(caller, q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)

@@ -23,7 +23,7 @@ computed while the tile before it goes through the softmax:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class GenericOptions:
     features: Features = NO_FEATURES
     page_size: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
             value = getattr(self, name)
             if value not in HEAD_DIMS and (name, value) != ("head_dim_v", None):
@@ -120,13 +120,13 @@ def flash_attn_generic(
     v: fly.Tensor,
     out: fly.Tensor,
     lse: fly.Tensor | None,
-    scale_log2: fly.f32,
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
     options: GenericOptions,
     folded: bool = False,
-):
+) -> None:
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     Tensors in the forms of `tile_scheduler`; H is a multiple of Hkv; v and out may have another head
@@ -206,12 +206,18 @@ def _attend(
         first_key = j * options.block_n
         scores = given.modify(scores, scale_log2, rows, first_key, work, bias)
         if listed is not None and not masked:
-            return fly.cond(work.seen.has(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key))
+            assert work.seen is not None
+            seen: fly.Fragment = fly.cond(
+                work.seen.has(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key)
+            )
+            return seen
         if masked:
             scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
         return scores
 
-    def take_in(scores: fly.Fragment, v_tile: fly.SharedTile, state: tuple, masked: bool) -> tuple:
+    def take_in(
+        scores: fly.Fragment, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool
+    ) -> tuple[fly.Fragment, OnlineSoftmax]:
         output, softmax = state
         masked = masked or given.features.may_hide
         softmax, probabilities, output = softmax.update(
@@ -219,25 +225,25 @@ def _attend(
         )
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
-    def step(j: Any, state: tuple, masked: bool) -> tuple:
-        *state, flight = state
+    def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
+        *before, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
         bias = bias_of(j)
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
-        return *take_in(featured(scores, j, masked, bias), v_tile, state, masked), flight
+        return *take_in(featured(scores, j, masked, bias), v_tile, before, masked), flight
 
-    def step_ahead(j: Any, state: tuple, masked: bool) -> tuple:
-        *state, scores, flight = state
+    def step_ahead(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
+        *before, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
         bias = bias_of(j)
         following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked, bias)
-        return *take_in(scores, v_tile, state, masked), following, flight
+        return *take_in(scores, v_tile, before, masked), following, flight
 
     first, full, last = work.first_tile, work.full_tiles, work.last_tile
     if given.features.mask_mod is not None and listed is None:
         full = first
-    state = (output, softmax, flight)
+    state: tuple[Any, ...] = (output, softmax, flight)
     if options.overlap:
         # the first tile's scores come before the loops, and where there is no tile, they are all masked
         (k_tile, _), flight = ring.advance(first, flight)

@@ -100,7 +100,7 @@ class DualWaveOptions:
         """How many neighbouring keys of a tile lie one after the other in memory."""
         return min(self.page_size or BLOCK_N, BLOCK_N)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.head_dim not in (64, 128):
@@ -118,14 +118,14 @@ def flash_attn_gfx950(
     v: fly.Tensor,
     out: fly.Tensor,
     lse: fly.Tensor | None,
-    scale_log2: fly.f32,
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,
     *operands: fly.Operand,
     options: DualWaveOptions,
     folded: bool = False,
-):
+) -> None:
     """out = softmax(softmax_scale * q k^T) v, per sequence and head; arguments as in `flash_attn_generic`.
 
     debug_counts: (2,) f32. Every wave adds the number of its key tiles that went without a rescale, and with one.
@@ -234,7 +234,8 @@ class Tiles:
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         """Those of the target for these elements."""
-        return fly.target().matrix_loads
+        loads: tuple[fly.MatrixLoad, ...] = fly.target().matrix_loads
+        return loads
 
     def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
         """Of K and V in LDS."""
@@ -306,17 +307,18 @@ class Tiles:
         """Where a tile's keys begin."""
         return (self.work.first_tile + tile.number if listed is None else listed) * BLOCK_N
 
-    def partial(self, tile: Any, listed: fly.Value | None = None) -> fly.Value:
+    def partial(self, tile: fly.Value | int, listed: fly.Value | None = None) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
         if listed is not None:
+            assert self.work.seen is not None
             return self.ends(tile) | ~self.work.seen.has(listed)
         return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
 
-    def begins(self, tile: Any) -> fly.Value:
+    def begins(self, tile: fly.Value | int) -> fly.Value:
         """Whether a tile is among the first ones, of which some row does not see all keys for its window."""
         return self.work.first_tile + tile < self.work.whole_from
 
-    def ends(self, tile: Any) -> fly.Value:
+    def ends(self, tile: fly.Value | int) -> fly.Value:
         """Whether a tile is among the last ones, of which some row does not see all keys.
 
         Of a list, those of blocks that the mask has in part.
@@ -479,7 +481,8 @@ class Tiles:
                     lambda: self.given.mask(*place, one_by_one=True).tiles[0],
                     lambda: scores.tiles[0],
                 )
-            return *seen, fly.reduce_max(fly.concat(seen))
+            seen_early, seen_late = seen
+            return seen_early, seen_late, fly.reduce_max(fly.concat(seen))
 
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
             row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
@@ -515,7 +518,10 @@ class Tiles:
             s_early, s_late = fly.cond(fly.any_lane(measured), from_maximum, lambda: (s_early, s_late))
             return s_early, s_late, result, state
 
-        return fly.cond(needed, rare, lambda: (early, late, output, softmax))
+        taken: tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax] = fly.cond(
+            needed, rare, lambda: (early, late, output, softmax)
+        )
+        return taken
 
     def _measured(self, shift: fly.Value) -> fly.Value:
         """Whether scores of a row with this shift are measured from its maximum before they are scaled."""

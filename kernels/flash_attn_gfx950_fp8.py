@@ -38,14 +38,14 @@ def flash_attn_gfx950_fp8(
     v: fly.Tensor,
     out: fly.Tensor,
     lse: fly.Tensor | None,
-    scale_log2: fly.f32,
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,
     *operands: fly.Operand,
     options: DualWaveOptions,
     folded: bool = False,
-):
+) -> None:
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_gfx950` without packed sequences, at D=128.
 
     operands: q_descale, k_descale, v_descale or some of them, (B, Hkv) f32.
@@ -87,7 +87,8 @@ class Fp8Tiles(Tiles):
         return (inverse if scale is None else inverse.map(lambda x: x * scale)), lse
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
-        return fly.target().byte_loads
+        loads: tuple[fly.MatrixLoad, ...] = fly.target().byte_loads
+        return loads
 
     def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
         return k_tile(), v_tile()

@@ -22,7 +22,7 @@ from fly.errors import ArgumentTypeError, UnsupportedError
 
 from . import dispatch
 from .arguments.callers import OWN
-from .arguments.checks import ATTENTION, check_gradients
+from .arguments.checks import ATTENTION, check_gradients, fail
 from .call import input_checks
 from .call.attention_checks import (
     ALIGNMENT,
@@ -32,7 +32,6 @@ from .call.attention_checks import (
     check_no_overlap,
     check_workspace,
     extent_bytes,
-    fail,
     settled,
 )
 from .problem import contract
@@ -59,7 +58,7 @@ class Plan:
     """
 
     launch: Launch
-    extents: tuple[int, int, int, int]
+    extents: tuple[int, ...]
     out: _Result
     lse: _Result
     checked: bool
@@ -80,7 +79,7 @@ def _allocate(q: torch.Tensor, result: _Result) -> torch.Tensor:
 
 _named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 _plans_lock = threading.Lock()
 
 
@@ -201,6 +200,10 @@ def flydsl_flash_attn_func(
         UnsupportedError: what this target or kernel cannot do (a NotImplementedError); a graph capture with
             FLY_CHECK_INPUTS=1.
     """
+    key: tuple[Any, ...] | None
+    placed: tuple[torch.Tensor | BlockMask | None, ...]
+    blocks: tuple[torch.Tensor, ...]
+    functions: tuple[Callable[..., Any] | None, ...]
     try:
         # fmt: off
         key = (
@@ -219,7 +222,7 @@ def flydsl_flash_attn_func(
         # fmt: on
         operands: tuple[Any, ...] = ()
         if not (
-            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv
+            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
             is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
             and softcap == 0.0 and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
@@ -232,7 +235,7 @@ def flydsl_flash_attn_func(
             placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
             of_scores = (alibi_slopes, bias, sink, *blocks, q_descale, k_descale, v_descale)
             operands = (*placed, *of_scores, *aux_tensors)
-            functions = tuple(None if mod is None else Mod.of(mod) for mod in functions)
+            mods = tuple(None if mod is None else Mod.of(mod) for mod in functions)
             geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
             key = (
                 *key,
@@ -240,7 +243,7 @@ def flydsl_flash_attn_func(
                 tuple(window_size),
                 attention_chunk,
                 softcap,
-                *functions,
+                *mods,
                 *geometry,
             )
             operands = tuple(operand for operand in operands if operand is not None)
@@ -296,9 +299,9 @@ def flydsl_flash_attn_func(
             check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
         elif launch.workspace_bytes:
             workspace = _allocate(q, ((launch.workspace_bytes,), torch.uint8))
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-        launch.run(_named(Tensors, tensors), handle)
-    return (out, lse) if return_lse else out
+        fields = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
+        launch.run(_named(Tensors, fields), handle)
+    return out if lse is None else (out, lse)
 
 
 def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:
@@ -312,7 +315,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "aux_tensors")
-        options |= dict(zip(names, for_tiles(*(options[name] for name in names), q)))
+        options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
     call = check_call(q, k, v, causal, out, options)
     kernel = _kernel_for(call)
     out_result, lse_result = _results(q, v)
@@ -338,12 +341,12 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[_Result, _Result]:
 _OPTIONS = tuple(inspect.signature(flydsl_flash_attn_func).parameters)[4:]
 
 
-def _geometry(t: torch.Tensor) -> tuple:
+def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
     return type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
 
 
 def _check_aliasing(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extents: tuple[int, int, int, int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extents: tuple[int, ...]
 ) -> None:
     start = out.data_ptr()
     end = start + extents[3]
@@ -354,7 +357,7 @@ def _check_aliasing(
             return
 
 
-def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractContextManager]:
+def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractContextManager[Any]]:
     """A stream argument's raw handle, and the scope in which torch allocates for it."""
     if device.type != "cuda":
         fail(f"stream is for GPU tensors, but q is on '{device}': leave it out")
@@ -363,7 +366,7 @@ def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractCon
             fail(f"stream belongs to {stream.device}, but q is on {device}")
     elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         # the legacy default stream has handle 0, which torch does not take as an external one
-        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]  # torch's
     else:
         fail(
             f"stream must be a torch.cuda.Stream or an int handle, got {stream!r} ({type(stream).__name__})",
@@ -384,8 +387,8 @@ def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
     """A launch of `call` on `kernel`; it may compile."""
     if call.empty:
         return Launch(functools.partial(_fill, call.request.asked))
-    q, k, v, out, *others = tensors
-    tensors = Tensors(*map(settled, (q, k, v, out)), *others)
+    q, k, v, out = map(settled, tensors[:4])
+    tensors = tensors._replace(q=q, k=k, v=v, out=out)
     try:
         return dispatch.prepare_function(kernel)(tensors, call.request)
     except UnsupportedError as error:
@@ -404,7 +407,7 @@ def _fill(asked: Features, tensors: Tensors, handle: int | None) -> None:
                 tensors.lse.copy_(asked.tensor(tensors.operands, "sink").unsqueeze(-1))
 
 
-def _remember(key: tuple | None, plan: Plan) -> None:
+def _remember(key: tuple[Any, ...] | None, plan: Plan) -> None:
     if key is None:
         return
     with _plans_lock:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import fly
 from fly.backends.nvvm import wgmma
@@ -53,6 +53,17 @@ from .work.tile_scheduler import part
 # second kind the turner has the one behind them
 TURN, CLEARED = 1, 5
 OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
+O = TypeVar("O")  # what a tile's output is, until its last product is in it
+# of `flash_attn_sm90`, from out to whole_lse
+BlockTensors = tuple[
+    fly.Tensor,
+    fly.Tensor | None,
+    fly.Tensor | None,
+    fly.Tensor | None,
+    fly.Tensor,
+    fly.Tensor | None,
+    fly.Tensor | None,
+]
 
 
 @fly.kernel
@@ -67,13 +78,13 @@ def flash_attn_sm90(
     counters: fly.Tensor,
     whole_out: fly.Tensor | None,
     whole_lse: fly.Tensor | None,
-    seq_len_kv: fly.i32,
-    group: fly.i32,
-    section: fly.i32,
-    scale_log2: fly.f32,
+    seq_len_kv: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    group: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    section: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     *operands: fly.Operand,
     options: Sm90Options,
-):
+) -> None:
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     q, k, v: maps of (B, S, H, D) tensors, packed ones with B = 1, k and v also of pages, see `prepare`; out, lse and
@@ -90,13 +101,13 @@ def flash_attn_sm90(
 
 def run_block(
     maps: tuple[fly.TensorMap, fly.TensorMap, fly.TensorMap],
-    tensors: tuple[fly.Tensor | None, ...],
+    tensors: BlockTensors,
     sizes: tuple[fly.Value, fly.Value, fly.Value],
     scale_log2: fly.Value,
     operands: tuple[Any, ...],
     options: Sm90Options,
     producer_role: type[Producer],
-    consumer_role: type[Consumer],
+    consumer_role: type[ConsumerOf[Any]],
     turner_role: type[Turner] | None = None,
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
@@ -105,7 +116,7 @@ def run_block(
     `turner_role`: of the last warpgroup, in builds with a `raw_tile`.
     """
     q, k, v = maps
-    out, lse, cu_seqlens_q, cu_seqlens_kv, counters, *whole = tensors
+    out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse = tensors
     seq_len_kv, group, section = sizes
     fly.occupancy(min_blocks=1)
     split = out.dtype is fly.f32
@@ -149,8 +160,12 @@ def run_block(
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
         role = consumer_role(schedule, buffers, options, given, warpgroup - 1, scale_log2, dtype, split)
-        ends = (out, lse), whole, pack, options.head_dim_v, CLEARED
-        role.run(out, lse, Combination(schedule, given, *ends) if options.combines else None)
+        combination = None
+        if options.combines:
+            assert lse is not None and whole_out is not None
+            ends = (out, lse), (whole_out, whole_lse), pack, options.head_dim_v, CLEARED
+            combination = Combination(schedule, given, *ends)
+        role.run(out, lse, combination)
 
 
 @dataclass(frozen=True)
@@ -178,8 +193,8 @@ class HeadPlace:
     split: bool
 
 
-class Consumer:
-    """One consumer warpgroup: its rows of all of the block's tiles."""
+class ConsumerOf(Generic[O]):
+    """One consumer warpgroup: its rows of all of the block's tiles. What its output is, is a subclass's."""
 
     def __init__(
         self,
@@ -222,14 +237,14 @@ class Consumer:
             following, board_at = board.read(board_at, self.schedule)
             output, next_state = fly.cond(
                 following.exists,
-                lambda w=work, f=following, o=output, s=state: self.turn_over(w, f, o, s),
-                lambda w=work, o=output, s=state: self.last(w, o, s),
+                functools.partial(self.turn_over, work, following, output, state),
+                functools.partial(self.last, work, output, state),
             )
             inverse, row_lse = self._finish(work, state.softmax)
-            output = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
+            rows = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
             of_part = (lambda tensor, w=work: part(tensor, w.split)) if self.split else lambda tensor: tensor
             view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
-            (self.store_parts if self.split else self.store)(view, work, output)
+            (self.store_parts if self.split else self.store)(view, work, rows)
             if lse is not None:
                 vector = self.schedule.vector_of(work, of_part(lse), self.options.pack_gqa)
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
@@ -237,7 +252,7 @@ class Consumer:
                 combination.run(work, self.count(work))
             tiles.next(following, next_state, board_at)
 
-    def _first_if_any(self, work: Work, start: tuple) -> State:
+    def _first_if_any(self, work: Work, start: tuple[Position, Position, Position]) -> State:
         """`first`, or where all sequences are empty, a state that nothing reads."""
 
         def none() -> State:
@@ -246,14 +261,15 @@ class Consumer:
             weights = (zero,) * (self.options.block_n // self.output_atom.k)
             return State(softmax, weights, *start, fly.i32(0) if self.schedule.lists else None)
 
-        return fly.cond(work.exists, lambda: self.first(work, *start), none)
+        state: State = fly.cond(work.exists, lambda: self.first(work, *start), none)
+        return state
 
-    def _no_output(self) -> fly.Value:
-        return fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0]
+    def _no_output(self) -> O:
+        raise NotImplementedError
 
-    def fragment(self, output: fly.Value) -> fly.Fragment:
+    def fragment(self, output: O) -> fly.Fragment:
         """The output's accumulators as a fragment of 64 rows."""
-        return fly.Fragment(self.output_layout, ((output,),))
+        raise NotImplementedError
 
     def first_row(self, work: Work) -> fly.Value:
         """The consumer's first row; a row is a query, or with packed heads a query and a head."""
@@ -273,7 +289,8 @@ class Consumer:
 
     def place(self, work: Work) -> HeadPlace:
         """Whose scores the tile's are."""
-        pack, head = self.options.pack_gqa, work.head
+        pack = self.options.pack_gqa
+        head: fly.Value | fly.RowVector = work.head
         if pack > 1:
             head = self.rows(work).map(lambda row: work.head * pack + (row & (pack - 1)))
         return HeadPlace(work.batch, head, work.keys, self.split)
@@ -297,22 +314,13 @@ class Consumer:
         numbers = self.buffers.numbers
         return None if numbers is None else fly.first_lane(numbers.load(k_at.index))
 
-    def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
+    def _accumulate(self, work: Work, j: Any, output: O, state: State) -> fly.Value:
         """Start O += P V of key tile j, or with a list of step j."""
-        v = self.buffers.v
-        v.ring.wait(state.v_at)
-        if self.schedule.cut_keys:
-            j = j if state.tile is None else state.tile
-            # every consumer for itself: they store the same
-            clear_tail(v.tile, v.at(state.v_at), work.keys.keys - j * self.options.block_n, CLEARED, self.index)
-        steps = self.options.block_n // self.output_atom.k
-        return wgmma.issue(self.output_atom, state.weights, v.operand(state.v_at, along_rows=True), steps, output)
+        raise NotImplementedError
 
-    def _accumulated(
-        self, started: fly.Value, output: fly.Value, state: State, after: Sequence[fly.Value] = ()
-    ) -> fly.Value:
+    def _accumulated(self, started: fly.Value, output: O, state: State, after: Sequence[fly.Value] = ()) -> O:
         """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
-        return wgmma.wait(0, started, after=after)[0]
+        raise NotImplementedError
 
     def _queries(self, work: Work) -> fly.RowVector:
         return self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
@@ -329,9 +337,14 @@ class Consumer:
 
         def masked() -> fly.Fragment:
             kept = work.keys.apply(scores, queries, first_key)
-            return fly.cond(whole, lambda: kept, lambda: self.given.mask(kept, queries, first_key, self.place(work)))
+            hidden: fly.Fragment = fly.cond(
+                whole, lambda: kept, lambda: self.given.mask(kept, queries, first_key, self.place(work))
+            )
+            return hidden
 
-        return fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
+        assert work.seen is not None
+        seen: fly.Fragment = fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
+        return seen
 
     def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
         """The bias of key tile j, if there is one: on its way while the scores are."""
@@ -345,6 +358,7 @@ class Consumer:
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
+        assert isinstance(of_head, Given)
         first_key = j * self.options.block_n
         return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), bias)
 
@@ -411,28 +425,27 @@ class Consumer:
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
-    def middle(self, work: Work, state: State) -> tuple[fly.Value, State]:
+    def middle(self, work: Work, state: State) -> tuple[O, State]:
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
         of_head = self._of_head(work)
         end, begin = work.last_tile - 1, work.first_tile
         if self.diagonal and self.mask_loops:
-            for i, carried in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, *carried, of_head, masked=True))
+            for i, (output, state) in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
+                loop.next(self.step(work, work.last_tile - 1 - i, output, state, of_head, masked=True))
             carry = loop.results
             end = fly.minimum(work.full_tiles, end)
         if self.features.windowed and self.mask_loops:
             begin = fly.minimum(work.whole_from, end)
-        for i, carried in (loop := fly.range(end - begin, carry=carry)):
-            loop.next(self.step(work, end - 1 - i, *carried, of_head, masked=self.every_mask))
+        for i, (output, state) in (loop := fly.range(end - begin, carry=carry)):
+            loop.next(self.step(work, end - 1 - i, output, state, of_head, masked=self.every_mask))
         if self.features.windowed and self.mask_loops:
-            for i, carried in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
-                loop.next(self.step(work, begin - 1 - i, *carried, of_head, masked=True))
-        return loop.results
+            for i, (output, state) in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
+                loop.next(self.step(work, begin - 1 - i, output, state, of_head, masked=True))
+        results: tuple[O, State] = loop.results
+        return results
 
-    def step(
-        self, work: Work, j: Any, output: fly.Value, state: State, of_head: OfHead, masked: bool
-    ) -> tuple[fly.Value, State]:
+    def step(self, work: Work, j: Any, output: O, state: State, of_head: OfHead, masked: bool) -> tuple[O, State]:
         """Key tile j, or with a list step j: its scores and softmax, and the product of the tile before it."""
         buffers = self.buffers
         buffers.k.ring.wait(state.k_at)
@@ -459,8 +472,8 @@ class Consumer:
         return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
 
     def _products(
-        self, output: fly.Value, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
-    ) -> tuple[fly.Value, fly.Value]:
+        self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
+    ) -> tuple[fly.Value, Any]:
         """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
         if self.options.ping_pong:
             self.take_turn()
@@ -470,17 +483,17 @@ class Consumer:
             self.pass_turn()
         return wgmma.wait(1, scores)[0], started
 
-    def _added(self, started: fly.Value, output: fly.Value, state: State, sums: fly.RowVector) -> fly.Value:
+    def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
         """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""
         after = sums.values[0] if self.options.hold else ()
         output = self._accumulated(started, output, state, after)
         self.buffers.v.ring.release(state.v_at)
         return output
 
-    def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
-        return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
+    def _rescaled(self, output: O, factor: fly.RowVector) -> O:
+        raise NotImplementedError
 
-    def turn_over(self, work: Work, following: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+    def turn_over(self, work: Work, following: Work, output: O, state: State) -> tuple[O, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
         of_head = self._of_head(following)
@@ -498,7 +511,7 @@ class Consumer:
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
 
-    def last(self, work: Work, output: fly.Value, state: State) -> tuple[fly.Value, State]:
+    def last(self, work: Work, output: O, state: State) -> tuple[O, State]:
         """The last product of the block's last tile."""
         return self._accumulated(self._accumulate(work, work.first_tile, output, state), output, state), state
 
@@ -521,6 +534,34 @@ class Consumer:
         for row, column, values in output.runs():
             with fly.when(first + row < count):
                 fly.store(values.to(dtype), view.at(first + row, column), align=2 * dtype.bytes)
+
+
+class Consumer(ConsumerOf[fly.Value]):
+    """A consumer whose output is its accumulators."""
+
+    def _no_output(self) -> fly.Value:
+        return fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0]
+
+    def fragment(self, output: fly.Value) -> fly.Fragment:
+        return fly.Fragment(self.output_layout, ((output,),))
+
+    def _accumulate(self, work: Work, j: Any, output: fly.Value, state: State) -> fly.Value:
+        v = self.buffers.v
+        v.ring.wait(state.v_at)
+        if self.schedule.cut_keys:
+            j = j if state.tile is None else state.tile
+            # every consumer for itself: they store the same
+            clear_tail(v.tile, v.at(state.v_at), work.keys.keys - j * self.options.block_n, CLEARED, self.index)
+        steps = self.options.block_n // self.output_atom.k
+        return wgmma.issue(self.output_atom, state.weights, v.operand(state.v_at, along_rows=True), steps, output)
+
+    def _accumulated(
+        self, started: fly.Value, output: fly.Value, state: State, after: Sequence[fly.Value] = ()
+    ) -> fly.Value:
+        return wgmma.wait(0, started, after=after)[0]
+
+    def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
+        return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:

@@ -32,7 +32,7 @@ from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
 
-from .flash_attn_sm90 import Consumer, OfHead, State, run_block
+from .flash_attn_sm90 import ConsumerOf, OfHead, State, run_block
 from .problem.contract import Launch, Request, Tensors, device_of
 from .problem.online_softmax import OnlineSoftmax
 from .sm90.builds import Key, Sm90Options, build_for
@@ -84,7 +84,7 @@ class Fp8Options(Sm90Options):
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.rescale != "always":
             raise ShapeError(
@@ -150,13 +150,13 @@ def flash_attn_sm90_fp8(
     counters: fly.Tensor,
     whole_out: fly.Tensor | None,
     whole_lse: fly.Tensor | None,
-    seq_len_kv: fly.i32,
-    group: fly.i32,
-    section: fly.i32,
-    scale_log2: fly.f32,
+    seq_len_kv: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    group: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    section: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     *operands: fly.Operand,
     options: Fp8Options,
-):
+) -> None:
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90`.
 
     q, k: e4m3 maps; v: one of what `turn_values` makes, or with `turned_stages` like k's; operands: q_descale,
@@ -187,8 +187,10 @@ class Fp8Producer(Producer):
         return self._load(self.v, self.buffers.v, at, [place], j * self.schedule.block_n)
 
 
-class Fp8Consumer(Consumer):
+class Fp8Consumer(ConsumerOf[Output]):
     """A consumer of 8-bit tiles."""
+
+    options: Fp8Options
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -203,10 +205,11 @@ class Fp8Consumer(Consumer):
         return FirstRows.of(product) if self.options.first_rows else product
 
     def _no_output(self) -> Output:
-        return Output(super()._no_output(), fly.RowVector.full(self.output_layout, 1, 1.0))
+        zeros = fly.Fragment.zeros(self.output_layout, 1, 1).tiles[0][0]
+        return Output(zeros, fly.RowVector.full(self.output_layout, 1, 1.0))
 
     def fragment(self, output: Output) -> fly.Fragment:
-        return super().fragment(output.values)
+        return fly.Fragment(self.output_layout, ((output.values,),))
 
     def _product(self, number: int, state: State) -> fly.Value:
         """Start P V of a key tile for the columns of one piece, from zero."""
@@ -235,9 +238,11 @@ class Fp8Consumer(Consumer):
 
         One of them is added while the next is multiplied, and no more than two are in registers at a time.
         """
+        starts: list[Callable[[], fly.Value]]
         starts = [functools.partial(self._product, number, state) for number in range(1, self.options.products)]
         starts += [] if behind is None else [behind]
-        before, factors, pieces = output.values, self.fragment(output).spread(output.factor, 0), []
+        before, factors = output.values, self.fragment(output).spread(output.factor, 0)
+        pieces: list[fly.Value] = []
         flying: fly.Value | None = started
         for number in range(self.options.products):
             following = None
@@ -246,6 +251,7 @@ class Fp8Consumer(Consumer):
                     # a wait for nothing, before which the last piece must have been added and its product is free
                     pieces[-1:] = wgmma.wait(1, pieces[-1])
                 following = starts[number]()
+            assert flying is not None
             product = self._in_use(wgmma.wait(int(following is not None), flying, after=() if number else after)[0])
             place = slice(number * len(product), (number + 1) * len(product))
             pieces.append(fly.fma(before[place], factors[place], product))
@@ -267,11 +273,13 @@ class Fp8Consumer(Consumer):
         if self.options.ping_pong:
             self.take_turn()
         output, started = self._summed(accumulate(), output, state, scores)
+        assert started is not None
         self.buffers.v.ring.release(state.v_at)
         return wgmma.wait(0, started)[0], output
 
     def _added(self, started: Any, output: Output, state: State, sums: fly.RowVector) -> Output:
-        return started if self.options.output_first else super()._added(started, output, state, sums)
+        added: Output = started if self.options.output_first else super()._added(started, output, state, sums)
+        return added
 
     def _rescaled(self, output: Output, factor: fly.RowVector) -> Output:
         return Output(output.values, fly.RowVector(self.output_layout, factor.values))
@@ -285,7 +293,7 @@ class Fp8Consumer(Consumer):
                 value = value * scales.load(work.batch, head)
         return value
 
-    def _of_head(self, work: Work) -> OfHead:
+    def _of_head(self, work: Work) -> fly.Value:
         """What the head's scores are multiplied by, in log2 units; with 0, masked scores would be NaN."""
         return fly.maximum(self._descaled(self.scale, work, "q_descale", "k_descale"), LEAST_SCALE)
 
@@ -297,6 +305,7 @@ class Fp8Consumer(Consumer):
     def _advance(
         self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
     ) -> tuple[OnlineSoftmax, fly.Fragment, fly.RowVector]:
+        assert isinstance(of_head, fly.Value)
         return softmax.advance(scores, of_head, masked=masked, offset=OFFSET)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
@@ -327,7 +336,7 @@ def keys_of_block(head_dim: int) -> int:
 
 
 @fly.kernel
-def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int, folded: bool = False):
+def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int, folded: bool = False) -> None:
     """turned[b, h, :, 16 i + j] = v[b, 16 i + PAIRS(j), h, :], zero past the last key.
 
     v: (B, S, Hkv, D), turned: (B, Hkv, D, S rounded up to 16), 8-bit, 16-byte aligned. Grid: (blocks of
@@ -381,6 +390,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     units = device_of(tensors.q.device).compute_units
     typical = typical_lengths(tensors, request)
     options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
+    assert isinstance(options, Fp8Options)
     if options.turned_stages:
         options = replace(options, first_rows=has_first_rows(request, options))
         return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
@@ -396,7 +406,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     current_stream = turn.entry.current_stream
 
     def run(tensors: Tensors, stream: int | None) -> None:
-        memory = tensors.workspace
+        memory: torch.Tensor = tensors.workspace  # type: ignore[assignment]  # `workspace_bytes` is not 0
         if stream is None:
             stream = current_stream()
         turn.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)

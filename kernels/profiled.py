@@ -88,7 +88,7 @@ def flash_attention(
 
     q = tensor(seq, heads)
     k, v = (tensor(seq_kv or seq, heads_kv or heads) for _ in range(2))
-    pages = {}
+    pages: dict[str, Any] = {}
     if page_size is not None:
         count = -(-k.shape[1] // page_size)
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32)
@@ -124,7 +124,7 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     xcds = target(launch.program.arch).xcds
 
     def place(workgroup: int) -> int:
-        block = shared_keys_place(workgroup, launch.grid, group, xcds)[0]
+        block: int = shared_keys_place(workgroup, launch.grid, group, xcds)[0]
         return blocks - 1 - block if chosen.arguments["causal"] else block
 
     return replace(launch, places=Places(blocks, place, blocks * group))

@@ -38,7 +38,9 @@ class _SecondName(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # it has run under its first name; the import system has just given it the second name's spec
-        module.__spec__ = module.__spec__.loader_state
+        spec = module.__spec__
+        assert spec is not None
+        module.__spec__ = spec.loader_state
 
 
 def add(first: str, second: str) -> None:

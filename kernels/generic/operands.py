@@ -124,8 +124,8 @@ class KeyValues:
     def __init__(
         self,
         link: fly.Chain,
-        k_rows: fly.RowView,
-        v_rows: fly.RowView,
+        k_rows: fly.RowView | fly.PagedRows,
+        v_rows: fly.RowView | fly.PagedRows,
         tiling: KeyValueTiling,
         listed: Callable[[Any], Any] | None = None,
     ):
@@ -155,14 +155,14 @@ class KeyValues:
             for t in range(self.key_steps):
                 self.v_loader.prepare(*self._v_place(n, t))
 
-    def _keys(self, rows: fly.RowView) -> None:
+    def _keys(self, rows: fly.RowView | fly.PagedRows) -> None:
         link, tiling = self.link, self.tiling
         operand = link.column_operand
         self.k_plan = fly.require_plan(_plan(link, operand, transposed=False), link.atom, operand)
         layout = fly.SwizzledTile(tiling.keys, padded(rows.columns), self.k_plan.load.granule)
         self.k_copy = fly.RowCopy(rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
 
-    def _values(self, rows: fly.RowView) -> None:
+    def _values(self, rows: fly.RowView | fly.PagedRows) -> None:
         link, tiling = self.link, self.tiling
         operand, columns, depth = link.column_operand, link.layout.columns, link.atom.k
         dims = padded(rows.columns)
@@ -171,8 +171,10 @@ class KeyValues:
         if plan is not None:
             self.v_plan = plan
             layout = fly.SwizzledTile(tiling.keys, dims, plan.load.granule)
-            self.v_copy: Any = fly.RowCopy(rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
-            self._v_place = lambda n, t: (t * depth, n * columns)
+            self.v_copy: fly.RowCopy | fly.TransposedCopy = fly.RowCopy(
+                rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous
+            )
+            self._v_place: Callable[[int, int], tuple[int, int]] = lambda n, t: (t * depth, n * columns)
             return
         # no load turns V: it is stored turned, keys in the order in which P's registers hold them
         self.v_plan = fly.require_plan(_plan(link, operand, transposed=False), link.atom, operand)

@@ -26,18 +26,17 @@ TILE_KEYS = 64
 LINE = 512  # elements
 
 
-class Copies:
-    """Of contiguous keys: two tiles share base and bound.
+class KeyCopies:
+    """What the kinds of copies share: the buffers, and which stages there are.
 
-    `listed`: the value of the pipeline that is a tile's number where it does not follow from the step, else "".
+    `running`: the values of the pipeline that the stages start with; `listed`: the one that is a tile's number where
+    it does not follow from the step, else "".
     """
 
-    running: tuple[str, ...] = ("k_at", "v_at")
+    running: tuple[str, ...] = ()
     listed = ""
-
-    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
-        self.k_copy = fly.DirectCopy(work.k, k_layout, group=2)
-        self.v_copy = fly.DirectCopy(work.v, v_layout, group=2)
+    k_copy: fly.DirectCopy | fly.PagedDirectCopy
+    v_copy: fly.DirectCopy | fly.PagedDirectCopy
 
     def allocate(self) -> None:
         """The buffers, `k` and `v`."""
@@ -50,6 +49,34 @@ class Copies:
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         """What the stages' running values start with."""
+        raise NotImplementedError
+
+    def k_stage(self, **place: Any) -> fly.Stage:
+        """Starts a tile of K: gives "k_flight"."""
+        raise NotImplementedError
+
+    def v_stage(self, **place: Any) -> fly.Stage:
+        """Starts a tile of V: gives "v_flight"."""
+        raise NotImplementedError
+
+    def ahead(self, **place: Any) -> list[fly.Stage]:
+        """What is done for the next tile of K."""
+        return []
+
+
+class Copies(KeyCopies):
+    """Of contiguous keys: two tiles share base and bound."""
+
+    running = ("k_at", "v_at")
+    k_copy: fly.DirectCopy
+    v_copy: fly.DirectCopy
+
+    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+        assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
+        self.k_copy = fly.DirectCopy(work.k, k_layout, group=2)
+        self.v_copy = fly.DirectCopy(work.v, v_layout, group=2)
+
+    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         first_key = first_tile * TILE_KEYS
         return {
             "k_at": self.k_copy.start(first_key, lead=pipeline.first_place("copy K")),
@@ -57,16 +84,10 @@ class Copies:
         }
 
     def k_stage(self, **place: Any) -> fly.Stage:
-        """Starts a tile of K: gives "k_flight"."""
         return fly.Stage("copy K", self.copy_k, "k_at", "k_flight k_at", **place)
 
     def v_stage(self, **place: Any) -> fly.Stage:
-        """Starts a tile of V: gives "v_flight"."""
         return fly.Stage("copy V", self.copy_v, "v_at", "v_flight v_at", **place)
-
-    def ahead(self, **place: Any) -> list[fly.Stage]:
-        """What is done for the next tile of K."""
-        return []
 
     def copy_k(self, tile: fly.PipelineTile, at: fly.CopyPosition) -> tuple[fly.Token, fly.CopyPosition]:
         return self._copy(self.k_copy, tile, at, self.k)
@@ -82,12 +103,15 @@ class Copies:
         return flight, copy.next(at) if tile.place == copy.group - 1 else at
 
 
-class PagedCopies(Copies):
+class PagedCopies(KeyCopies):
     """Of keys in pages; a tile's pages are those of K and of V."""
 
     running = ("pages",)
+    k_copy: fly.PagedDirectCopy
+    v_copy: fly.PagedDirectCopy
 
     def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+        assert isinstance(work.k, fly.PagedRows) and isinstance(work.v, fly.PagedRows)
         self.k_copy = fly.PagedDirectCopy(work.k, k_layout)
         self.v_copy = fly.PagedDirectCopy(work.v, v_layout)
 
@@ -117,14 +141,17 @@ class PagedCopies(Copies):
         return self.k_copy.next(at)
 
 
-class ListedCopies(Copies):
+class ListedCopies(KeyCopies):
     """Of contiguous keys whose tiles a block mask lists; the pipeline's tiles are steps of the list."""
 
     running = ("found",)
     listed = "key_tile"
+    k_copy: fly.DirectCopy
+    v_copy: fly.DirectCopy
 
     def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
         assert work.listed is not None
+        assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
         self.list, self.first = work.listed, work.first_tile
         self.k_copy = fly.DirectCopy(work.k, k_layout)
         self.v_copy = fly.DirectCopy(work.v, v_layout)
@@ -159,7 +186,7 @@ class ListedCopies(Copies):
         return self.list.find(self.first + tile.number + 1, constant=True)
 
 
-def copies_of(work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> Copies:
+def copies_of(work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> KeyCopies:
     """Those that a block's keys need."""
     if work.listed is not None:
         return ListedCopies(work, k_layout, v_layout)
@@ -190,6 +217,7 @@ def v_tile(head_dim: int, together: int = TILE_KEYS) -> fly.PaddedTile:
     Four neighbouring rows then start in the four 32-byte quarters of 128 bytes, and the two pieces of a row that the
     halves of 32 lanes read are in different halves of 256 bytes.
     """
+    rows: tuple[tuple[int, ...], tuple[int, ...]]
     if head_dim == 128:
         rows = ((16, 4), (512, 128)) if together >= TILE_KEYS else ((4, 4, 4), (512, 128, 2048))
         columns = (16, 2, 4), (1, 64, 16)
