@@ -38,6 +38,7 @@ test: $(STAMP) ## run the tests (TESTS=tests/ir for some of them, WORKERS=8 for 
 lint: $(STAMP) ## check formatting and style
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 format: $(STAMP) ## format, and fix what can be fixed
 	$(BIN)/ruff format .

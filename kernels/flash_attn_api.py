@@ -166,7 +166,7 @@ def flash_attn_qkvpacked_func(
     return _attend(QKVPACKED, q, k, v, causal, options, return_attn_probs)
 
 
-def flash_attn_varlen_func(
+def flash_attn_varlen_func(  # type: ignore[misc]  # keywords of FlashAttention-3 are parameters here
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -210,7 +210,7 @@ def flash_attn_varlen_func(
     return _attend(caller, q, k, v, causal, options, return_attn_probs)
 
 
-def flash_attn_varlen_kvpacked_func(
+def flash_attn_varlen_kvpacked_func(  # type: ignore[misc]  # the same
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -279,7 +279,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(caller, q, k, v, causal, options, return_attn_probs)
 
 
-def flash_attn_with_kvcache(
+def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

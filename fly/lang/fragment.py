@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from mlir import ir
 
@@ -20,11 +20,26 @@ from fly.ir.context import context, emit
 from fly.ir.dtypes import DType, dtype, f32, i32
 from fly.ir.math import absolute, fma, reduce_max, reduce_sum
 from fly.ir.value import Value, broadcast, concat, constant, from_elements, select
-from fly.lang.atoms import MmaAtom
 from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
 from fly.lang.sync import reduce_lanes
 from fly.layout import Layout
+
+
+class Accumulates(Protocol):
+    """What a layout asks of an instruction: an `MmaAtom`, or a warpgroup's."""
+
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def accumulator(self) -> str: ...
+    @property
+    def c(self) -> Layout: ...
+    def values(self, operand: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class AccumulatorLayout:
     computes the transpose).
     """
 
-    atom: MmaAtom
+    atom: Accumulates
     rows_on: str
     is_static: ClassVar[bool] = True
 

@@ -19,7 +19,8 @@ LATER_STAGES = ("llvm", "llvm-optimised", "isa")
 class Pass(Protocol):
     """A named rewrite of a module that leaves it valid."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def run(self, module: ir.Module) -> None: ...
 
