@@ -308,6 +308,14 @@ def test_public_names_are_there(name):
     assert getattr(fly, name) is not None
 
 
+def test_type_checkers_see_the_same_names():
+    """`import fly` finds names when they are used; the stub says the same where nothing is run."""
+    lines = ast.parse((ROOT / "fly" / "__init__.pyi").read_text()).body
+    imports = [node for node in lines if isinstance(node, ast.ImportFrom)]
+    assert all(name.asname == name.name for node in imports for name in node.names)
+    assert {name.name: node.module for node in imports for name in node.names} == fly._EXPORTS
+
+
 def test_no_other_names_are_public():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fly.nothing
