@@ -77,7 +77,8 @@ def test_the_wheel_has_both_packages_whole_and_nothing_else(wheel):
     info = f"fly_attention-{fly.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"fly", "fly_attention", info}
     for directory, package in (("fly", "fly"), ("kernels", "fly_attention")):
-        sources = (path.relative_to(ROOT / directory) for path in (ROOT / directory).rglob("*.py"))
+        files = (ROOT / directory).rglob("*.py*")
+        sources = (path.relative_to(ROOT / directory) for path in files if path.suffix in (".py", ".pyi"))
         expected = {f"{package}/{source.as_posix()}" for source in sources}
         assert {name for name in names if name.startswith(package + "/")} == {*expected, f"{package}/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
