@@ -104,6 +104,8 @@ def packed(force) -> bool:
     force(**TWO)
     queries, keys = (5, 0, 0, 150, 3), (40, 7, 0, 70, 33)
     q, k, v = (torch.randn(sum(n), h, 64).bfloat16() for n, h in ((queries, 2), (keys, 1), (keys, 1)))
+    for query, key in ((4, 39), (154, 116)):  # a sequence's last key counts where it is seen
+        k[key, 0] = q[query, 0] / 2
     v[-33:] = torch.inf  # the last sequence's
     return wrong_packed(q, k, v, queries, keys)
 
