@@ -17,46 +17,46 @@ from fly.ir.math import (
 )
 from fly.ir.elementary import log as log, sin as sin, cos as cos, erf as erf, pow as pow
 from fly.ir.memory import (
-    Pointer as Pointer, alloc_shared as alloc_shared, store as store, load_bounded as load_bounded, store_bounded
-    as store_bounded,
+    Pointer as Pointer, alloc_shared as alloc_shared, store as store, load_bounded as load_bounded,
+    store_bounded as store_bounded,
 )
 from fly.ir.control import range as range, while_ as while_, when as when, cond as cond
 from fly.lang.kernel import (
-    kernel as kernel, Kernel as Kernel, Operand as Operand, occupancy as occupancy, compiler_options as
-    compiler_options, flush_denormals as flush_denormals,
+    kernel as kernel, Kernel as Kernel, Operand as Operand, occupancy as occupancy,
+    compiler_options as compiler_options, flush_denormals as flush_denormals,
 )
 from fly.lang.tensor import Tensor as Tensor, Tile as Tile, RowView as RowView, Panel as Panel, Window as Window
 from fly.lang.paged import PagedRows as PagedRows
 from fly.lang.shared import (
-    SharedMemory as SharedMemory, SharedTile as SharedTile, SwizzledTile as SwizzledTile, PaddedTile as
-    PaddedTile,
+    SharedMemory as SharedMemory, SharedTile as SharedTile, SwizzledTile as SwizzledTile,
+    PaddedTile as PaddedTile,
 )
 from fly.lang.fragment import AccumulatorLayout as AccumulatorLayout, Fragment as Fragment, RowVector as RowVector
 from fly.lang.lanes import evaluate as evaluate, lane_map as lane_map, linear_layout as linear_layout
 from fly.lang.atoms import MmaAtom as MmaAtom, MatrixLoad as MatrixLoad
 from fly.lang.operand import (
-    OperandLoader as OperandLoader, OperandPlan as OperandPlan, plan_operand as plan_operand, operand_coordinates
-    as operand_coordinates, require_plan as require_plan, mma as mma,
+    OperandLoader as OperandLoader, OperandPlan as OperandPlan, plan_operand as plan_operand,
+    operand_coordinates as operand_coordinates, require_plan as require_plan, mma as mma,
 )
 from fly.lang.chain import Chain as Chain, chain as chain
 from fly.lang.copy import (
-    RowCopy as RowCopy, TransposedCopy as TransposedCopy, TileRing as TileRing, AlternatingTiles as
-    AlternatingTiles,
+    RowCopy as RowCopy, TransposedCopy as TransposedCopy, TileRing as TileRing,
+    AlternatingTiles as AlternatingTiles,
 )
 from fly.lang.direct_copy import (
-    DirectCopy as DirectCopy, CopyPosition as CopyPosition, PagedDirectCopy as PagedDirectCopy, PagePosition as
-    PagePosition,
+    DirectCopy as DirectCopy, CopyPosition as CopyPosition, PagedDirectCopy as PagedDirectCopy,
+    PagePosition as PagePosition,
 )
 from fly.lang.software_pipeline import Pipeline as Pipeline, PipelineTile as PipelineTile, Stage as Stage
 from fly.lang.sync import (
-    Token as Token, barrier as barrier, wait as wait, join as join, shuffle as shuffle, shuffle_xor as
-    shuffle_xor, any_lane as any_lane, lane_sum as lane_sum, lane_max as lane_max, reduce_lanes as reduce_lanes,
-    sched_barrier as sched_barrier, set_priority as set_priority,
+    Token as Token, barrier as barrier, wait as wait, join as join, shuffle as shuffle,
+    shuffle_xor as shuffle_xor, any_lane as any_lane, lane_sum as lane_sum, lane_max as lane_max,
+    reduce_lanes as reduce_lanes, sched_barrier as sched_barrier, set_priority as set_priority,
 )
 from fly.lang.ids import (
-    block_id as block_id, thread_id as thread_id, grid_dim as grid_dim, block_dim as block_dim, lane_id as
-    lane_id, lane_of as lane_of, wave_id as wave_id, wave_size as wave_size, first_lane as first_lane, target as
-    target,
+    block_id as block_id, thread_id as thread_id, grid_dim as grid_dim, block_dim as block_dim,
+    lane_id as lane_id, lane_of as lane_of, wave_id as wave_id, wave_size as wave_size, first_lane as first_lane,
+    target as target,
 )
 from fly.lang.debug import print as print, check as check
 from fly.lang.signature import TensorSpec as TensorSpec, ScalarSpec as ScalarSpec, TensorMapSpec as TensorMapSpec

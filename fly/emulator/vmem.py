@@ -115,7 +115,7 @@ def _global_address(inst: Instruction, machine: Executing) -> Address:
 
 
 def _buffer_offset(inst: Instruction, machine: Executing) -> Located:
-    """(address, lanes in range of the first byte's component, byte offset, limit) of a MUBUF access.
+    """(address, byte offset, limit) of a MUBUF access.
 
     Raw range rule: byte offset without the scalar offset against num_records minus the scalar offset; structured
     swizzled buffers compare the index (CDNA3 ISA, "Buffer range checking").

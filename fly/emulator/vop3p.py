@@ -111,9 +111,6 @@ def _packed32(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
     lower = [_pair_reader(inst, machine, i, False) for i in range(count)]
     upper = [_pair_reader(inst, machine, i, True) for i in range(count)]
     row, clamp = vector_row(machine, inst.get("vdst"), False, 2), inst.get("clmp")
-    functions: dict[str, Callable[..., Any]]
-    functions = {"v_pk_fma_f32": fma, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add}
-    into = functions[inst.name]
     # the lower result may be written before the upper sources are read when they do not overlap
     aliased = any(inst.get(f"src{i}") == VGPR + row and not _op_sel_hi(inst, i) for i in range(count))
 
@@ -134,8 +131,8 @@ def _packed32(inst: Instruction, machine: Executing) -> Callable[[Group], None]:
 
     def run(g: Group) -> None:
         if g.full and not g.flush32:
-            into(*[r(g) for r in lower], out=g.vf[row])
-            into(*[r(g) for r in upper], out=g.vf[row + 1])
+            function(*[r(g) for r in lower], out=g.vf[row])
+            function(*[r(g) for r in upper], out=g.vf[row + 1])
         else:
             general(g)
 

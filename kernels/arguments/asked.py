@@ -55,24 +55,21 @@ class Asked:
         table = self["block_table"]
         return self.k.shape[-3] if table is None else self.k.shape[1] * table.shape[1]
 
-    def tensor(self, name: str, dtypes: Sequence[torch.dtype]) -> Any:
-        """A keyword argument that is a tensor of one of `dtypes` on q's device."""
-        value = self[name]
+    def tensor(self, name: str, value: Any, dtypes: Sequence[torch.dtype]) -> Any:
+        """A value that is a tensor of one of `dtypes` on q's device."""
         self.checks.plain(name, value)
-        if value.dtype not in dtypes:
-            accepted = ", ".join(map(str, dtypes))
-            fail(f"{arg(name)} has dtype {value.dtype}; accepted: {accepted}", ArgumentTypeError)
+        self.checks.dtype(name, value, dtypes)
         if value.device != self.device:
             fail(f"{arg(name)} must be on {arg.q}'s device {self.device}, got {value.device}")
         return value
 
     def floats(self, name: str) -> Any:
-        """The same of any float type that kernels convert."""
-        return self.tensor(name, FLOATS)
+        """A keyword argument that is such a tensor, of any float type that kernels convert."""
+        return self.tensor(name, self[name], FLOATS)
 
     def single(self, name: str) -> Any:
         """The same of float32."""
-        return self.tensor(name, (torch.float32,))
+        return self.tensor(name, self[name], (torch.float32,))
 
     def counts(self, name: str) -> Any:
         """A keyword argument that is one int32 number a sequence."""
@@ -105,12 +102,7 @@ class Asked:
         if not isinstance(tensors, Sequence):
             fail(f"aux_tensors must be a sequence of tensors, got {type(tensors).__name__}", ArgumentTypeError)
         for i, tensor in enumerate(tensors):
-            self.checks.plain(f"aux_tensors[{i}]", tensor)
-            if tensor.dtype not in AUX_DTYPES:
-                accepted = ", ".join(map(str, AUX_DTYPES))
-                fail(f"aux_tensors[{i}] has dtype {tensor.dtype}; accepted: {accepted}", ArgumentTypeError)
-            if tensor.device != self.device:
-                fail(f"aux_tensors[{i}] must be on q's device {self.device}, got {tensor.device}")
+            self.tensor(f"aux_tensors[{i}]", tensor, AUX_DTYPES)
         if tensors and not used:
             fail("aux_tensors are for score_mod and mask_mod, and neither is given: leave them out")
         return tuple(tensors)

@@ -68,12 +68,16 @@ class Checks:
                 ArgumentTypeError,
             )
 
+    def dtype(self, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        """It has one of `dtypes`."""
+        if tensor.dtype not in dtypes:
+            accepted = ", ".join(map(str, dtypes))
+            self.fail(f"{arg(name)} has dtype {tensor.dtype}; accepted: {accepted}", ArgumentTypeError)
+
     def tensor(self, name: str, value: Any, dtypes: Sequence[torch.dtype], rank: int, wanted: str) -> None:
         """It is such a tensor of one of `dtypes` with `rank` dimensions, which `wanted` spells: "(B, S, H, D)"."""
         self.plain(name, value)
-        if value.dtype not in dtypes:
-            accepted = ", ".join(map(str, dtypes))
-            self.fail(f"{arg(name)} has dtype {value.dtype}; accepted: {accepted}", ArgumentTypeError)
+        self.dtype(name, value, dtypes)
         if value.dim() != rank:
             self.fail(f"{arg(name)} must have {rank} dimensions {wanted}, got shape {tuple(value.shape)}")
 
