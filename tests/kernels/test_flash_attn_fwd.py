@@ -208,7 +208,9 @@ def test_softmax_scale(run, kind, scale, seed):
 @on_gpu
 @kinds
 def test_large_scores_stay_finite(run, kind, seed):
-    workload = kind.dense(1, 300, 2)
+    # So many rows that some have two scores close together. Where none has, every row is one key's value, plain
+    # attention has no error at all, and what is left of the bound is finer than the output's dtype.
+    workload = kind.dense(1, 300, 8)
     q, k, v = workload.tensors(seed, DEVICE)
     assert failure(workload, seed, (q * 100, k * 100, v)) is None
 
