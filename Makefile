@@ -13,7 +13,7 @@ comma := ,
 EXTRAS := dev,torch$(if $(shell command -v nvidia-smi),$(comma)cuda)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs bench clean
+.PHONY: help setup demo test lint format docs results bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ format: $(STAMP) ## format, and fix what can be fixed
 
 docs: $(STAMP) ## build the documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+results: $(STAMP) ## make docs/results.md from the files in benchmarks/results
+	$(BIN)/python -m benchmarks.results
 
 bench: $(STAMP) ## time flash attention forward on a GPU against what else is installed (ARGS='--help' shows more)
 	$(BIN)/python benchmarks/flash_attn_fwd.py $(ARGS)

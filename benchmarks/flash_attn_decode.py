@@ -23,16 +23,22 @@ if not __package__:  # run as a script
 import torch
 
 from benchmarks import workload
-from benchmarks.flash_attn_fwd import versions
 from benchmarks.progress import progress, say
+from benchmarks.run_record import RUN_COLUMNS, run_record, versions
 from benchmarks.timing import measure
 
 Call = Callable[[], object]
 DTYPES = workload.DTYPES | {"f8e4m3": torch.float8_e4m3fn}
+PRESET = "decode"  # what its files call it
 COPY_BYTES = 4 << 30
 MOST_BYTES = 40 << 30  # of one cell's K and V
 BATCHES = (1, 4, 16, 64)
 KEYS = (4096, 16384, 65536, 131072)
+# of a CSV file: a cell, its floor, a provider's median and quartiles; `best_ratio` is one of ours over `best_peer`
+CSV_COLUMNS = (
+    *("batch", "seq_len_kv", "num_heads", "num_kv_heads", "head_dim", "dtype", "page_size", "floor_us", "provider"),
+    *("microseconds", "low_us", "high_us", "best_peer", "best_ratio", "copy_tb_s", "rounds", *RUN_COLUMNS),
+)
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,9 @@ def run(cells: Sequence[Cell], names: Sequence[str], page_size: int, iters: int)
         floor = cell.bytes / bandwidth * 1e6
         times = {name: timing.median * 1e3 for name, timing in timings.items()}
         texts = [f"{times[n]:9.1f} {floor / times[n]:6.1%}" if n in times else "-" for n in names]
-        peers = [time for name, time in times.items() if not name.startswith("fly")]
-        ratio = f"{min(peers) / times['fly']:10.2f}" if peers and "fly" in times else ""
+        peers = {name: time for name, time in times.items() if not name.startswith("fly")}
+        best = min(peers, key=lambda name: peers[name], default="")
+        ratio = f"{peers[best] / times['fly']:10.2f}" if best and "fly" in times else ""
         say(
             f"{cell.batch:3} {cell.keys:7} {cell.bytes / 1e6:7.0f} {floor:9.1f}"
             + "".join(f"{t:>17}" for t in texts)
@@ -183,7 +190,12 @@ def run(cells: Sequence[Cell], names: Sequence[str], page_size: int, iters: int)
         )
         sizes = {"batch": cell.batch, "seq_len_kv": cell.keys, "num_heads": cell.heads, "num_kv_heads": cell.kv_heads}
         same = {**sizes, "head_dim": cell.head_dim, "dtype": cell.dtype, "page_size": page_size, "floor_us": floor}
-        records += [{**same, "provider": name, "microseconds": time} for name, time in times.items()]
+        same |= {"copy_tb_s": bandwidth / 1e12, "rounds": iters}
+        for name, timing in timings.items():
+            own = {"microseconds": times[name], "low_us": timing.low * 1e3, "high_us": timing.high * 1e3}
+            if best and name not in peers:
+                own |= {"best_peer": best, "best_ratio": peers[best] / times[name]}
+            records.append({**same, "provider": name, **own})
         del cache
     return records
 
@@ -200,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=int, metavar="N", default=15, help="rounds (15)")
     parser.add_argument("--provider", action="append", choices=tuple(PROVIDERS), help="only this one (repeatable)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--commit", metavar="REV", help="what FILE says was measured, where there is no git")
     return parser
 
 
@@ -221,9 +234,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.csv is not None and records:
         with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(records[0]))
+            writer = csv.DictWriter(file, CSV_COLUMNS)
             writer.writeheader()
-            writer.writerows(records)
+            of_run = run_record(PRESET, args.commit)
+            writer.writerows({**record, **of_run} for record in records)
     return 0
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a script
@@ -22,15 +22,18 @@ if not __package__:  # run as a script
 import torch
 
 from benchmarks.progress import progress, say
-from benchmarks.providers import FORCED, Call, Provider, named
+from benchmarks.providers import FLY, FORCED, Call, Provider, named
 from benchmarks.report import Figure, plot, plot_missing, plottable, summary, table_header, table_row, write_csv
+from benchmarks.run_record import run_record, versions
 from benchmarks.shapes import PRESETS
 from benchmarks.timing import host_microseconds, measure
 from benchmarks.workload import DTYPES, Workload
+from kernels.commands import request_of
+from kernels.dispatch import choose
+from kernels.problem.contract import target_of
 
 SMALL = Workload(1, 128, 128, 2, 2, 64, "bf16", True)  # shorter on the GPU than its launch
 CEILING_SIZE = 8192
-PACKAGES = ("triton", "flash-attn", "flash-attn-4", "aiter")  # peers that do not come with torch
 
 
 def _bind(
@@ -74,15 +77,14 @@ def ceiling(dtype: str, device: str, size: int = CEILING_SIZE, iters: int = 20) 
     return 2 * size**3 / timing.median / 1e9
 
 
-def versions() -> str:
-    """torch and the peers that are installed, with their versions, on one line."""
-    found = {"torch": torch.__version__, "cuDNN": torch.backends.cudnn.version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return " ".join(f"{name}={value}" for name, value in found.items() if value is not None)
+def kernel_of(figure: Figure, arch: str) -> str:
+    """The name of the kernel of ours that a figure is of, as dispatch chooses it on `arch`."""
+    if figure.provider != FLY.name:
+        return figure.provider.removeprefix(f"{FLY.name} ")
+    sizes = {name: value for name, value in figure.workload.record().items() if not name.startswith("seqlens")}
+    request = request_of(argparse.Namespace(**sizes, **({"packed": True} if figure.workload.lengths else {})))
+    assert request is not None
+    return choose(arch, request).name
 
 
 def print_host_times(providers: Sequence[Provider], device: str) -> None:
@@ -142,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", action="store_true", help="host time of a warm call instead")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--commit", metavar="REV", help="what FILE says was measured, where there is no git")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed against length into FILE (.png, .svg)")
     return parser
 
@@ -185,8 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = run(workloads, present, device="cuda", iters=args.iters, cold=not args.warm)
         top = max(before, after := ceiling(args.dtype, "cuda"))
     if args.csv is not None:
-        l2 = "warm" if args.warm else "cold"
-        write_csv(args.csv, figures, {"ceiling_tflops": top, "l2": l2, "device": device, "versions": versions()})
+        same = {"ceiling_tflops": top, "l2": "warm" if args.warm else "cold", "rounds": args.iters}
+        arch = target_of(torch.device("cuda"))
+        write_csv(args.csv, figures, same | run_record(args.preset, args.commit), partial(kernel_of, arch=arch))
     if args.plot is not None and any(plottable(figure.workload) for figure in figures):
         plot(args.plot, figures, top, f"Flash attention forward, {args.dtype}, {device}")
     print(f"matrix product {CEILING_SIZE}³ {args.dtype}: {before:.0f} TFLOP/s before, {after:.0f} after")

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.providers import OURS
+from benchmarks.run_record import RUN_COLUMNS
 from benchmarks.timing import Timing
 from benchmarks.workload import COLUMNS, Workload
 
 BEST = "best peer"
-# of a CSV file; `ceiling_tflops` is what a matrix product reached in the same run, ratios are fly's speed over the
-# provider's and empty without fly
+# of a CSV file; `kernel` serves one of ours, `fly_ratio` is fly's speed over the provider's and empty without fly,
+# `best_ratio` one of ours over `best_peer`, `ceiling_tflops` what a matrix product reached in the same run
 CSV_COLUMNS = (
     *COLUMNS,
-    *("provider", "milliseconds", "low_ms", "high_ms", "tflops", "fly_ratio", "ceiling_tflops", "l2", "device"),
-    "versions",
+    *("provider", "kernel", "milliseconds", "low_ms", "high_ms", "tflops", "fly_ratio", "best_peer", "best_ratio"),
+    *("ceiling_tflops", "l2", "rounds", *RUN_COLUMNS),
 )
 
 
@@ -124,11 +125,20 @@ def table_row(workload: Workload, figures: Sequence[Figure], names: Sequence[str
     return f"{text:40}" + "".join(cells) + (f"{best[0]:10.3f}" if best else f"{'-':>10}")
 
 
-def write_csv(path: Path, figures: Sequence[Figure], of_run: Mapping[str, object]) -> None:
-    """Every figure, with `CSV_COLUMNS`; `of_run` holds those that are the same for all."""
+def write_csv(
+    path: Path,
+    figures: Sequence[Figure],
+    of_run: Mapping[str, object],
+    kernel_of: Callable[[Figure], str] = lambda figure: "",
+) -> None:
+    """Every figure, with `CSV_COLUMNS`.
+
+    `of_run` holds those that are the same for all; `kernel_of` says which kernel a figure of ours is of.
+    """
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS)
         writer.writeheader()
+        best = {(ratio.workload, ratio.ours): ratio for ratio in ratios(figures) if ratio.peer == BEST}
         for workload, row in _by_workload(figures).items():
             ours = next((figure for name, figure in row.items() if name in OURS), None)
             for figure in row.values():
@@ -136,6 +146,10 @@ def write_csv(path: Path, figures: Sequence[Figure], of_run: Mapping[str, object
                 times = {"milliseconds": timing.median, "low_ms": timing.low, "high_ms": timing.high}
                 ratio = None if ours is None else timing.median / ours.timing.median
                 own = {"provider": figure.provider, "tflops": figure.tflops, "fly_ratio": ratio}
+                if figure.provider in OURS:
+                    own["kernel"] = kernel_of(figure)
+                if (found := best.get((workload, figure.provider))) is not None:
+                    own |= {"best_peer": found.other, "best_ratio": found.value}
                 writer.writerow({**workload.record(), **times, **own, **of_run})
 
 

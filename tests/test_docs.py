@@ -112,3 +112,26 @@ def test_code_of_a_document_runs(name, count, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+NOTEBOOK = (ROOT / "docs" / "notebook.md").read_text()
+ENTRIES = re.findall(r"^### (.+)\n\n(.*)", NOTEBOOK, re.M)  # heading, and the line of its date and state
+STATES = re.findall(r"^\| ((?:Kept|Not kept|Measured|Counted|Predicted|Superseded)[\w ]*) \|", NOTEBOOK, re.M)
+
+
+def test_the_notebook_explains_its_states():
+    assert len(STATES) == len(set(STATES)) == 7
+
+
+@pytest.mark.parametrize(("heading", "line"), ENTRIES, ids=[heading for heading, _ in ENTRIES])
+def test_an_entry_of_the_notebook_has_a_date_and_a_state(heading, line):
+    found = re.fullmatch(r"\*20\d\d-\d\d-\d\d\. (.+)\*", line)
+    assert found is not None and found[1].startswith(tuple(STATES)), line
+    headings = {other for other, _ in ENTRIES} - {heading}
+    assert set(re.findall(r'"([^"]+)"', found[1])) <= headings
+    assert ("Superseded" in line) == bool(re.search(r'Superseded by "', line))
+
+
+def test_headings_of_the_notebook_are_unique():
+    headings = [heading for heading, _ in ENTRIES]
+    assert len(headings) > 60 and len(headings) == len(set(headings))

@@ -298,7 +298,7 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
 # a power of two: with a bias, 80 keys took 1.3 times as long as 64.
 _ELEMENTWISE_KEYS, _ELEMENTWISE_DECODING = 64, 128
 # The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
-# here has 64: wider tiles spill, or took as long (docs/performance.md).
+# here has 64: wider tiles spill, or took as long (docs/notebook.md).
 KEYS_ALONE: dict[str, dict[Key, int]] = {
     "bias": {
         (64, 64, False, 1, None): 128,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare_trees, flash_attn_decode, report, shapes, tune
+from benchmarks import compare_trees, flash_attn_decode, report, run_record, shapes, tune
 from benchmarks import flash_attn_fwd as benchmark
 from benchmarks.providers import Provider
 from benchmarks.report import Figure
@@ -88,10 +88,17 @@ def test_a_workload_that_nobody_does():
 def test_file(tmp_path):
     figures = [figure("fly", 2.0), figure("slow", 3.0), figure("slow", 3.0, FULL)]
     path = tmp_path / "figures.csv"
-    report.write_csv(path, figures, {"ceiling_tflops": 700.0, "l2": "cold", "device": "x", "versions": "torch=1"})
+    report.write_csv(
+        path, figures, {"ceiling_tflops": 700.0, "l2": "cold", "device": "x", "versions": "torch=1"}, lambda _: "sm90"
+    )
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == report.CSV_COLUMNS
+    assert [(row["kernel"], row["best_peer"], row["best_ratio"]) for row in rows] == [
+        ("sm90", "slow", "1.5"),
+        ("", "", ""),
+        ("", "", ""),
+    ]
     assert [(row["causal"], row["provider"], row["fly_ratio"]) for row in rows] == [
         ("True", "fly", "1.0"),
         ("True", "slow", "1.5"),
@@ -228,10 +235,11 @@ def test_a_run(monkeypatch, capsys, tmp_path, timed):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
     monkeypatch.setattr(benchmark, "named", lambda names: [idle(name) for name in names])
     monkeypatch.setattr(benchmark, "ceiling", lambda dtype, device: 700.0)
+    monkeypatch.setattr(benchmark, "target_of", lambda device: "sm_90a")
     monkeypatch.setattr(Workload, "tensors", lambda workload, seed, device: (None,) * 3)
     path = tmp_path / "figures.csv"
     cells = ["--seq_len", "64", "--head_dim", "64", "--causal"]
-    flags = ["--preset=generic", "--kernel=sm90", "--iters=2", "--warm", f"--csv={path}"]
+    flags = ["--preset=generic", "--kernel=sm90", "--iters=2", "--warm", f"--csv={path}", "--commit=v1"]
     assert benchmark.main([*flags, *cells]) == 0
     assert timed[0]["device"] == "cuda" and not timed[0]["cold"]
     printed = capsys.readouterr().out
@@ -241,23 +249,37 @@ def test_a_run(monkeypatch, capsys, tmp_path, timed):
     assert "fly sm90: 0 of 1 cells under 1 of the best peer" in printed
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["provider"], row["l2"]) for row in rows] == [
-        ("fly generic", "warm"),
-        ("SDPA flash", "warm"),
-        ("fly sm90", "warm"),
+    assert [(row["provider"], row["l2"], row["kernel"], row["best_peer"]) for row in rows] == [
+        ("fly generic", "warm", "generic", "SDPA flash"),
+        ("SDPA flash", "warm", "", ""),
+        ("fly sm90", "warm", "sm90", "SDPA flash"),
     ]
+    assert {(row["preset"], row["commit"], row["rounds"]) for row in rows} == {("generic", "v1", "2")}
+
+
+@pytest.mark.parametrize(
+    ("workload", "arch", "kernel"),
+    [
+        (Workload(1, 128, 128, 2, 2, 64, "bf16", True), "sm_90a", "sm90"),
+        (Workload(1, 128, 128, 2, 2, 72, "bf16", True), "sm_90a", "generic"),
+        (Workload(1, 128, 128, 2, 2, 64, "bf16", True), "sm_80", "generic"),
+        (Workload.packed([(5, 9), (0, 3)], 4, 2, 128, "f16", False), "gfx950", "gfx950"),
+    ],
+)
+def test_a_figure_names_the_kernel_that_dispatch_chose(workload, arch, kernel):
+    assert benchmark.kernel_of(figure("fly", 1.0, workload), arch) == kernel
+    assert benchmark.kernel_of(figure("fly generic", 1.0, workload), arch) == "generic"
 
 
 def test_versions_of_what_is_there(monkeypatch):
     def version(package):
         if package != "triton":
-            raise benchmark.PackageNotFoundError
+            raise run_record.PackageNotFoundError
         return "3.6"
 
-    monkeypatch.setattr(benchmark, "version", version)
-    assert benchmark.versions().startswith(f"torch={torch.__version__}") and benchmark.versions().endswith(
-        "triton=3.6"
-    )
+    monkeypatch.setattr(run_record, "version", version)
+    found = run_record.versions()
+    assert found.startswith(f"torch={torch.__version__}") and found.endswith("triton=3.6")
 
 
 def test_no_gpu_is_said(monkeypatch, capsys):

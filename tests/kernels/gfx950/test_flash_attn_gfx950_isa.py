@@ -1,7 +1,7 @@
 """The gfx950 dual-wave kernel's instructions: what a wave executes for a tile, in which order, from which banks.
 
 Counts of a tile are differences of emulated runs that differ in their number of tiles, so prologue, epilogue, masks
-and rescales drop out of them. The notebook (docs/performance.md) says what they are made of.
+and rescales drop out of them. The notebook (docs/notebook.md) says what they are made of.
 """
 
 from __future__ import annotations
