@@ -2,13 +2,12 @@
 
 A row of the table `kernels/sm90/tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
 → the other fields of `Sm90Options`, `cost` and `without`. `longest`: the most keys that it is for, None: any number;
-`cost`: the time of one of its tiles against that of the shape's largest (1); `without`: features of calls that other
-rows serve better. Rows without a note were measured on an H200.
+`cost`: the time of one of its tiles against that of the shape's largest (1), which `cost.py` reckons with; `without`:
+features of calls that other rows serve better. Rows without a note were measured on an H200.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +20,8 @@ from fly.errors import ShapeError
 
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES, Features
-from ..work.tile_scheduler import MAX_SPLITS, automatic_splits
+from ..work.tile_scheduler import automatic_splits
+from .cost import KEYS_ALONE, NARROW, decode_splits, rounds
 from .counters import MAX_ARRIVALS
 from .tiles import TILES
 
@@ -197,13 +197,9 @@ def key_for(
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
     def time(key: Key) -> float:
-        heads, block_m = packing(key), 64 * key[3]
-        rounds = math.ceil(-(-seq_len * heads.pack // block_m) * slices / heads.pack / units)
-        if causal and rounds > 1:
-            # tiles differ in length, and short ones fill most of the gaps: fitted to times on an H200
-            rounds = max(1.0, (-(-seq_len // block_m) * slices / units * heads.share + 0.4) / 1.2)
-        taken: float = table[key].get("cost", 1.0) * rounds
-        return taken
+        heads = packing(key)
+        cost: float = table[key].get("cost", 1.0)
+        return cost * rounds(seq_len, 64 * key[3], slices, units, causal, heads.pack, heads.share)
 
     return min(rows, key=time)
 
@@ -294,36 +290,9 @@ def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
     return most
 
 
-# Of a tile, where what is computed for every score alone needs registers; the one consumer of decoding has 256. There
-# a power of two: with a bias, 80 keys took 1.3 times as long as 64.
-_ELEMENTWISE_KEYS, _ELEMENTWISE_DECODING = 64, 128
-# The same where that is all that a call asks for: `Features.alone`, then the key of a row as in TILES. What is not
-# here has 64: wider tiles spill, or took as long (docs/notebook.md).
-KEYS_ALONE: dict[str, dict[Key, int]] = {
-    "bias": {
-        (64, 64, False, 1, None): 128,
-        (64, 64, True, 1, None): 128,
-        (96, 96, False, 2, None): 128,
-        (96, 96, True, 2, None): 128,
-        (128, 128, False, 2, 1024): 64,
-        (128, 128, False, 2, None): 112,
-        (128, 128, False, 1, None): 128,
-        (128, 128, True, 2, 2048): 64,
-        (128, 128, True, 2, None): 112,
-        (128, 128, True, 1, None): 128,
-    },
-    "function": {
-        (64, 64, False, 3, 2048): 64,
-        (64, 64, False, 3, None): 80,
-        (96, 96, False, 3, None): 112,
-        (96, 96, False, 2, None): 128,
-        (96, 96, True, 2, None): 128,
-        (128, 128, False, 2, None): 128,
-        (128, 128, True, 2, None): 128,
-        (192, 128, False, 2, None): 128,
-        (192, 128, True, 2, None): 128,
-    },
-}
+# Keys of a tile of decoding where what is computed for every score alone needs registers: its one consumer has 256. A
+# power of two: with a bias, 80 keys took 1.3 times as long as 64.
+_ELEMENTWISE_DECODING = 128
 
 
 def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
@@ -336,7 +305,7 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
     what = asked.alone
     alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
-    return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), _ELEMENTWISE_KEYS))
+    return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
 
 
 _MANY = 1 << 20  # query rows that fill any device
@@ -412,34 +381,6 @@ def decode_options(
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
     one = replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
     return replace(one, block_n=min(one.block_n, _SHORT)) if keys is not None and keys <= _SHORT else one
-
-
-# In the time that 64 KiB of K and V take when all multiprocessors load: what they take however few load, what a part
-# costs at its start and end, and what combining costs at all and for each split. On an H200 the choice was the best
-# of up to 13 in all of 16 shapes of decoding.
-_UNIT = 64 << 10
-_ALONE, _PART, _COMBINE, _COMBINE_SPLIT = 0.95, 1.3, 4.0, 0.02
-_ENOUGH = 1.02
-
-
-def decode_splits(blocks: int, key_tiles: int, tile_bytes: int, units: int) -> int:
-    """How many parts the keys of a launch that memory bounds are best split into: the fewest that are fast enough.
-
-    `blocks` of `key_tiles`, each of `tile_bytes` of K and V, on `units` multiprocessors. Unlike where arithmetic
-    decides, a last round in which many of the multiprocessors work is as fast for each tile as a full one; one in
-    which few work is not.
-    """
-    tile = tile_bytes / _UNIT
-
-    def cost(splits: int) -> float:
-        full, last = divmod(blocks * splits, units)
-        rounds = full + (max(last / units, _ALONE) if last else 0.0)
-        combination = _COMBINE + _COMBINE_SPLIT * splits if splits > 1 else 0.0
-        return rounds * (-(-key_tiles // splits) * tile + _PART) + combination
-
-    choices = range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1)
-    best = min(map(cost, choices))
-    return next(splits for splits in choices if cost(splits) <= _ENOUGH * best)
 
 
 _SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare_trees, flash_attn_decode, report, run_record, shapes, tune
+from benchmarks import compare_trees, fit_costs, flash_attn_decode, report, run_record, shapes, tune
 from benchmarks import flash_attn_fwd as benchmark
 from benchmarks.providers import Provider
 from benchmarks.report import Figure
@@ -308,7 +308,7 @@ def test_bad_flags(flags, message, capsys):
 def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
-    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees):
+    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):

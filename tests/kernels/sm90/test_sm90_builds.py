@@ -25,11 +25,11 @@ from kernels.sm90.builds import (
     Sm90Options,
     build_for,
     decode_options,
-    decode_splits,
     options_of,
     section_for,
     visited,
 )
+from kernels.sm90.cost import decode_splits
 from kernels.sm90.counters import MAX_ARRIVALS
 from kernels.sm90.schedule import PackedRows, PackedVector, query_of
 from kernels.sm90.tiles import TILES

@@ -14,7 +14,8 @@ from kernels.flash_attn_sm90 import flash_attn_sm90
 from kernels.problem.catalogue import NUMBERS, OPERANDS
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod
-from kernels.sm90.builds import KEYS_ALONE, Sm90Options, build_for, decode_options, elementwise_keys, options_of
+from kernels.sm90.builds import Sm90Options, build_for, decode_options, elementwise_keys, options_of
+from kernels.sm90.cost import KEYS_ALONE
 from kernels.work.tile_list import PARTIAL, WHOLE
 from tests.backends.builds import needs_ptxas
 from tests.kernels.feature_cases import by_head, stripes
