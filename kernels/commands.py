@@ -1,4 +1,4 @@
-"""What `python -m fly` knows of these kernels: `paths`, and the short name that `inspect` takes.
+"""What `python -m fly` knows of these kernels: `paths`, and what `inspect` shows of a call or by a short name.
 
 Imports nothing heavy: every command of fly's command line loads this module.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from fly import config
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 WIDTH = 118  # of a line
 TARGETS = AMD + NVIDIA
-__all__ = ["CALLS", "KERNELS", "add_commands"]  # see `fly.runtime.library.Library`
+__all__ = [
+    "CALLS",
+    "CALL_FLAGS",
+    "KERNELS",
+    "add_call_flags",
+    "add_commands",
+    "chosen_for",
+]  # see `fly.runtime.library.Library`
 FLASH_ATTN = "flash_attn"
 # what `inspect flash_attn --set` takes, and the values of each
 SETTINGS: dict[str, Sequence[Any]] = {
@@ -78,6 +85,41 @@ def flash_attn(arch: str, settings: dict[str, Any]) -> tuple[Any, tuple[Spec, ..
 
 
 KERNELS = {FLASH_ATTN: flash_attn}
+
+
+def chosen_for(
+    arch: str, options: argparse.Namespace
+) -> tuple[str, tuple[Any, tuple[Spec, ...], dict[str, Any], Any]]:
+    """What `inspect` shows of a call on a target: which kernel serves it and why others do not, in words, and
+    (kernel, argument specs, static parameters, block) of its build.
+
+    Raises:
+        ArgumentError: such a call is a mistake.
+        UnsupportedError: no kernel serves it.
+    """
+    if arch not in TARGETS:
+        raise ArgumentError(f"--arch {arch!r}; accepted where a call is described: {', '.join(TARGETS)}")
+    described = importlib.import_module(".described", __package__)
+    request, tensors = described.call_of(request_of(options) or _call({}))
+    first, *others = described.bindings_of(arch, request, tensors)
+    lines = [verdicts(arch, request), "", f"{first.kernel.name}, grid {' x '.join(map(str, first.grid))}"]
+    lines += textwrap.wrap(_statics(first.statics), WIDTH, initial_indent="    ", subsequent_indent="    ")
+    lines += [f"and {other.kernel.name}, grid {' x '.join(map(str, other.grid))}" for other in others]
+    return "\n".join(lines), (first.kernel, first.specs, dict(first.statics), first.block)
+
+
+def _statics(statics: Mapping[str, Any]) -> str:
+    """Static parameters, an options dataclass' one by one, without defaults and what the call's features are."""
+    shown = []
+    for name, value in statics.items():
+        if not is_dataclass(value):
+            shown.append(f"{name}={value!r}")
+            continue
+        chosen = {field.name: getattr(value, field.name) for field in fields(value)}
+        defaults = {field.name: field.default for field in fields(value)}
+        own = (name for name, of in chosen.items() if of != defaults[name] and not is_dataclass(of))
+        shown += [f"{name}={chosen[name]!r}" for name in own]
+    return ", ".join(shown)
 
 
 @dataclass(frozen=True)
@@ -197,6 +239,12 @@ def add_commands(commands: Any) -> None:
         "which kernel serves that call, and why the others do not; the rest of the call has the defaults below.",
     )
     parser.add_argument("--arch", choices=TARGETS, help="for one target only")
+    add_call_flags(parser)
+    parser.set_defaults(run=paths)
+
+
+def add_call_flags(parser: Any) -> None:
+    """Add `CALL_FLAGS`, by which `paths` and `inspect` are told of a call, to an argparse parser or group."""
     for name, default, meaning in _SIZES:
         shown = meaning if default is None else f"{meaning} ({default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=_size(name), metavar="N", help=shown)
@@ -206,16 +254,20 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--debug-counts", action="store_true", default=None, help="count rescales")
     parser.add_argument("--feature", action="append", choices=FLAGS, help="what else the call asks for")
     parser.add_argument("--tuning", action="append", metavar="NAME", help="a tuning option, such as waves_per_eu")
-    parser.set_defaults(run=paths)
+
+
+CALL_FLAGS = (*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "feature", "tuning")
 
 
 def request_of(options: argparse.Namespace) -> Request | None:
     """The call that the flags describe; None when they describe none."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    described = {*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "feature", "tuning"}
-    if not described & set(given):
-        return None
-    size = {name: default for name, default, _ in _SIZES} | {n: v for n, v in given.items() if n in described}
+    given = {name: value for name, value in vars(options).items() if name in CALL_FLAGS and value is not None}
+    return _call(given) if given else None
+
+
+def _call(given: Mapping[str, Any]) -> Request:
+    """The call that these of `CALL_FLAGS` describe; what is not given has its default."""
+    size: dict[str, Any] = {name: default for name, default, _ in _SIZES} | dict(given)
     heads = size["num_heads"]
     kv_heads = heads if size["num_kv_heads"] is None else size["num_kv_heads"]
     keys = size["seq_len"] if size["seq_len_kv"] is None else size["seq_len_kv"]

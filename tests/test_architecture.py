@@ -53,7 +53,7 @@ FLOORS = (
     ("flash_attn_interface",),
     ("api",),
     ("flash_attn_api",),
-    ("integrations", "profiled"),
+    ("integrations", "profiled", "described"),
     ("commands",),
 )
 # Where third-party packages that are heavy or not always there may be imported.

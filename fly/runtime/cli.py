@@ -65,7 +65,9 @@ def _parser(library: Library) -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show any stage of a kernel's compilation")
     inspect.add_argument(
         "kernel",
-        help=f"module:kernel, such as fly_attention.flash_attn_generic:flash_attn_generic, or {_names(library)}",
+        nargs="?",
+        help=f"module:kernel, such as fly_attention.flash_attn_generic:flash_attn_generic, or {_names(library)}; "
+        "without it, the one that would serve the call which the flags below describe",
     )
     inspect.add_argument("--arch", default="gfx950", help="target architecture (default: gfx950)")
     inspect.add_argument(
@@ -73,11 +75,12 @@ def _parser(library: Library) -> argparse.ArgumentParser:
         default="resources",
         help="trace, a pass's name, llvm, llvm-optimised, isa, resources (default), or 'list'",
     )
-    inspect.add_argument("--args", default="", metavar="SPECS", help="arguments, such as 'bf16[4] bf16[4] f32 none'")
-    inspect.add_argument("--block", default="256", help="threads of a block, such as 256 or 32,4")
+    inspect.add_argument("--args", metavar="SPECS", help="arguments, such as 'bf16[4] bf16[4] f32 none'")
+    inspect.add_argument("--block", help="threads of a block, such as 256 or 32,4 (default: 256)")
     inspect.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a static parameter (Python literal)"
     )
+    library.add_call_flags(inspect.add_argument_group("a call", "for which a kernel is chosen where none is named"))
     inspect.set_defaults(run=functools.partial(_inspect, library=library))
     emulate_cli.add_command(commands)
     library.add_commands(commands)
@@ -125,6 +128,19 @@ def _kernel(name: str, library: Library) -> Any:
     return found
 
 
+def _check_subject(options: argparse.Namespace, library: Library) -> None:
+    """A kernel that is named has settings of its own, and a call describes them."""
+    if options.kernel is None:
+        given = {"--args": options.args is not None, "--block": options.block is not None, "--set": options.set}
+        wrong = [name for name, value in given.items() if value]
+        if wrong:
+            raise ArgumentError(f"{', '.join(wrong)} without a kernel; accepted: flags that describe a call")
+        return
+    wrong = [f"--{name.replace('_', '-')}" for name in library.CALL_FLAGS if getattr(options, name) is not None]
+    if wrong:
+        raise ArgumentError(f"{', '.join(wrong)} with a kernel; accepted: --set, or a call without a kernel")
+
+
 def _inspect(options: argparse.Namespace, library: Library) -> None:
     from fly.backends.compile import passes
     from fly.backends.target import target
@@ -145,20 +161,24 @@ def _inspect(options: argparse.Namespace, library: Library) -> None:
         return
     if options.stage not in stages:
         raise ArgumentError(f"--stage {options.stage!r}; expected one of {', '.join(stages)}")
+    _check_subject(options, library)
     statics = dict(literal("--set", text) for text in options.set)
     specs: Sequence[Spec]
     block: int | tuple[int, ...]
-    if options.kernel in library.KERNELS:
+    if options.kernel is None:
+        text, (kernel, specs, statics, block) = library.chosen_for(options.arch, options)
+        print(text, end="\n\n")
+    elif options.kernel in library.KERNELS:
         kernel, specs, statics, block = library.KERNELS[options.kernel](options.arch, statics)
     else:
         kernel = _kernel(options.kernel, library)
-        specs = [parse_spec(text) for text in options.args.split()]
-        block = numbers("--block", options.block)
+        specs = [parse_spec(text) for text in (options.args or "").split()]
+        block = numbers("--block", "256" if options.block is None else options.block)
     block = dim3(block, "--block")
     check_block(block)
     shown: dict[str, str] = {}
     statics = kernel.bind_statics(statics)
-    with author_code(f"kernel {options.kernel!r} with these settings"):
+    with author_code(f"kernel {options.kernel or kernel.name!r} with these settings"):
         artefact = compile_kernel(
             kernel,
             tuple(specs),

@@ -84,11 +84,12 @@ def test_code_that_fails_on_a_setting_is_named_with_its_place(status):
     assert code == 2 and "AttributeError" in error and "flash_attn_generic.py:" in error
 
 
+@pytest.mark.parametrize("command", ["paths", "inspect"])
 @pytest.mark.parametrize("option", [*PATHS_SIZES.split(), *PATHS_NAMES.split()])
-def test_options_of_paths(option, status):
+def test_options_that_describe_a_call(command, option, status):
     for value in BAD:
         if (option, value) != ("num-kv-splits", "0"):
-            check(status, "paths", f"--{option}={value}")
+            check(status, command, f"--{option}={value}")
 
 
 def test_the_largest_number_of_splits(status):

@@ -1,0 +1,163 @@
+"""A call that is described and not made: its tensors, and what is compiled for it.
+
+What a feature's operands hold does not matter here; their sizes and dtypes are those of the commonest call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fly import config
+from fly.errors import ArgumentError
+from fly.runtime.prepared import Binding, bindings
+
+from .call.attention_checks import OUT_DTYPES, check_call
+from .dispatch import KERNELS, choose, prepare_function
+from .flash_attn_interface import flydsl_flash_attn_func
+from .problem.block_mask import BlockMask
+from .problem.contract import Request, Tensors
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+}
+PAGE = 64  # keys
+BLOCK = (128, 128)  # queries and keys of a block mask's blocks
+WINDOW = 256  # keys
+WAVES = 2  # of a SIMD
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _float32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32)
+
+
+def _block_mask(request: Request) -> BlockMask:
+    """Lists of part and of whole blocks, for every head."""
+    sizes = (request.seq_len, request.seq_len_kv)
+    rows, keys = (-(-length // block) for length, block in zip(sizes, BLOCK))
+    lists = (_int32(1, 1, rows), _int32(1, 1, rows, keys)) * 2
+    return BlockMask(*lists, BLOCK, sizes, _not_after)
+
+
+def _not_after(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
+def _halved(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return score * 0.5
+
+
+Keywords = Mapping[str, Any]
+# keywords of `flydsl_flash_attn_func` by which a call asks for a feature
+ASKING: Mapping[str, Callable[[Request], Keywords]] = {
+    "packed": lambda r: {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), _int32(r.batch + 1)),
+        "max_seqlen_q": r.seq_len,
+        "max_seqlen_kv": r.seq_len_kv,
+    },
+    "split_kv": lambda r: {},  # the number of splits is always said
+    "debug_counts": lambda r: {"debug_counts": _float32(2)},
+    "seqused": lambda r: {"seqused_kv": _int32(r.batch)},
+    "cache_leftpad": lambda r: {"cache_leftpad": _int32(r.batch)},
+    "kv_batch_idx": lambda r: {"kv_batch_idx": _int32(r.batch)},
+    "paged": lambda r: {
+        "block_table": _int32(r.batch, -(-r.seq_len_kv // PAGE)),
+        "seqused_kv": _int32(r.batch),
+    },
+    "window": lambda r: {"window_size": (WINDOW, 0 if r.causal else WINDOW)},
+    "attention_chunk": lambda r: {"attention_chunk": WINDOW},
+    "softcap": lambda r: {"softcap": 30.0},
+    "alibi": lambda r: {"alibi_slopes": _float32(r.num_heads)},
+    "bias": lambda r: {"bias": torch.empty(r.num_heads, r.seq_len, r.seq_len_kv, dtype=DTYPES[r.dtype])},
+    "sink": lambda r: {"sink": _float32(r.num_heads)},
+    "block_mask": lambda r: {"block_mask": _block_mask(r)},
+    "descale": lambda r: {f"{name}_descale": _float32(r.batch, r.num_kv_heads) for name in ("q", "k", "v")},
+    "score_mod": lambda r: {"score_mod": _halved},
+    "mask_mod": lambda r: {"mask_mod": _not_after},
+}
+
+
+# keyword arguments, as checks get them
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(flydsl_flash_attn_func).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def _tensor(request: Request, *shape: int) -> torch.Tensor:
+    """Memory that nobody touches, as aligned as the request says."""
+    dtype = DTYPES[request.dtype]
+    apart = math.gcd(request.alignment, 16)
+    if apart % dtype.itemsize:
+        raise ArgumentError(f"alignment {apart}; accepted for {request.dtype}: multiples of {dtype.itemsize}")
+    offset = apart % 16 // dtype.itemsize
+    return torch.empty(math.prod(shape) + offset, dtype=dtype)[offset:].view(shape)
+
+
+def _inputs(request: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v."""
+    queries: tuple[int, ...] = (request.batch, request.seq_len)
+    keys: tuple[int, ...] = (request.batch, request.seq_len_kv)
+    if "packed" in request.features:
+        queries, keys = ((math.prod(sizes),) for sizes in (queries, keys))
+    if "paged" in request.features:
+        keys = (request.batch * -(-request.seq_len_kv // PAGE), PAGE)
+    heads, dim = request.num_kv_heads, request.head_dim
+    q = _tensor(request, *queries, request.num_heads, dim)
+    return q, _tensor(request, *keys, heads, dim), _tensor(request, *keys, heads, request.value_dim)
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """Keyword arguments of the call."""
+    known = {name for kernel in KERNELS for name in kernel.tuning}
+    for name in request.tuning:
+        if name not in known:
+            raise ArgumentError(f"--tuning {name}; accepted: {', '.join(sorted(known))}")
+    asked: dict[str, Any] = {"num_kv_splits": request.num_kv_splits}
+    asked |= {name: WAVES if name == "waves_per_eu" else True for name in request.tuning}
+    for name in request.features:
+        asked |= ASKING[name](request)
+    return _DEFAULTS | asked
+
+
+def call_of(request: Request) -> tuple[Request, Tensors]:
+    """The request of a call like `request` with tensors of its own, and these; nothing is written to them.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there is no such call, or its tensors do not fit this machine's memory.
+    """
+    try:
+        options = _asked(request)
+        q, k, v = _inputs(request)
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
+    except (RuntimeError, MemoryError) as error:
+        raise ArgumentError(f"the tensors of such a call do not fit this machine: {error}") from error
+    call = check_call(q, k, v, request.causal, None, options)
+    offsets = options["cu_seqlens_q"], options["cu_seqlens_kv"]
+    return call.request, Tensors(q, k, v, out, None, *offsets, options["debug_counts"], None, call.operands)
+
+
+def bindings_of(arch: str, request: Request, tensors: Tensors) -> list[Binding]:
+    """What a call on `arch` binds, the attention kernel first; nothing is launched.
+
+    CPU tensors stand for the call's, so that an AMD target needs the emulator.
+
+    Raises:
+        UnsupportedError: no kernel serves it.
+        MissingPackageError: the emulator is not installed.
+    """
+    with config.ARCH.set_to(arch), bindings() as found:
+        prepare_function(choose(arch, request))(tensors, request)
+    return sorted(found, key=lambda binding: not binding.kernel.name.startswith("flash_attn"))
