@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = MEASURED[args.measure](torch.cuda.get_device_properties(0).multi_processor_count)
     of_run = {name: value for name, value in run_record("costs", args.commit).items() if name in COST_COLUMNS}
     with args.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*records[0], *COST_COLUMNS])
+        writer = csv.DictWriter(file, [*records[0], *COST_COLUMNS], lineterminator="\n")
         writer.writeheader()
         writer.writerows(record | of_run for record in records)
     return 0

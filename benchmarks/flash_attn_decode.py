@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.csv is not None and records:
         with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, CSV_COLUMNS)
+            writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
             writer.writeheader()
             of_run = run_record(PRESET, args.commit)
             writer.writerows({**record, **of_run} for record in records)

@@ -136,7 +136,7 @@ def write_csv(
     `of_run` holds those that are the same for all; `kernel_of` says which kernel a figure of ours is of.
     """
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS)
+        writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         writer.writeheader()
         best = {(ratio.workload, ratio.ours): ratio for ratio in ratios(figures) if ratio.peer == BEST}
         for workload, row in _by_workload(figures).items():
