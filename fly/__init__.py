@@ -17,7 +17,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 exp log2 tanh rcp sqrt rsqrt fma maximum minimum absolute floor ceil trunc round"
-        " ceil_div reduce_max reduce_sum",
+        " ceil_div mul_wide reduce_max reduce_sum",
         "fly.ir.elementary": "log sin cos erf pow",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.control": "range while_ when cond",

@@ -13,7 +13,7 @@ from fly.ir.value import (
 from fly.ir.math import (
     exp2 as exp2, exp as exp, log2 as log2, tanh as tanh, rcp as rcp, sqrt as sqrt, rsqrt as rsqrt, fma as fma,
     maximum as maximum, minimum as minimum, absolute as absolute, floor as floor, ceil as ceil, trunc as trunc,
-    round as round, ceil_div as ceil_div, reduce_max as reduce_max, reduce_sum as reduce_sum,
+    round as round, ceil_div as ceil_div, mul_wide as mul_wide, reduce_max as reduce_max, reduce_sum as reduce_sum,
 )
 from fly.ir.elementary import log as log, sin as sin, cos as cos, erf as erf, pow as pow
 from fly.ir.memory import (

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current, emit
-from fly.ir.dtypes import bf16, f32, f64, i1
+from fly.ir.dtypes import DType, bf16, f32, f64, i1, i32, i64
 from fly.ir.value import Number, Value, as_value, binary, concat, constant, select, unify
 
 
@@ -158,6 +158,30 @@ def fma(a: Any, b: Any, c: Any) -> Value:
     if not a.dtype.is_float:
         raise DTypeError(f"fma takes floats, not {a!r}")
     return Value(emit("math.fma", [a.ir, b.ir, c.ir], [a.type]).results[0], a.dtype, a.length)
+
+
+def mul_wide(a: Any, b: Any) -> tuple[Value, Value]:
+    """(high, low): the i32 halves of the 64-bit product of two i32 as unsigned numbers; elementwise on vectors.
+
+    One instruction on NVIDIA (`mul.wide.u32`), one or two on AMD (`v_mad_u64_u32`, or `v_mul_hi_u32` and
+    `v_mul_lo_u32`; the same of scalars).
+
+    Raises:
+        DTypeError: an operand is no i32 and no number that fits one.
+    """
+    if isinstance(a, Number) and isinstance(b, Number):
+        a = constant(a, i32)
+    a, b = unify(a, b)
+    if a.dtype is not i32:
+        raise DTypeError(f"mul_wide takes i32, not {a!r}")
+    product = _zero_extended(a, i64) * _zero_extended(b, i64)
+    return (product >> 32).to(i32), product.to(i32)
+
+
+def _zero_extended(value: Value, target: DType) -> Value:
+    """A narrower integer as an unsigned number."""
+    type_ = target.mlir if value.length is None else target.vector(value.length)
+    return Value(emit("arith.extui", [value.ir], [type_]).results[0], target, value.length)
 
 
 def _extremum(floats: str, integers: str, a: Any, b: Any) -> Value:

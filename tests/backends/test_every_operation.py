@@ -31,6 +31,10 @@ def integers(x, y):
     yield x**5
 
 
+def words(x, y):
+    yield from (*fly.mul_wide(x, y), *fly.mul_wide(x, 0xD2511F53))
+
+
 def exchanges(x, _):
     yield from (fly.shuffle(x, 3), fly.shuffle_xor(x, 1), fly.shuffle_xor(x, 16), fly.first_lane(x))
 
@@ -43,6 +47,7 @@ GROUPS = {
     "elementary of bf16": ("bf16", (elementary,)),
     "f64": ("f64", (floats,)),
     "i32": ("i32", (integers,)),
+    "words": ("i32", (words,)),
     "i64": ("i64", (integers,)),
     "i16": ("i16", (integers,)),
     "lanes": ("f32", (exchanges,)),
