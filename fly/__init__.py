@@ -25,7 +25,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.paged": "PagedRows",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile PaddedTile",
-        "fly.lang.fragment": "AccumulatorLayout Fragment RowVector",
+        "fly.lang.fragment": "AccumulatorLayout Fragment RowVector ColumnVector",
         "fly.lang.lanes": "evaluate lane_map linear_layout",
         "fly.lang.atoms": "MmaAtom MatrixLoad",
         "fly.lang.operand": "OperandLoader OperandPlan plan_operand operand_coordinates require_plan mma",

@@ -31,7 +31,10 @@ from fly.lang.shared import (
     SharedMemory as SharedMemory, SharedTile as SharedTile, SwizzledTile as SwizzledTile,
     PaddedTile as PaddedTile,
 )
-from fly.lang.fragment import AccumulatorLayout as AccumulatorLayout, Fragment as Fragment, RowVector as RowVector
+from fly.lang.fragment import (
+    AccumulatorLayout as AccumulatorLayout, Fragment as Fragment, RowVector as RowVector,
+    ColumnVector as ColumnVector,
+)
 from fly.lang.lanes import evaluate as evaluate, lane_map as lane_map, linear_layout as linear_layout
 from fly.lang.atoms import MmaAtom as MmaAtom, MatrixLoad as MatrixLoad
 from fly.lang.operand import (

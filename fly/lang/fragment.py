@@ -1,28 +1,30 @@
-"""Accumulator tiles in registers, seen as a matrix whose rows (and columns) a lane can name.
+"""Accumulator tiles in registers, seen as a matrix whose rows and columns a lane can name.
 
 A matrix instruction scatters its result over lanes. `AccumulatorLayout` answers, for either orientation of the
-instruction, which row and column each register of a lane holds; `Fragment` is a grid of such tiles with the row
-operations that a softmax needs.
+instruction, which row and column each register of a lane holds; `Fragment` is a grid of such tiles with the
+operations on rows and columns that a softmax and its derivative need.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 from mlir import ir
 
 from fly.errors import AtomError, ShapeError
-from fly.ir.context import context, emit
+from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, dtype, f32, i32
-from fly.ir.math import absolute, fma, reduce_max, reduce_sum
-from fly.ir.value import Value, broadcast, concat, constant, from_elements, select
+from fly.ir.math import absolute, fma, minimum, reduce_max, reduce_sum
+from fly.ir.memory import load_bounded
+from fly.ir.value import Number, Value, broadcast, concat, constant, from_elements, select
 from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
 from fly.lang.sync import reduce_lanes
+from fly.lang.tensor import Tensor
 from fly.layout import Layout
 
 
@@ -106,6 +108,17 @@ class AccumulatorLayout:
         return tuple(tuple(v for v, row in enumerate(self.value_rows) if row == slot) for slot in self.slots)
 
     @functools.cached_property
+    def column_slots(self) -> tuple[int, ...]:
+        """The distinct columns a lane holds, relative to its first."""
+        return tuple(sorted(set(self.value_columns)))
+
+    @functools.cached_property
+    def column_slot_values(self) -> tuple[tuple[int, ...], ...]:
+        """For each column slot, the registers of that column."""
+        columns = self.value_columns
+        return tuple(tuple(v for v, column in enumerate(columns) if column == slot) for slot in self.column_slots)
+
+    @functools.cached_property
     def run_starts(self) -> tuple[int, ...]:
         """The first register of every run of contiguous columns of a row; runs are equally long."""
         places = list(zip(self.value_rows, self.value_columns))
@@ -125,31 +138,72 @@ class AccumulatorLayout:
     @functools.cached_property
     def row_mates(self) -> tuple[int, ...]:
         """Lane-index bits under which lanes hold the same rows: the xor masks of a row reduction."""
-        bits = [1 << b for b in range((self.atom.lanes - 1).bit_length())]
-        return tuple(bit for bit in bits if self.coordinate(bit, 0)[0] == self.coordinate(0, 0)[0])
+        return tuple(bit for bit in self._lane_bits if self.coordinate(bit, 0)[0] == self.coordinate(0, 0)[0])
+
+    @functools.cached_property
+    def column_mates(self) -> tuple[int, ...]:
+        """Lane-index bits under which lanes hold the same columns; of a warpgroup, also the bits of its warps."""
+        return tuple(bit for bit in self._lane_bits if self.coordinate(bit, 0)[1] == self.coordinate(0, 0)[1])
+
+    @property
+    def _lane_bits(self) -> list[int]:
+        return [1 << b for b in range((self.atom.lanes - 1).bit_length())]
 
 
 @dataclass(frozen=True)
-class RowVector:
-    """One f32 value per row that a lane holds: `values[row_tile][slot]`."""
+class _Vector:
+    """One value per row, or per column, that a lane holds: `values[tile][slot]`."""
 
     layout: AccumulatorLayout
     values: tuple[tuple[Value, ...], ...]
 
     @staticmethod
-    def full(layout: AccumulatorLayout, row_tiles: int, number: float) -> RowVector:
-        """The same constant in every row."""
-        return RowVector(layout, tuple(tuple(f32(number) for _ in layout.slots) for _ in range(row_tiles)))
+    def slots(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """What a lane has a value for in each tile, relative to its first."""
+        raise NotImplementedError
 
-    def map(self, function: Callable[..., Value], *others: RowVector) -> RowVector:
-        """`function` of the corresponding values, row by row."""
-        return RowVector(
+    @staticmethod
+    def places(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """The slot that each register of a tile belongs to."""
+        raise NotImplementedError
+
+    @classmethod
+    def full(cls, layout: AccumulatorLayout, tiles: int, number: float) -> Self:
+        """The same f32 constant everywhere; `tiles`: of a fragment in this direction."""
+        return cls(layout, tuple(tuple(f32(number) for _ in cls.slots(layout)) for _ in range(tiles)))
+
+    def map(self, function: Callable[..., Value], *others: Self) -> Self:
+        """`function` of the corresponding values, one by one."""
+        return type(self)(
             self.layout,
             tuple(
                 tuple(function(*slot) for slot in zip(*tile, strict=True))
                 for tile in zip(self.values, *(o.values for o in others), strict=True)
             ),
         )
+
+    def _numbered(self, first: Value, extent: int) -> Self:
+        """Numbers from the fragment's corner: `first` is the lane's, `extent` the size of a tile."""
+        slots = self.slots(self.layout)
+        return type(self)(
+            self.layout,
+            tuple(tuple(first + (tile * extent + slot) for slot in slots) for tile in range(len(self.values))),
+        )
+
+
+@dataclass(frozen=True)
+class RowVector(_Vector):
+    """One value per row that a lane holds: `values[row_tile][slot]`."""
+
+    @staticmethod
+    def slots(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """The rows a lane holds in each tile, relative to its first."""
+        return layout.slots
+
+    @staticmethod
+    def places(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """The row of each register of a tile, relative to the lane's first."""
+        return layout.value_rows
 
     def reduce_lanes(self, combine: Callable[[Value, Value], Value]) -> RowVector:
         """Combine over the lanes that share a row."""
@@ -158,13 +212,78 @@ class RowVector:
     def rows(self) -> RowVector:
         """The i32 row index of each entry within the fragment (row tiles are stacked)."""
         first = evaluate(self.layout.row_lane, lane_of(self.layout.atom.lanes))
-        return RowVector(
-            self.layout,
-            tuple(
-                tuple(first + (tile * self.layout.rows + slot) for slot in self.layout.slots)
-                for tile in range(len(self.values))
-            ),
-        )
+        return self._numbered(first, self.layout.rows)
+
+
+@dataclass(frozen=True)
+class ColumnVector(_Vector):
+    """One value per column that a lane holds: `values[column_tile][slot]`."""
+
+    @staticmethod
+    def slots(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """The columns a lane holds in each tile, relative to its first."""
+        return layout.column_slots
+
+    @staticmethod
+    def places(layout: AccumulatorLayout) -> tuple[int, ...]:
+        """The column of each register of a tile, relative to the lane's first."""
+        return layout.value_columns
+
+    @staticmethod
+    def load(
+        layout: AccumulatorLayout,
+        column_tiles: int,
+        source: Tensor,
+        first: Value | int = 0,
+        *,
+        fill: Number = 0,
+        together: int = 1,
+    ) -> ColumnVector:
+        """Element `first` + c of a vector in global memory for each column c, of its dtype; `fill` past its end.
+
+        `first` is not negative and the same for all lanes of a wave. `together`: `first` and the vector's length are
+        multiples of so many elements; where a lane holds columns side by side, they are loaded at once.
+
+        Raises:
+            ShapeError: the source is no vector with unit stride, or `together` is no power of two.
+        """
+        if source.rank != 1 or not isinstance(source.stride[0], int) or source.stride[0] != 1:
+            raise ShapeError(f"a column vector is loaded from a vector with unit stride, not {source!r}")
+        if together <= 0 or together & (together - 1):
+            raise ShapeError(f"together is {together}; expected a power of two")
+        size, slots = source.dtype.bytes, layout.column_slots
+        run = math.gcd(layout.run, together, max(1, source.alignment // size))
+        count, lane_column = source.shape[0], layout.first_column()
+        # not a clamp: LLVM makes that a vector instruction on AMD, and the bound is scalar
+        valid = minimum(count - minimum(count, first), column_tiles * layout.columns)
+        base, bound = source.at(first), valid * size
+
+        def piece(column: int) -> Value:
+            offset = (lane_column + column) * size
+            return load_bounded(base, offset, bound, source.dtype, run, align=run * size)
+
+        def tile(c: int) -> tuple[Value, ...]:
+            columns = [c * layout.columns + slot for slot in slots]
+            values = [value for column in columns[::run] for value in piece(column)]
+            if fill == 0:
+                return tuple(values)
+            return tuple(select(lane_column + at < valid, x, fill) for at, x in zip(columns, values, strict=True))
+
+        return ColumnVector(layout, tuple(tile(c) for c in range(column_tiles)))
+
+    def reduce_lanes(self, combine: Callable[[Value, Value], Value]) -> ColumnVector:
+        """Combine over the lanes of a wave that share a column.
+
+        Of a warpgroup's accumulators every warp has rows of its own: the results of its four warps are to be combined
+        through memory.
+        """
+        wave_size = current().target.wave_size
+        mates = [mate for mate in self.layout.column_mates if mate < wave_size]
+        return self.map(lambda x: reduce_lanes(x, combine, mates))
+
+    def columns(self) -> ColumnVector:
+        """The i32 column index of each entry within the fragment (column tiles are side by side)."""
+        return self._numbered(self.layout.first_column(), self.layout.columns)
 
 
 @dataclass(frozen=True)
@@ -227,13 +346,18 @@ class Fragment:
                     at_row, at_column = r * layout.rows + rows[v], c * layout.columns + columns[v]
                     yield row0 + at_row, column0 + at_column, tile[v : v + length]
 
-    def spread(self, rows: RowVector, row_tile: int) -> Value:
-        """A row vector's values laid out like one of this fragment's tiles."""
-        slots = rows.values[row_tile]
+    def spread(self, vector: RowVector | ColumnVector, tile: int) -> Value:
+        """A row vector's (column vector's) values of its `tile` laid out like one of this fragment's tiles."""
+        slots = vector.values[tile]
         if len(slots) == 1:
             return broadcast(slots[0], self.layout.values)
-        index = {slot: i for i, slot in enumerate(self.layout.slots)}
-        return from_elements([slots[index[row]] for row in self.layout.value_rows])
+        index = {slot: i for i, slot in enumerate(vector.slots(self.layout))}
+        return from_elements([slots[index[place]] for place in vector.places(self.layout)])
+
+    def map_columns(self, function: Callable[..., Value], *columns: ColumnVector) -> Fragment:
+        """`function(elements, *columns)` on every tile's vectors; the columns' values come spread over the tile."""
+        spread = [[self.spread(x, c) for x in columns] for c in range(len(self.tiles[0]))]
+        return self.map(lambda tile, r, c: function(tile, *spread[c]))
 
     def scale_rows(self, rows: RowVector) -> Fragment:
         """Every row times its factor."""
@@ -251,29 +375,19 @@ class Fragment:
 
     def row_max(self) -> RowVector:
         """Each row's maximum over the columns that the lane itself holds."""
-        return RowVector(
-            self.layout,
-            tuple(
-                tuple(
-                    reduce_max(concat([from_registers(tile, registers) for tile in row]))
-                    for registers in self.layout.slot_values
-                )
-                for row in self.tiles
-            ),
-        )
+        return RowVector(self.layout, _maxima(self.tiles, self.layout.slot_values))
 
     def row_sum(self) -> RowVector:
         """Each row's sum over the columns that the lane itself holds."""
-        result = []
-        for row in self.tiles:
-            tiles = list(row)
-            while len(tiles) > 1:  # tiles against each other first: whole vectors at a time
-                pairs = [a + b for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
-                tiles = pairs + tiles[len(pairs) * 2 :]
-            result.append(
-                tuple(reduce_sum(from_registers(tiles[0], registers)) for registers in self.layout.slot_values)
-            )
-        return RowVector(self.layout, tuple(result))
+        return RowVector(self.layout, _sums(self.tiles, self.layout.slot_values))
+
+    def column_max(self) -> ColumnVector:
+        """Each column's maximum over the rows that the lane itself holds."""
+        return ColumnVector(self.layout, _maxima(zip(*self.tiles), self.layout.column_slot_values))
+
+    def column_sum(self) -> ColumnVector:
+        """Each column's sum over the rows that the lane itself holds."""
+        return ColumnVector(self.layout, _sums(zip(*self.tiles), self.layout.column_slot_values))
 
     def map_places(
         self,
@@ -361,6 +475,29 @@ class Fragment:
             )
 
         return self.map(mask)
+
+
+Slots = tuple[tuple[int, ...], ...]  # the registers of each slot
+
+
+def _maxima(lines: Iterable[Sequence[Value]], slots: Slots) -> tuple[tuple[Value, ...], ...]:
+    """Of every line of tiles, each slot's maximum."""
+    return tuple(
+        tuple(reduce_max(concat([from_registers(tile, registers) for tile in line])) for registers in slots)
+        for line in lines
+    )
+
+
+def _sums(lines: Iterable[Sequence[Value]], slots: Slots) -> tuple[tuple[Value, ...], ...]:
+    """Of every line of tiles, each slot's sum."""
+    result = []
+    for line in lines:
+        tiles = list(line)
+        while len(tiles) > 1:  # tiles against each other first: whole vectors at a time
+            pairs = [a + b for a, b in zip(tiles[::2], tiles[1::2], strict=False)]
+            tiles = pairs + tiles[len(pairs) * 2 :]
+        result.append(tuple(reduce_sum(from_registers(tiles[0], registers)) for registers in slots))
+    return tuple(result)
 
 
 def from_registers(tile: Value, registers: tuple[int, ...]) -> Value:
