@@ -19,6 +19,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.math": "exp2 exp log2 tanh rcp sqrt rsqrt fma maximum minimum absolute floor ceil trunc round"
         " ceil_div mul_wide reduce_max reduce_sum",
         "fly.ir.elementary": "log sin cos erf pow",
+        "fly.ir.autodiff": "Tape Gradients LoadGradient",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",

@@ -16,6 +16,7 @@ from fly.ir.math import (
     round as round, ceil_div as ceil_div, mul_wide as mul_wide, reduce_max as reduce_max, reduce_sum as reduce_sum,
 )
 from fly.ir.elementary import log as log, sin as sin, cos as cos, erf as erf, pow as pow
+from fly.ir.autodiff import Tape as Tape, Gradients as Gradients, LoadGradient as LoadGradient
 from fly.ir.memory import (
     Pointer as Pointer, alloc_shared as alloc_shared, store as store, load_bounded as load_bounded,
     store_bounded as store_bounded,

@@ -80,6 +80,10 @@ class ControlFlowError(AuthorError):
     """A run-time loop or branch that was not closed as it must be."""
 
 
+class DerivativeError(AuthorError):
+    """A derivative asked for of what has none that the compiler knows: see `fly.Tape`."""
+
+
 class CarryError(ControlFlowError):
     """A loop carry or branch result whose structure or types change."""
 

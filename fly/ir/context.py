@@ -58,6 +58,7 @@ class Trace:
         self.module = ir.Module.create(loc=unknown_location())
         self.open_regions: list[tuple[str, str]] = []  # what, and the author's file:line
         self.memo: dict[Any, Any] = {}
+        self.tapes: list[list[Any]] = []  # what is open to be differentiated: see `fly.ir.tape`
 
 
 def current() -> Trace:
@@ -96,8 +97,8 @@ def emit(
     Raises:
         TraceError: no kernel is being traced.
     """
-    current()
-    return ir.Operation.create(
+    trace = current()
+    op = ir.Operation.create(
         name,
         results=results,
         operands=operands,
@@ -105,3 +106,7 @@ def emit(
         regions=regions,
         loc=caller_location(),
     )
+    if results:
+        for tape in trace.tapes:
+            tape.append(op)
+    return op

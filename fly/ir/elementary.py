@@ -14,6 +14,7 @@ from fly.errors import DTypeError
 from fly.ir.dtypes import f32, f64, i32, i64
 from fly.ir.math import absolute, as_f32, as_float, exp2, fma, maximum, minimum, rcp, through_f32
 from fly.ir.math import round as round_even
+from fly.ir.tape import primitive
 from fly.ir.value import Number, Value, constant, select, unify
 
 _LEAST_NORMAL = 2.0**-126
@@ -49,6 +50,7 @@ def _power_of_two(n: Value) -> Value:
     return ((n.to(i64) + 1023) << 52).bitcast(f64)
 
 
+@primitive
 def exp2_of_f64(x: Value) -> Value:
     """2**x, f64: 2**(its nearest integer) times a polynomial of the rest."""
     near = minimum(maximum(x, -1100.0), 1100.0)
@@ -84,6 +86,7 @@ _LN2_HIGH = 0.693359375  # nine bits: times an exponent it is exact
 _LN2_LOW = math.log(2) - _LN2_HIGH
 
 
+@primitive
 @through_f32
 def log(x: Value) -> Value:
     """Natural logarithm of a float of at most 32 bits, to 1 ulp, of denormal numbers too; NaN below zero.
@@ -124,6 +127,7 @@ def _sine(x: Value, quarters: int) -> Value:
     return select(absolute(x) <= _LARGEST_ANGLE, result, math.nan)
 
 
+@primitive
 @through_f32
 def sin(x: Value) -> Value:
     """Sine of an angle in radians, a float of at most 32 bits, to 2 ulp up to abs(x) = 2**48; NaN beyond.
@@ -133,6 +137,7 @@ def sin(x: Value) -> Value:
     return _sine(x, 0)
 
 
+@primitive
 @through_f32
 def cos(x: Value) -> Value:
     """Cosine of an angle in radians, a float of at most 32 bits; accuracy and range as `sin`'s."""
@@ -160,6 +165,7 @@ _ERFC = (
 )
 
 
+@primitive
 @through_f32
 def erf(x: Value) -> Value:
     """Error function of a float of at most 32 bits, to 2 ulp."""
@@ -193,6 +199,7 @@ def _log2_in_f64(x: Value) -> Value:
     return select(x < math.inf, result, x.to(f64))
 
 
+@primitive
 def pow(x: Any, y: Any) -> Value:
     """x**y of floats of at most 32 bits, as IEEE 754's `pow`, to 1 ulp; about 60 instructions, half of them f64.
 

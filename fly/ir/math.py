@@ -10,6 +10,7 @@ from typing import Any, overload
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import DType, bf16, f32, f64, i1, i32, i64
+from fly.ir.tape import primitive
 from fly.ir.value import Number, Value, as_value, binary, concat, constant, select, unify
 
 
@@ -88,6 +89,7 @@ def sqrt(x: Any) -> Value:
     return _unary("math.sqrt", as_float(x, "sqrt"))
 
 
+@primitive
 def rsqrt(x: Any) -> Value:
     """1 / sqrt(x) of a float, to 2 ulp: the hardware's instruction (f64: a root and a division); 1 / sqrt(0) is inf.
 
@@ -109,6 +111,7 @@ def exp(x: Any) -> Value:
     return exp2(as_f32(x, "exp") * math.log2(math.e)).to(as_float(x, "exp").dtype)
 
 
+@primitive
 @through_f32
 def tanh(x: Value) -> Value:
     """Hyperbolic tangent of a float of at most 32 bits, the fast way of the target.

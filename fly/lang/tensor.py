@@ -12,6 +12,7 @@ from fly.ir.control import cond, when
 from fly.ir.dtypes import DType, i32, i64
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer
+from fly.ir.tape import note_load
 from fly.ir.value import Number, Value, constant, from_elements, select
 from fly.layout import Layout
 
@@ -108,7 +109,9 @@ class Tensor:
         """
         if length is not None:
             self._require_unit_stride()
-        return memory.load(self.at(*coordinates), self.dtype, length, align=align)
+        value = memory.load(self.at(*coordinates), self.dtype, length, align=align)
+        note_load(self, coordinates, value)
+        return value
 
     def store(self, value: Any, *coordinates: Any) -> None:
         """Store a number, or a scalar or vector (last stride 1) of the tensor's dtype, from a coordinate on."""
