@@ -197,6 +197,40 @@ def test_cotangents_pass_through_narrow_floats_unrounded(place):
     np.testing.assert_array_equal(found[2], np.float32(3.1415927))
 
 
+def test_cotangents_are_f32_or_f64():
+    def kernel(n: fly.f32, m: fly.f64):
+        for x, cotangents in ((n.to(fly.bf16), fly.f32), (n.to(fly.f16), fly.f32), (n, fly.f32), (m, fly.f64)):
+            with fly.Tape() as tape:
+                value = x * x + 1.0
+            for of in (value, x):
+                found = tape.gradients(of, [x, n, m]).inputs
+                assert [g.dtype for g in found] == [cotangents, fly.f32, fly.f64]
+
+    trace(kernel, "f32", "f64")
+
+
+@fly.kernel
+def differentiate_doubles(x: fly.Tensor, out: fly.Tensor):
+    """out = the derivatives of two functions of x, f64."""
+    i = fly.thread_id.x
+    n = x.load(i)
+    with fly.Tape() as tape:
+        values = fly.exp2(n) * fly.sqrt(n) / (n + 1.0), fly.rsqrt(n) - fly.absolute(fly.maximum(n, 2.0) - n * n)
+    for row, value in enumerate(values):
+        out.store(tape.gradients(value, [n]).inputs[0], row, i)
+
+
+def test_derivatives_of_doubles_are_doubles(monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx942")
+    x = np.random.default_rng().uniform(0.1, 9.0, 64)
+    out = np.zeros((2, 64))
+    differentiate_doubles[1, 64](x, out)
+    n = torch.from_numpy(x).requires_grad_()
+    values = torch.exp2(n) * n.sqrt() / (n + 1), n.rsqrt() - (n.clamp(min=2) - n * n).abs()
+    wanted = [torch.autograd.grad(value.sum(), n)[0].numpy() for value in values]
+    np.testing.assert_allclose(out, wanted, 1e-13)
+
+
 INF, NAN = math.inf, math.nan
 LARGE = 3e38
 # name, function, inputs, derivatives with respect to each of them
