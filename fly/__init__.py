@@ -31,6 +31,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.atoms": "MmaAtom MatrixLoad",
         "fly.lang.operand": "OperandLoader OperandPlan plan_operand operand_coordinates require_plan mma",
         "fly.lang.chain": "Chain chain",
+        "fly.lang.stored_operand": "StoredOperand FragmentStore plan_stored_operand",
         "fly.lang.copy": "RowCopy TransposedCopy TileRing AlternatingTiles",
         "fly.lang.direct_copy": "DirectCopy CopyPosition PagedDirectCopy PagePosition",
         "fly.lang.software_pipeline": "Pipeline PipelineTile Stage",

@@ -43,6 +43,9 @@ from fly.lang.operand import (
     operand_coordinates as operand_coordinates, require_plan as require_plan, mma as mma,
 )
 from fly.lang.chain import Chain as Chain, chain as chain
+from fly.lang.stored_operand import (
+    StoredOperand as StoredOperand, FragmentStore as FragmentStore, plan_stored_operand as plan_stored_operand,
+)
 from fly.lang.copy import (
     RowCopy as RowCopy, TransposedCopy as TransposedCopy, TileRing as TileRing,
     AlternatingTiles as AlternatingTiles,

@@ -15,7 +15,8 @@ class Target:
     `shared_bytes` is the most shared memory one block can have, `async_copy_bytes` the widths of asynchronous
     global-to-shared copies to any address, `direct_copy_bytes` of those whose lanes fill a run,
     `matrix_loads` the shared-memory loads in order of
-    preference, `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
+    preference, `lane_swaps` the bits of a lane's index across which one instruction swaps two registers' halves,
+    `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
     that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
     matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats; `float8_to_f32`: it has instructions for the
     way back. `mma_atoms` and `matrix_loads` are for 16-bit
@@ -32,6 +33,7 @@ class Target:
     matrix_loads: tuple[MatrixLoad, ...] = field(repr=False)
     async_copy_bytes: tuple[int, ...] = ()
     direct_copy_bytes: tuple[int, ...] = ()
+    lane_swaps: tuple[int, ...] = ()
     max_threads: int = 1024
     xcds: int = 1
     hopper: bool = False
@@ -73,6 +75,7 @@ def _registry() -> dict[str, Target]:
         atoms: tuple[MmaAtom, ...],
         loads: tuple[MatrixLoad, ...],
         direct: tuple[int, ...],
+        lane_swaps: tuple[int, ...] = (),
         float8_to_f32: bool = False,
         byte_atoms: tuple[MmaAtom, ...] = (),
         byte_loads: tuple[MatrixLoad, ...] = (),
@@ -87,6 +90,7 @@ def _registry() -> dict[str, Target]:
             atoms,
             loads,
             direct_copy_bytes=direct,
+            lane_swaps=lane_swaps,
             xcds=8,
             float8_to_f32=float8_to_f32,
             byte_atoms=byte_atoms,
@@ -118,6 +122,7 @@ def _registry() -> dict[str, Target]:
             rocdl.GFX950_MMA,
             rocdl.GFX950_LOADS,
             (4, 16),
+            lane_swaps=(16, 32),
             byte_atoms=rocdl.GFX950_BYTE_MMA,
             byte_loads=rocdl.GFX950_BYTE_LOADS,
             float8_to_f32=True,

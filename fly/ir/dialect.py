@@ -9,6 +9,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.barrier` | every thread of the block arrives; shared memory is ordered across it |
 | `fly.shuffle` | the value of another lane of the wave, by index or by xor |
 | `fly.pair` | the values of a lane and of its xor partner, in either order |
+| `fly.swap` | half of two values, with the xor partner: see `swap_lanes` |
 | `fly.any_lane` | whether an i1 holds in any lane of the wave; the same in every lane |
 | `fly.mma` | one matrix instruction on a wave's operand and accumulator registers |
 | `fly.load_matrix` | a wave-wide (transposing) load of an operand from shared memory |
@@ -68,6 +69,13 @@ irdl.dialect @fly {
     irdl.attributes { "mask" = %int }
     irdl.operands(value: %any)
     irdl.results(first: %any, second: %any)
+  }
+  irdl.operation @swap {
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "mask" = %int }
+    irdl.operands(first: %any, second: %any)
+    irdl.results(low: %any, high: %any)
   }
   irdl.operation @any_lane {
     %i1 = irdl.is i1

@@ -6,8 +6,6 @@ an instruction of the target that can fetch it and the address each lane has to 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,8 +17,8 @@ from fly.ir.dtypes import dtype
 from fly.ir.memory import string_attribute
 from fly.ir.value import Value, concat
 from fly.lang.atoms import MatrixLoad, MmaAtom
-from fly.lang.ids import lane_id
-from fly.lang.lanes import evaluate, linear_layout
+from fly.lang.lane_address import LaneAddress
+from fly.lang.lanes import linear_layout
 from fly.lang.shared import PaddedTile, SharedTile, SwizzledTile
 from fly.layout import Layout
 
@@ -109,56 +107,18 @@ class OperandLoader:
     def __init__(self, plan: OperandPlan, layout: SwizzledTile | PaddedTile):
         self.plan = plan
         self.layout = layout
-        self._lane_bases: list[Value] = []
-        self._displaced: dict[tuple[int, int], Value] = {}
-        lane = lane_id()
-        self._lane_row_bits = [
-            functools.reduce(operator.or_, (step.row(i) for i in range(step.row.size))) for step in plan.steps
-        ]
-        self._lane_column_bits = [
-            functools.reduce(operator.or_, (step.column(i) for i in range(step.column.size))) for step in plan.steps
-        ]
-        for step in plan.steps:
-            base = layout.base(evaluate(step.row, lane), evaluate(step.column, lane))
-            self._lane_bases.append(base)
+        self._addresses = [LaneAddress(layout, step.row, step.column) for step in plan.steps]
 
     def prepare(self, row: int, column: int) -> None:
         """Compute what a later `load` at this static offset needs, here rather than there (outside a loop)."""
-        for index in range(len(self.plan.steps)):
-            self._base(index, self._displacement(index, row, column)[0])
-
-    def _displacement(self, index: int, row: int, column: int) -> tuple[int, int]:
-        step = self.plan.steps[index]
-        row, column = row + step.row_offset, column + step.column_offset
-        if column & self._lane_column_bits[index]:
-            raise LayoutError(f"static column {column} overlaps the columns that the lanes' addresses span")
-        if isinstance(self.layout, PaddedTile):
-            if row & self._lane_row_bits[index]:
-                raise LayoutError(f"static row {row} overlaps the rows that the lanes' addresses span")
-            return self.layout.displace(row, column)
-        period = self.layout.row_period
-        if row % period and not row % period & self._lane_row_bits[index]:
-            # the static bits of the row lie inside the swizzle's period: they flip bits of the column field
-            inside = row % period
-            xor, add = self.layout.displace(row - inside, column)
-            flipped = self.layout.phase(inside) * self.layout.granule * 2
-            return xor ^ flipped, add + inside * self.layout.columns * 2
-        return self.layout.displace(row, column)
-
-    def _base(self, index: int, xor: int) -> Value:
-        if xor == 0:
-            return self._lane_bases[index]
-        key = (index, xor)
-        if key not in self._displaced:
-            self._displaced[key] = self._lane_bases[index] ^ xor
-        return self._displaced[key]
+        for step, address in zip(self.plan.steps, self._addresses):
+            address.prepare(row + step.row_offset, column + step.column_offset)
 
     def load(self, tile: SharedTile, row: int, column: int) -> list[Value]:
         """The operands of `plan.tiles` adjacent atoms whose first element is at static (row, column)."""
         load, pieces = self.plan.load, []
-        for index in range(len(self.plan.steps)):
-            xor, add = self._displacement(index, row, column)
-            address = tile.pointer.offset(self._base(index, xor)).offset(add)
+        for step, lanes in zip(self.plan.steps, self._addresses):
+            address = lanes.of(tile, row + step.row_offset, column + step.column_offset)
             element = tile.dtype
             if load.intrinsic:
                 result = element.vector(load.values)

@@ -63,16 +63,18 @@ class SharedMemory:
 class SwizzledTile:
     """The layout of a (rows x columns) tile of 16-bit elements, row after row, swizzled against bank conflicts.
 
-    Runs of `granule` elements are kept together. The largest power of two, up to 8, that divides a row's runs is
-    the field: the place of a run within its aligned field is xored with the row's `phase`. Rows that start in
-    the same bank differ in their phase, so that as many rows as runs fit the banks once are free of conflicts at
-    any column. With `fold`, the three row bits above take part too.
+    Runs of `granule` elements are kept together. The largest power of two, up to 8 or as many runs as fit the banks
+    once, that divides a row's runs is the field: the place of a run within its aligned field is xored with the row's
+    `phase`. Rows that start in the same bank differ in their phase, so that as many rows as runs fit the banks once
+    are free of conflicts at any column. With `fold`, the three row bits above take part too. `rotate` turns the bits
+    of the phase to the left by so many: neighbouring rows then keep several neighbouring runs apart.
     """
 
     rows: int
     columns: int
     granule: int = 8
     fold: bool = False
+    rotate: int = 0
 
     def __post_init__(self) -> None:
         if self.granule <= 0 or self.granule & (self.granule - 1):
@@ -91,7 +93,7 @@ class SwizzledTile:
     @property
     def field(self) -> int:
         """Runs in the xor field."""
-        return math.gcd(8, self.columns // self.granule)
+        return math.gcd(max(8, BANK_BYTES // (self.granule * 2)), self.columns // self.granule)
 
     @property
     def _apart(self) -> int:
@@ -102,14 +104,19 @@ class SwizzledTile:
     @property
     def row_period(self) -> int:
         """Rows after which the swizzle repeats."""
-        return 64 if self.fold else max(8, self._apart * self.field)
+        return max(64, 8 * self.field) if self.fold else max(8, self._apart * self.field)
 
     def phase(self, row: _Whole) -> _Whole:
         """What the runs of a row, static or traced, are xored with. Linear in the bits of the row."""
         phase = row if self._apart == 1 else row >> (self._apart.bit_length() - 1)
         if self.fold:
             phase = (phase & (self.field - 1)) ^ (row >> 3)
-        return phase & (self.field - 1)
+        phase = phase & (self.field - 1)
+        bits = self.field.bit_length() - 1
+        turn = self.rotate % bits if bits else 0
+        if turn:
+            phase = ((phase << turn) & (self.field - 1)) | (phase >> (bits - turn))
+        return phase
 
     def __call__(self, row: int, column: int) -> int:
         """Element offset of a static coordinate."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlir import ir
 
-from fly.errors import DTypeError, ShapeError
+from fly.errors import DTypeError, ShapeError, TargetError
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
 from fly.ir.dtypes import i1, i32
@@ -128,6 +128,27 @@ def _pair(value: Value, mask: int) -> tuple[Value, Value]:
     """The values of this lane and of its partner, in an order that the target chooses."""
     op = emit("fly.pair", [value.ir], [value.type, value.type], {"mask": i64_attribute(mask)})
     return Value(op.results[0], value.dtype), Value(op.results[1], value.dtype)
+
+
+def swap_lanes(first: Value, second: Value, mask: int) -> tuple[Value, Value]:
+    """(first, the partner's first) in lanes without the bit `mask`, (the partner's second, second) in the others.
+
+    The bit is of the lane's index, in which the partner's differs. One instruction on the targets that have it
+    (`Target.lane_swaps`).
+
+    Raises:
+        TargetError: the target has none for this mask.
+        DTypeError: the values are no 32-bit scalars of one type.
+    """
+    target = current().target
+    if mask not in target.lane_swaps:
+        raise TargetError(f"{target.arch} does not swap lanes by mask {mask}; it has {target.lane_swaps or 'none'}")
+    for value in (first, second):
+        _exchangeable(value)
+    if first.dtype is not second.dtype:
+        raise DTypeError(f"lanes swap values of one type, not {first!r} and {second!r}")
+    op = emit("fly.swap", [first.ir, second.ir], [first.type, first.type], {"mask": i64_attribute(mask)})
+    return Value(op.results[0], first.dtype), Value(op.results[1], first.dtype)
 
 
 def any_lane(condition: Value) -> Value:

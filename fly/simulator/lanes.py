@@ -47,6 +47,13 @@ def pair(value: Any, mask: int) -> tuple[Any, Any]:
     return value[np.minimum(lane, lane ^ mask)], value[np.maximum(lane, lane ^ mask)]
 
 
+def swap(first: np.ndarray, second: np.ndarray, mask: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first, the partner's first) in lanes without the bit `mask`, (the partner's second, second) in the others."""
+    lane = np.arange(len(first))
+    low = lane & mask == 0
+    return np.where(low, first, second[lane ^ mask]), np.where(low, first[lane ^ mask], second)
+
+
 def any_lane(condition: Any, m: np.ndarray | None, size: int) -> Any:
     """Whether it holds in an active lane of the warp of `size`."""
     if not is_array(condition):

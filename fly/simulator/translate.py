@@ -23,6 +23,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fly.alloc_shared": ("alloc_shared", ("name", "bytes", "align")),
     "fly.shuffle": ("shuffle", ("mode",)),
     "fly.pair": ("pair", ("mask",)),
+    "fly.swap": ("swap", ("mask",)),
     "fly.any_lane": ("any_lane", ()),
     "fly.mma": ("mma", ("atom",)),
     "fly.load_matrix": ("load_matrix", ("atom",)),

@@ -222,6 +222,10 @@ class Warps:
         self.whole_warps(m, "a shuffle")
         return lane_operations.pair(value, mask)
 
+    def swap(self, node: Node, m: Mask, first: Any, second: Any, *, mask: int) -> tuple[Any, Any]:
+        self.whole_warps(m, "a swap of lanes")
+        return lane_operations.swap(self.each(first), self.each(second), mask)
+
     def any_lane(self, node: Node, m: Mask, condition: Any) -> Any:
         self.whole_warps(m, "a vote")
         return lane_operations.any_lane(condition, m, self.wave)

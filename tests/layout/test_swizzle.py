@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 
 from fly.errors import LayoutError
+from fly.lang.banks import bank_conflicts
 from fly.layout import ComposedLayout, Layout, Swizzle
-from tests.layout.bank_conflicts import bank_conflicts
 from tests.layout.strategies import coordinates, forall, layouts, power_layouts
 
 

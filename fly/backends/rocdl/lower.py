@@ -100,13 +100,24 @@ _SWAPS = {32: "llvm.amdgcn.permlane32.swap", 16: "llvm.amdgcn.permlane16.swap"}
 
 def _pair(op: ir.Operation, b: Builder) -> tuple[ir.Value, ir.Value]:
     value, mask = op.operands[0], integer(op, "mask")
-    if b.target.arch != "gfx950" or mask not in _SWAPS:
+    if mask not in b.target.lane_swaps:
         return value, _xor(b, value, mask)
+    word = b.bitcast(value, ir.IntegerType.get_signless(32))
+    return _swapped(b, word, word, mask, value.type)
+
+
+def _swap(op: ir.Operation, b: Builder) -> tuple[ir.Value, ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
-    word, no = b.bitcast(value, i32), b.constant(0, 1)
-    both = b.intrinsic(_SWAPS[mask], [word, word, no, no], ir.Type.parse("!llvm.struct<(i32, i32)>"))
+    first, second = (b.bitcast(value, i32) for value in op.operands)
+    return _swapped(b, first, second, integer(op, "mask"), op.results[0].type)
+
+
+def _swapped(b: Builder, first: ir.Value, second: ir.Value, mask: int, type_: ir.Type) -> tuple[ir.Value, ir.Value]:
+    """Two words after the second half (or odd rows) of the first has changed places with the second's first half."""
+    i32, no = ir.IntegerType.get_signless(32), b.constant(0, 1)
+    both = b.intrinsic(_SWAPS[mask], [first, second, no, no], ir.Type.parse("!llvm.struct<(i32, i32)>"))
     halves = [b.value("llvm.extractvalue", [both], i32, {"position": ir.DenseI64ArrayAttr.get([i])}) for i in (0, 1)]
-    return b.bitcast(halves[0], value.type), b.bitcast(halves[1], value.type)
+    return b.bitcast(halves[0], type_), b.bitcast(halves[1], type_)
 
 
 def _any_lane(op: ir.Operation, b: Builder) -> ir.Value:
@@ -299,6 +310,7 @@ _RULES = {
     "fly.barrier": _barrier,
     "fly.shuffle": _shuffle,
     "fly.pair": _pair,
+    "fly.swap": _swap,
     "fly.any_lane": _any_lane,
     "fly.copy_direct": _copy_direct,
     "fly.wait_count": _wait_count,
