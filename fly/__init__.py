@@ -21,6 +21,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.elementary": "log sin cos erf pow",
         "fly.ir.autodiff": "Tape Gradients LoadGradient",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
+        "fly.ir.atomics": "atomic_add atomic_add_bounded fetch_add fetch_wrap load_acquire",
         "fly.ir.control": "range while_ when cond",
         "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",

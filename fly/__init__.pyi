@@ -21,6 +21,10 @@ from fly.ir.memory import (
     Pointer as Pointer, alloc_shared as alloc_shared, store as store, load_bounded as load_bounded,
     store_bounded as store_bounded,
 )
+from fly.ir.atomics import (
+    atomic_add as atomic_add, atomic_add_bounded as atomic_add_bounded, fetch_add as fetch_add,
+    fetch_wrap as fetch_wrap, load_acquire as load_acquire,
+)
 from fly.ir.control import range as range, while_ as while_, when as when, cond as cond
 from fly.lang.kernel import (
     kernel as kernel, Kernel as Kernel, Operand as Operand, occupancy as occupancy,

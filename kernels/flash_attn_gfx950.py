@@ -41,7 +41,6 @@ from typing import Any
 import fly
 from fly.backends.rocdl.intrinsics import (
     Group,
-    buffer_atomic_add,
     s_barrier,
     s_setprio,
     s_waitcnt_lds,
@@ -176,7 +175,7 @@ def attend(
     if debug_counts is not None:
         with fly.when(fly.lane_id() == 0):
             for i, count in enumerate((tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)):
-                buffer_atomic_add(count.to(fly.f32), debug_counts.at(i))
+                fly.atomic_add_bounded(count.to(fly.f32), debug_counts.at(i), 0, 4)
 
 
 class Tiles:

@@ -110,6 +110,91 @@ class Builder:
         return self.elements(self.bitcast(vector, ir.VectorType.get([count], type_)))
 
 
+_ULT = 6  # unsigned less than, in LLVM's comparison numbering
+
+
+def within(b: Builder, offset: ir.Value, bound: ir.Value) -> ir.Value:
+    """Whether an unsigned offset is below a bound."""
+    i1 = ir.IntegerType.get_signless(1)
+    predicate = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), _ULT)
+    return b.value("llvm.icmp", [offset, bound], i1, {"predicate": predicate})
+
+
+def address_of(b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
+    """The address of an unsigned offset of 32 bits, in bytes."""
+    return displaced(b, base, b.value("llvm.zext", [offset], ir.IntegerType.get_signless(64)))
+
+
+def displaced(b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
+    """An address so many bytes further on."""
+    return b.value(
+        "llvm.getelementptr",
+        [base, offset],
+        base.type,
+        {
+            "rawConstantIndices": ir.DenseI32ArrayAttr.get([-(2**31)]),
+            "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
+        },
+    )
+
+
+def where_within(
+    op: ir.Operation, b: Builder, offset: ir.Value, bound: ir.Value, body: Callable[[Builder], None]
+) -> None:
+    """What `body` builds, for the lanes whose offset is below the bound."""
+    branch = b("scf.if", [within(b, offset, bound)], [], regions=2)
+    inside = branch.regions[0].blocks.append()
+    with ir.InsertionPoint(inside):
+        end = ir.Operation.create("scf.yield", loc=op.location)
+    body(Builder(end, b.target))
+
+
+_ADD, _FADD, _UINC_WRAP = 1, 11, 15  # llvm.atomicrmw's numbering, and of orders LLVM's
+_FETCHES = {"add": _ADD, "inc": _UINC_WRAP}
+_ORDERS = {"relaxed": 2, "acquire": 4, "release": 5, "acq_rel": 6}
+
+
+def atomic(b: Builder, kind: int, address: ir.Value, value: ir.Value, scope: str, order: str = "relaxed") -> ir.Value:
+    """`llvm.atomicrmw` of 4 bytes; what was there before."""
+    i64 = ir.IntegerType.get_signless(64)
+    attributes = {
+        "bin_op": ir.IntegerAttr.get(i64, kind),
+        "ordering": ir.IntegerAttr.get(i64, _ORDERS[order]),
+        "syncscope": ir.StringAttr.get(scope),
+        "alignment": ir.IntegerAttr.get(i64, 4),
+    }
+    return b.value("llvm.atomicrmw", [address, value], value.type, attributes)
+
+
+def addition(b: Builder, address: ir.Value, value: ir.Value, scope: str, order: str = "relaxed") -> None:
+    """Add one word: an i32, an f32 or a pair of 16-bit floats."""
+    atomic(b, _ADD if isinstance(value.type, ir.IntegerType) else _FADD, address, value, scope, order)
+
+
+def fetch(b: Builder, operation: str, address: ir.Value, value: ir.Value, scope: str, order: str) -> ir.Value:
+    """ "add" or "inc" of `fly.atomic_fetch`."""
+    return atomic(b, _FETCHES[operation], address, value, scope, order)
+
+
+def load_acquire(b: Builder, op: ir.Operation, scope: str) -> ir.Value:
+    """`fly.load_acquire` as LLVM's."""
+    i64 = ir.IntegerType.get_signless(64)
+    attributes = {
+        "alignment": ir.IntegerAttr.get(i64, 4),
+        "ordering": ir.IntegerAttr.get(i64, _ORDERS["acquire"]),
+        "syncscope": ir.StringAttr.get(scope),
+    }
+    return b.value("llvm.load", [op.operands[0]], op.results[0].type, attributes)
+
+
+def words(b: Builder, value: ir.Value) -> list[ir.Value]:
+    """What atomics add at once, 4 bytes each: an element, or a pair of 16-bit floats as a vector."""
+    if not isinstance(value.type, ir.VectorType):
+        return [value]
+    element = ir.VectorType(value.type).element_type
+    return b.elements(value) if bits(element) == 32 else b.registers(value, f"vector<2x{element}>")
+
+
 def bits(type_: ir.Type) -> int:
     """Size of an integer, float or vector type."""
     if isinstance(type_, ir.VectorType):

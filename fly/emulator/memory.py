@@ -194,11 +194,18 @@ class Memory:
     ) -> np.ndarray:
         """Read-modify-write, lane after lane where addresses repeat; returns the old values (0 outside the mask).
 
+        CDNA3 and CDNA4 ISA, "Memory Atomic Operations": of f32, and of pairs of 16-bit floats (PK), each rounded to
+        the nearest even. The order of lanes and waves is not documented; here it is theirs.
+
+
         Args:
             function: (old, *operands) -> new, on arrays of `dtype`.
         """
         size = np.dtype(dtype).itemsize
         self.check(address, size, mask)
+        if self.shadows:
+            self._follow(address, size, mask, False)
+            self._follow(address, size, mask, True)
         self._is_unaligned(address[mask], size)
         view = self.views[size].view(dtype)
         index = ((address - np.uint64(_BASE)) >> np.uint64(size.bit_length() - 1)).astype(np.int64)

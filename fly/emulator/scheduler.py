@@ -26,7 +26,7 @@ BUDGET = 20_000_000
 class Block:
     """A straight run of instructions: the functions to call, then at most one control instruction."""
 
-    __slots__ = ("condition", "count", "end", "first", "inst", "kind", "runs", "target")
+    __slots__ = ("acquires", "condition", "count", "end", "first", "inst", "kind", "runs", "target")
 
     def __init__(self, first: int, runs: list[Callable[[Group], None]], end: int, inst: Instruction | None):
         self.first, self.runs, self.end, self.inst = first, runs, end, inst
@@ -34,6 +34,7 @@ class Block:
         self.condition = branch_condition(inst) if inst is not None else None
         self.count = end - first
         self.target = -1
+        self.acquires = False  # from other waves: perhaps a turn of a loop that waits for them
 
 
 class Scheduler:
@@ -79,6 +80,7 @@ class Scheduler:
             return block
         machine, runs, i = self.machine, [], first
         inst: Instruction | None = None
+        acquires = False
         while True:
             if i >= len(machine.instructions):
                 raise EmulatorError(f"{machine.kernel.name}: control runs past the end of the kernel")
@@ -87,10 +89,12 @@ class Scheduler:
                 inst, i = current, i + 1
                 break
             runs.append(self._wrap(i, current))
+            acquires = acquires or current.name == "buffer_inv"
             i += 1
             if i in self.leaders:
                 break
         block = Block(first, runs, i, inst)
+        block.acquires = acquires
         if inst is not None and inst.name in BRANCHES:
             target = branch_target(inst)
             if target not in machine.index:
@@ -147,14 +151,21 @@ class Scheduler:
             if not self.ready:
                 self._unblock(force=True)
                 continue
+            if all(g.acquired for g in self.ready):
+                self._unblock(parts=True)
             self._step(self._pick())
 
     def _pick(self) -> Group:
-        """The group that is furthest behind in the program, joined with others at the same place."""
+        """The group that is furthest behind in the program, joined with others at the same place.
+
+        Groups that have just acquired may wait for others, so these come first, and then they go on in turn.
+        """
         ready = self.ready
         if len(ready) == 1:
-            return ready.pop()
-        best = min(range(len(ready)), key=lambda i: ready[i].pc)
+            group = ready.pop()
+            group.acquired = False
+            return group
+        best = min(range(len(ready)), key=lambda i: (ready[i].acquired, not ready[i].acquired and ready[i].pc))
         group = ready.pop(best)
         i = 0
         while i < len(ready):
@@ -162,6 +173,7 @@ class Scheduler:
                 group = Group.merge(group, ready.pop(i))
             else:
                 i += 1
+        group.acquired = False
         return group
 
     def _step(self, g: Group) -> None:
@@ -171,6 +183,7 @@ class Scheduler:
             self._straight(g, block)
             self.counts[block.first] += g.waves
             g.clock += block.count
+            g.acquired |= block.acquires
             if g.clock > self.budget:
                 raise self._endless(g, block)
             kind = block.kind
@@ -193,7 +206,7 @@ class Scheduler:
                 return
             elif kind in JUMPS:
                 self.machine.run_of(block.end - 1)(g)
-            if self.ready:
+            if self.ready or g.acquired:
                 self.ready.append(g)
                 return
 
@@ -246,15 +259,19 @@ class Scheduler:
             self.machine.checker.passed(g)
         self.ready.append(g)
 
-    def _unblock(self, force: bool) -> None:
-        """Release the groups whose workgroups have all arrived; with `force` split groups that are so in part."""
+    def _unblock(self, force: bool = False, parts: bool = False) -> None:
+        """Release the groups whose workgroups have all arrived; with `parts` also those waves of a group.
+
+        `force`: with parts, and it is a fault if there is nothing to release.
+        """
+        parts = parts or force
         waiting, progressed = [], False
         for g in self.blocked:
             free = self.generation[g.wg] > g.phase
             if free.all():
                 self._release(g)
                 progressed = True
-            elif force and free.any():
+            elif parts and free.any():
                 self._release(g.take(np.flatnonzero(free)))
                 waiting.append(g.take(np.flatnonzero(~free)))
                 progressed = True

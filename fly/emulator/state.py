@@ -94,13 +94,14 @@ class Group:
         scc: bool (W, 1).
         wg, wave: int64 (W,), workgroup of the batch and wave in the workgroup.
         phase: number of workgroup barriers passed, int64 (W,).
+        acquired: whether it has read what others release since it was last chosen to go on.
         written, variants: which registers are defined; see `fly.emulator.defined`.
     """
 
     __slots__ = (
-        "address", "barrier", "clock", "flush32", "full", "hazard", "last", "lgkm", "machine", "mask", "mfma",
-        "mode", "pc", "pending", "phase", "previous", "root", "s", "s64", "scc", "sf", "si", "start", "stride",
-        "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
+        "acquired", "address", "barrier", "clock", "flush32", "full", "hazard", "last", "lgkm", "machine", "mask",
+        "mfma", "mode", "pc", "pending", "phase", "previous", "root", "s", "s64", "scc", "sf", "si", "start",
+        "stride", "su", "ticks", "v", "variants", "vf", "vi", "vm", "vu", "wave", "wg", "written",
     )  # fmt: skip
     variants: defined.Variants
     vu: list[NDArray[np.uint32]]
@@ -112,7 +113,7 @@ class Group:
         self.pc = 0
         self.scc = np.zeros((len(wg), 1), bool)
         self.phase = np.zeros(len(wg), np.int64)
-        self.barrier = False
+        self.barrier = self.acquired = False
         self.set_mode(0xF0)
         self.written, self.variants, self.pending, self.clock = 0, (), 0, 0
         self.ticks, self.hazard = 0, 0
@@ -174,7 +175,7 @@ class Group:
     @staticmethod
     def _like(a: Group) -> Group:
         other = Group.__new__(Group)
-        other.machine, other.pc, other.barrier = a.machine, a.pc, a.barrier
+        other.machine, other.pc, other.barrier, other.acquired = a.machine, a.pc, a.barrier, a.acquired
         other.mode, other.flush32 = a.mode, a.flush32
         other.pending, other.clock, other.mfma = a.pending, a.clock, list(a.mfma)
         other.ticks, other.hazard = a.ticks, a.hazard

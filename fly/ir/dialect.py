@@ -15,6 +15,11 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | `fly.load_matrix` | a wave-wide (transposing) load of an operand from shared memory |
 | `fly.load_bounded` | load at base + offset bytes; all zero where offset is not below bound |
 | `fly.store_bounded` | store at base + offset bytes; nothing where offset is not below bound |
+| `fly.atomic_add` | add to global memory, for all of the device, relaxed or (of an i32) release |
+| `fly.atomic_add_bounded` | the same at base + offset bytes; nothing where offset is not below bound |
+| `fly.atomic_fetch` | "add" to, or "inc" in a circle, an i32 of global memory; what it was |
+| `fly.load_acquire` | load an i32 of global memory; what came before its release is seen after it |
+| `fly.publish` | this thread's stores to global memory are part of what another thread of the block releases |
 | `fly.copy_async` | start global to shared, or zeros where `inside` does not hold; gives a token |
 | `fly.copy_direct` | for a whole wave: lane l's bytes land at destination + l * bytes; `shift` moves both sides |
 | `fly.join` | a token that stands for several |
@@ -116,6 +121,46 @@ irdl.dialect @fly {
     irdl.attributes { "align" = %int }
     irdl.operands(value: %any, base: %ptr, offset: %i32, bound: %i32)
   }
+  irdl.operation @atomic_add {
+    %ptr = irdl.base "!llvm.ptr"
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    %relaxed = irdl.is "relaxed"
+    %release = irdl.is "release"
+    %order = irdl.any_of(%relaxed, %release)
+    irdl.attributes { "align" = %int, "order" = %order }
+    irdl.operands(value: %any, address: %ptr)
+  }
+  irdl.operation @atomic_add_bounded {
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %any = irdl.any
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes { "align" = %int }
+    irdl.operands(value: %any, base: %ptr, offset: %i32, bound: %i32)
+  }
+  irdl.operation @atomic_fetch {
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %relaxed = irdl.is "relaxed"
+    %acquire = irdl.is "acquire"
+    %release = irdl.is "release"
+    %acq_rel = irdl.is "acq_rel"
+    %order = irdl.any_of(%relaxed, %acquire, %release, %acq_rel)
+    %add = irdl.is "add"
+    %inc = irdl.is "inc"
+    %operation = irdl.any_of(%add, %inc)
+    irdl.attributes { "order" = %order, "operation" = %operation }
+    irdl.operands(pointer: %ptr, operand: %i32)
+    irdl.results(result: %i32)
+  }
+  irdl.operation @load_acquire {
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    irdl.operands(address: %ptr)
+    irdl.results(result: %i32)
+  }
+  irdl.operation @publish { }
   irdl.operation @copy_async {
     %dst = irdl.base "!llvm.ptr"
     %src = irdl.base "!llvm.ptr"

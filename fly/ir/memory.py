@@ -124,7 +124,12 @@ def store(value: Value, pointer: Pointer, *, align: int | None = None) -> None:
     emit("llvm.store", [value.ir, pointer.ir], [], _access_attributes(align))
 
 
-def _bounded(base: Pointer, offset: Any, bound: Any) -> list[ir.Value]:
+def bounded_operands(base: Pointer, offset: Any, bound: Any) -> list[ir.Value]:
+    """Operands of an access to `base + offset` below a bound.
+
+    Raises:
+        DTypeError: no pointer to global memory, or an offset or bound that is no scalar i32.
+    """
     if base.space != "global":
         raise DTypeError(f"bounded accesses are to global memory, not through {base!r}")
     offset, bound = (i32(x) if isinstance(x, int) else x for x in (offset, bound))
@@ -150,7 +155,7 @@ def load_bounded(
     """
     align = align or dtype.bytes
     _check(base, align)
-    operands = _bounded(base, offset, bound)
+    operands = bounded_operands(base, offset, bound)
     if dtype is i1:
         return load_bounded(base, offset, bound, i8, length, align=align).to(i1)
     attributes = {"align": i64_attribute(align)}
@@ -169,7 +174,7 @@ def store_bounded(value: Value, base: Pointer, offset: Any, bound: Any, *, align
     _check(base, align)
     if value.dtype is i1:
         value = value.to(i8)
-    emit("fly.store_bounded", [value.ir, *_bounded(base, offset, bound)], [], {"align": i64_attribute(align)})
+    emit("fly.store_bounded", [value.ir, *bounded_operands(base, offset, bound)], [], {"align": i64_attribute(align)})
 
 
 def alloc_shared(name: str, size: int, align: int = 16) -> Pointer:

@@ -51,8 +51,14 @@ def wait(token: Token) -> None:
     emit("fly.wait", [token.ir], [])
 
 
-def barrier() -> None:
-    """Every thread of the block arrives before any goes on; shared-memory accesses are ordered across it."""
+def barrier(*, publish: bool = False) -> None:
+    """Every thread of the block arrives before any goes on; shared-memory accesses are ordered across it.
+
+    `publish`: stores and additions to global memory before it are part of what any thread of the block releases after
+    it (`fly.atomic_add(..., order="release")`). On AMD each wave then waits for its own; on NVIDIA it costs nothing.
+    """
+    if publish:
+        emit("fly.publish", [], [])
     emit("fly.barrier", [], [])
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir import memory
+from fly.ir.atomics import atomic_add, atomic_add_bounded
 from fly.ir.control import cond, when
-from fly.ir.dtypes import DType, i32, i64
+from fly.ir.dtypes import DType, i1, i32, i64
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer
 from fly.ir.tape import note_load
-from fly.ir.value import Number, Value, constant, from_elements, select
+from fly.ir.value import Number, Value, as_value, constant, from_elements, select
 from fly.layout import Layout
 
 if TYPE_CHECKING:
@@ -122,6 +123,29 @@ class Tensor:
         if value.length is not None:
             self._require_unit_stride()
         memory.store(value, self.at(*coordinates), align=self.dtype.bytes)
+
+    def atomic_add(self, value: Any, *coordinates: Any, align: int | None = None) -> None:
+        """Add a number, or a scalar or vector (last stride 1), from a coordinate on; nothing where that is outside.
+
+        See `fly.atomic_add`. Of a vector that reaches past the last dimension's end nothing is added. `align`: bytes
+        that divide its address.
+
+        Raises:
+            DTypeError: not of the tensor's dtype, or not what atomics add.
+        """
+        if isinstance(value, Number):
+            value = constant(value, self.dtype)
+        if not isinstance(value, Value) or value.dtype is not self.dtype:
+            raise DTypeError(f"cannot add {value!r} to {self!r}; convert with .to(fly.{self.dtype})")
+        if value.length is not None:
+            self._require_unit_stride()
+        address = self.at(*coordinates)
+        lengths = [1] * (self.rank - 1) + [value.length or 1] * (self.rank > 0)
+        inside = i1(True)
+        for index, length, size in zip(map(as_value, coordinates), lengths, self.shape):
+            inside = inside & (index >= 0) & (index <= size - length)
+        with when(inside):
+            atomic_add(value, address, align=align)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         index = ", ".join(map(repr, key if isinstance(key, tuple) else (key,)))
@@ -377,3 +401,9 @@ class Window:
         bytes_ = self.view.dtype.bytes
         align = min(self.view.alignment, (value.length or 1) * bytes_)
         memory.store_bounded(value, self.base, row * self.pitch + column * bytes_, self.bound, align=align)
+
+    def atomic_add(self, value: Value, row: Any, column: Any) -> None:
+        """Add a scalar or vector to what is at a row and column; past the last row nothing. See `fly.atomic_add`."""
+        bytes_ = self.view.dtype.bytes
+        align = max(4, min(self.view.alignment, (value.length or 1) * bytes_))
+        atomic_add_bounded(value, self.base, row * self.pitch + column * bytes_, self.bound, align=align)

@@ -13,6 +13,7 @@ _ANY = -1
 _READS = {
     "llvm.load": _ANY,
     "fly.load_bounded": _ANY,
+    "fly.load_acquire": _ANY,
     "fly.copy_async": 1,
     "fly.copy_direct": 1,
     "arith.cmpi": _ANY,

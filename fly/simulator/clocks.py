@@ -153,6 +153,38 @@ class Shadow:
         self.reads[by - self.first_reader, words] = clock
 
 
+class Additions:
+    """For each word of 4 bytes that atomics have added to, when each component last did.
+
+    Additions do not race with each other. Who reads or stores plainly must know of all of them.
+    """
+
+    def __init__(self, words: int):
+        self._row = np.full(words, NOBODY, np.int32)
+        self._times = np.zeros((0, 0), np.int32)
+        self._used = 0
+
+    def late(self, words: np.ndarray, clocks: np.ndarray) -> int | None:
+        """The first word with an addition that `clocks` does not know of."""
+        found = words[self._row[words] != NOBODY]
+        return _first((self._times[self._row[found]] > clocks).any(axis=1), found) if len(found) else None
+
+    def add(self, words: np.ndarray, component: int, now: int, components: int) -> None:
+        """By a component at its time, of so many."""
+        fresh = np.unique(words[self._row[words] == NOBODY])
+        self._row[fresh] = np.arange(self._used, self._used + len(fresh))
+        self._used += len(fresh)
+        if self._used > len(self._times):
+            grown = np.zeros((2 * self._used, components), np.int32)
+            grown[: len(self._times), : self._times.shape[1]] = self._times
+            self._times = grown
+        self._times[self._row[words], component] = now
+
+    def forget(self, words: np.ndarray) -> None:
+        """Words have been stored by who knew of all additions to them."""
+        self._row[words] = NOBODY
+
+
 def _at(table: np.ndarray, words: Words) -> np.ndarray:
     """Columns of a table."""
     return table[:, words] if isinstance(words, slice) else table.take(words, axis=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, HOST, Conflict, Parties, Party, Shadow, words_of
+from fly.simulator.clocks import ASYNC, HOST, Additions, Conflict, Parties, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class GlobalMemory:
         self.regions = [region for region in regions if region.nbytes]
         self.spans = [Span(*ends) for ends in _merged(self.regions)]
         self.starts = np.array([span.start for span in self.spans], np.int64)
+        self.changes = 0  # stores and additions so far
 
     def span(self, low: int, high: int) -> Span:
         """The memory that holds bytes `low` to `high`.
@@ -81,6 +82,7 @@ class GlobalMemory:
                     for party in parties.of(lanes):
                         words = words_of(offsets[party.lanes], size, 1)
                         self._check(span.shadow.unseen(words, party.clocks), span, "reads")
+                self._check_added(span, offsets, size, parties.of(lanes), "reads")
         return data
 
     def write(self, addresses: np.ndarray, data: np.ndarray, align: int, parties: Parties) -> None:
@@ -89,6 +91,8 @@ class GlobalMemory:
         for span, lanes in self._apart(addresses, data.shape[1]):
             offsets, values, who = addresses[lanes] - span.start, data[lanes], parties.of(lanes)
             span.begin_writing()
+            self.changes += 1
+            self._check_added(span, offsets, data.shape[1], who, "writes")
             if not store_together(span.bytes, span.shadow, offsets, values, who, ASYNC, 1):
                 for party in who:
                     self.put(span, offsets[party.lanes], values[party.lanes], party)
@@ -96,11 +100,46 @@ class GlobalMemory:
     def put(self, span: Span, offsets: np.ndarray, data: np.ndarray, party: Party) -> None:
         """Store runs of bytes, (offsets, bytes). The same bytes again may be stored with nothing that orders that."""
         words = words_of(offsets, data.shape[1], 1)
+        self.changes += 1
         if (gather(span.bytes, offsets, data.shape[1]) != data).any():
             self._check(span.shadow.unordered(words, party.clocks), span, "writes")
         span.begin_writing()
         span.shadow.wrote(words, ASYNC, party.component, party.now)
         scatter(span.bytes, offsets, data)
+
+    def add(self, addresses: np.ndarray, values: np.ndarray, align: int, parties: Parties) -> None:
+        """Add (lanes, elements) numbers atomically, lane after lane, of which each of `parties` adds its own.
+
+        Raises:
+            Finding: a plain store to a place is not ordered with the addition, or an address is wrong.
+        """
+        check_alignment(addresses, align)
+        size = values.shape[1] * values.itemsize
+        self.changes += 1
+        for span, lanes in self._apart(addresses, size):
+            offsets, numbers = addresses[lanes] - span.start, values[lanes]
+            span.begin_writing()
+            for party in parties.of(lanes):
+                own = offsets[party.lanes]
+                self._check(span.shadow.unordered(words_of(own, size, 1), party.clocks), span, "adds to")
+                span.additions.add(span.units(own, size), party.component, party.now, len(party.clocks))
+            for i in range(values.shape[1]):
+                elements, places = span.elements(values.dtype, offsets + i * values.itemsize)
+                np.add.at(elements, places, numbers[:, i])
+
+    def _check_added(self, span: Span, offsets: np.ndarray, size: int, parties: Parties, does: str) -> None:
+        """Raises a Finding where one of `parties` does not know of an addition; what it writes takes their place."""
+        if span.added is None:
+            return
+        for party in parties:
+            units = span.units(offsets[party.lanes], size)
+            late = span.added.late(units, party.clocks)
+            if late is not None:
+                place = self._named(span, 4 * late - span.start % 4)
+                what = f"{does} {place}, which another warp added to with an atomic"
+                raise Finding("global-race", f"{what}, with nothing that orders the two")
+            if does == "writes":
+                span.added.forget(units)
 
     def check_fetch(self, span: Span, offsets: np.ndarray, size: int, clocks: np.ndarray) -> None:
         """Raises a Finding where a bulk copy reads what the launch has stored: the dialect has no fence for that."""
@@ -154,6 +193,31 @@ class Span:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]  # takes any buffer
         self.before: np.ndarray | None = None  # what was there before the first store
         self._shadow: Shadow | None = None
+        self.added: Additions | None = None  # None while there are none
+
+    @property
+    def additions(self) -> Additions:
+        """The atomic additions, of words of 4 bytes from the multiple of 4 at or below `start` on."""
+        if self.added is None:
+            self.added = Additions((self.end - self.start + 3) // 4 + 1)
+        return self.added
+
+    def units(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """The words of 4 bytes that runs of bytes touch."""
+        first = offsets + self.start % 4
+        return np.unique((first[:, None] + np.arange(size)) // 4)
+
+    def load_word(self, address: int) -> np.int32:
+        """An i32."""
+        start = address - self.start
+        word: np.int32 = self.bytes[start : start + 4].view(np.int32)[0]
+        return word
+
+    def elements(self, dtype: np.dtype[np.generic], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The memory as numbers, and which of them lie at offsets."""
+        skipped = -self.start % dtype.itemsize
+        whole = (len(self.bytes) - skipped) // dtype.itemsize * dtype.itemsize
+        return self.bytes[skipped : skipped + whole].view(dtype), (offsets - skipped) // dtype.itemsize
 
     @property
     def written(self) -> bool:

@@ -40,6 +40,9 @@ class Role(Warps):
         self.stored = [Stores() for _ in range(self.warps)]
         self.late: dict[int, Callable[[], None]] = {}  # products whose operands are read at the wait
         self.issued = 0  # asynchronous copies
+        self._polled: tuple[tuple[int, bytes], int] | None = (
+            None  # the last load_acquire, when memory had changed so often
+        )
         self.landing: dict[int, Callable[[], None]] = {}  # of those, what is done when they are waited for
 
     def check_end(self) -> None:
@@ -113,6 +116,22 @@ class Role(Warps):
     def meet(self, node: Node, m: Mask) -> Waiting:
         """S_BARRIER: warps of a block come to it wherever they are."""
         yield from self._sync(node, m, 0, self.wave * self.block.components.warps)
+
+    def load_acquire(self, node: Node, m: Mask, address: Any) -> Waiting:
+        """What is at each lane's address. Who looks again while no memory has changed lets the others go on."""
+        yield from self.pause()
+        memory, places = self.block.memory, np.broadcast_to(np.asarray(address, np.int64), self.lanes)
+        polled = node.place, places[self.indices(m)].tobytes()
+        if self._polled == (polled, memory.changes):
+            seen = memory.changes
+            yield (lambda: memory.changes != seen), lambda: "a counter in global memory to change"
+        self._polled = polled, memory.changes
+        found = np.zeros(self.lanes, np.int32)
+        for lane in self.indices(m):
+            place = int(places[lane])
+            found[lane] = memory.span(place, place + 4).load_word(place)
+            self.hand_on(place, int(self.warp_of[lane]), "acquire")
+        return found if m is None or m.sum() > 1 else found[m][0]
 
     def barrier_sync(self, node: Node, m: Mask, number: Any, threads: Any) -> Waiting:
         yield from self._sync(node, m, number, threads)

@@ -37,7 +37,9 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "llvm.store": ("store", ("alignment",)),
     "llvm.atomicrmw": ("atomic_add", ("bin_op",)),
     "hopper.elect": ("elect", ()),
-    "hopper.atomic": ("atomic", ("order", "operation")),
+    "fly.atomic_add": ("accumulate", ("align", "order")),
+    "fly.atomic_add_bounded": ("accumulate_bounded", ("align",)),
+    "fly.atomic_fetch": ("atomic", ("order", "operation")),
     "hopper.ldmatrix_turned": ("ldmatrix_turned", ()),
     "hopper.stmatrix": ("stmatrix", ()),
     "hopper.prmt": ("prmt", ()),
@@ -55,6 +57,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "fly.barrier": ("barrier", ()),
+    "fly.load_acquire": ("load_acquire", ()),
     "llvm.amdgcn.s.barrier": ("meet", ()),
     "hopper.barrier_sync": ("barrier_sync", ()),
     "hopper.barrier_arrive": ("barrier_arrive", ()),
@@ -68,7 +71,11 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }
 _PACE = ("s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
-_IGNORED = {"fly.sched", *(f"llvm.amdgcn.{name}" for name in _PACE)}  # they order nothing that is told apart here
+_IGNORED = {
+    "fly.sched",
+    "fly.publish",
+    *(f"llvm.amdgcn.{name}" for name in _PACE),
+}  # they order nothing that is told apart here
 _PROCEED = ("scf.yield", "scf.condition", "func.return")
 
 

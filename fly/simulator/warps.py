@@ -363,20 +363,46 @@ class Warps:
         return span.bytes[start : start + dtype.itemsize].view(dtype)
 
     def atomic(self, node: Node, m: Mask, address: Any, operand: Any, *, order: str, operation: str) -> Any:
-        """`add`, or `inc`: count up to the operand and then from 0; `acq_rel` hands on what others know."""
+        """`add`, or `inc`: count up to the operand and then from 0; see `hand_on` for the order."""
         before = np.zeros(self.lanes, np.int32)
         operands, places = (np.broadcast_to(v, self.lanes) for v in (operand, address))
+        self.block.memory.changes += 1
         for lane in self.indices(m):
             word, place = self.word(int(places[lane]), np.dtype(np.uint32)), int(places[lane])
             old, given = int(word[0]), int(operands[lane]) & 0xFFFFFFFF
             before[lane] = np.uint32(old).view(np.int32)
             word[0] = (old + given) & 0xFFFFFFFF if operation == "add" else 0 if old >= given else old + 1
-            if order == "acq_rel":
-                warp = int(self.warp_of[lane])
-                known = self.block.atomics.setdefault(place, np.zeros_like(self.clocks[0]))
-                np.maximum(known, self.released([warp]), out=known)
-                self.learn([warp], known)
+            self.hand_on(place, int(self.warp_of[lane]), order)
         return before if m is None or m.sum() > 1 else before[m][0]
+
+    def hand_on(self, place: int, warp: int, order: str) -> None:
+        """A release leaves what the warp knows at a counter, an acquire takes what releases have left there."""
+        known = self.block.atomics.setdefault(place, np.zeros_like(self.clocks[0]))
+        if order in ("release", "acq_rel"):
+            np.maximum(known, self.released([warp]), out=known)
+        if order in ("acquire", "acq_rel"):
+            self.learn([warp], known)
+
+    def accumulate(
+        self, node: Node, m: Mask, value: Any, address: Any, *, align: int, order: str = "relaxed"
+    ) -> None:
+        """Add without an answer, lane after lane."""
+        type_ = node.operand_types[0]
+        if type_.dtype == np.int32:
+            self.atomic(node, m, address, value, order=order, operation="add")
+            return
+        indices, length = self.indices(m), type_.length or 1
+        rows = np.asarray(value).reshape(-1, length)
+        rows = np.broadcast_to(rows, (self.lanes, length))[indices]
+        places = np.broadcast_to(np.asarray(address, np.int64), self.lanes)[indices]
+        self.block.memory.add(places, rows, align, self.parties(indices))
+
+    def accumulate_bounded(
+        self, node: Node, m: Mask, value: Any, base: Any, offset: Any, bound: Any, *, align: int
+    ) -> None:
+        inside = self.inside(m, base, offset, bound, node.operand_types[0].bytes)
+        if inside is not False:
+            self.accumulate(node, inside, value, address_of(base, offset), align=align)
 
     def load_matrix(self, node: Node, m: Mask, address: Any, *, atom: str) -> np.ndarray:
         self.whole_warps(m, "a matrix load")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import fly
-from fly.backends.nvvm.intrinsics import WARPGROUP, atomic_wrap, barrier_any, barrier_sync
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_any, barrier_sync
 from fly.ir import memory
 
 from ..problem.features import Given
@@ -47,7 +47,7 @@ class Combination:
         last = schedule.splits - 1
 
         def count() -> fly.Value:
-            is_last: fly.Value = atomic_wrap(schedule.counters.at(FIRST_ARRIVAL + tile), last) == last
+            is_last: fly.Value = fly.fetch_wrap(last, schedule.counters.at(FIRST_ARRIVAL + tile)) == last
             return is_last
 
         with fly.when(barrier_any(self.barrier, WARPGROUP, fly.cond(thread == 0, count, lambda: fly.i1(False)))):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.nvvm.intrinsics import atomic_add, atomic_wrap
 from fly.backends.nvvm.mbarrier import Position, Ring
 
 from ..problem.features import NOTHING, Given
@@ -141,11 +140,12 @@ class Schedule:
 
     def take(self) -> fly.Value:
         """A number that no other block has had, by one thread; its answer takes as long as a key tile."""
-        return atomic_add(self.counters.at(0), 1) + fly.grid_dim.x
+        return fly.fetch_add(1, self.counters.at(0)) + fly.grid_dim.x
 
     def finish(self) -> None:
         """By one thread of each block at its end: the last one leaves the counters as it found them."""
-        with fly.when(atomic_wrap(self.counters.at(1), fly.grid_dim.x - 1) == fly.grid_dim.x - 1):
+        ended = self.counters.at(1)
+        with fly.when(fly.fetch_wrap(fly.grid_dim.x - 1, ended) == fly.grid_dim.x - 1):
             self.counters.store(fly.i32(0), 0)
 
     def find(self, number: fly.Value) -> Work:

@@ -10,8 +10,6 @@ from fly.backends.artefact import Artefact
 from fly.backends.nvvm import tma, wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
-    atomic_add,
-    atomic_wrap,
     barrier_any,
     barrier_arrive,
     barrier_sync,
@@ -205,8 +203,8 @@ def asked(out: fly.Tensor, number: fly.i32):
 def counted(counters: fly.Tensor, groups: fly.Tensor, last: fly.i32):
     """One thread of every warp counts, up and in a circle; every thread says which warpgroup it is in."""
     with fly.when(elect_one()):
-        atomic_add(counters.at(0), 1)
-        atomic_wrap(counters.at(1), last)
+        fly.fetch_add(1, counters.at(0))
+        fly.fetch_wrap(last, counters.at(1))
     groups.store(warpgroup_id(), fly.thread_id.x)
 
 

@@ -67,13 +67,13 @@ EMITTED = {
         lambda box, x, n: intrinsics.elect_one(),
         r'elect.sync _|p, 0xffffffff;\0Aselp.u32 $0, 1, 0, p;\0A}", "=r,~{memory}" : () -> i32',
     ),
-    "atomic_add": (
-        lambda box, x, n: intrinsics.atomic_add(x.at(n), 5),
+    "fetch_add": (
+        lambda box, x, n: fly.fetch_add(5, x.at(n)),
         '"atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "=r,l,r,~{memory}" %{{.*}}, %c5_i32 : '
         "(!llvm.ptr<1>, i32) -> i32",
     ),
-    "atomic_wrap": (
-        lambda box, x, n: intrinsics.atomic_wrap(x.at(0), n),
+    "fetch_wrap": (
+        lambda box, x, n: fly.fetch_wrap(n, x.at(0)),
         '"atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}" %{{.*}}, %arg3 : '
         "(!llvm.ptr<1>, i32) -> i32",
     ),
@@ -294,12 +294,12 @@ REFUSED = {
         "selector of bytes is <f32>; expected an integer or a traced i32",
     ),
     "atomic of shared": (
-        lambda box, x, n: intrinsics.atomic_add(shared(), 1),
+        lambda box, x, n: fly.fetch_add(1, shared()),
         DTypeError,
         "atomic of <shared pointer>; expected a pointer to global memory",
     ),
     "atomic of a float": (
-        lambda box, x, n: intrinsics.atomic_wrap(x.at(0), fly.f32(1.0)),
+        lambda box, x, n: fly.fetch_wrap(fly.f32(1.0), x.at(0)),
         DTypeError,
         "operand of an atomic is <f32>; expected an integer or a traced i32",
     ),

@@ -86,10 +86,6 @@ OPERATIONS = {
         '%r = "hopper.elect"() : () -> i32',
         r'"{\0A.reg .pred p;\0Aelect.sync _|p, 0xffffffff;\0Aselp.u32 $0, 1, 0, p;\0A}", "=r,~{memory}" : () -> i32',
     ),
-    "atomic": (
-        '%r = "hopper.atomic"(%src, %i) {order = "acq_rel", operation = "inc"} : (!llvm.ptr<1>, i32) -> i32',
-        '"atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}" %arg0, %arg2',
-    ),
     "ldmatrix_turned": (
         f'%r:4 = "hopper.ldmatrix_turned"(%i) : (i32) -> ({WORDS})',
         '"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}" %arg2 '
@@ -258,10 +254,6 @@ MALFORMED = {
         '"hopper.setmaxnreg"() {action = "keep", registers = 40} : () -> ()',
         "'\"keep\"' does not satisfy the constraint",
     ),
-    "an unknown order": (
-        '%r = "hopper.atomic"(%src, %i) {order = "weak", operation = "add"} : (!llvm.ptr<1>, i32) -> i32',
-        "'\"weak\"' does not satisfy the constraint",
-    ),
     "an address for a map": ('"hopper.tma_prefetch"(%i) : (i32) -> ()', "expected base type 'llvm.ptr'"),
     "coordinates of i64": (
         '"hopper.tma_load"(%i, %map, %i, %i, %d) : (i32, !llvm.ptr, i32, i32, i64) -> ()',
@@ -360,14 +352,6 @@ CALLS = {
         '"hopper.setmaxnreg"() {action = "inc", registers = 240 : i64}',
     ),
     "elect": (lambda m, x, n: intrinsics.elect_one(), '"hopper.elect"() : () -> i32'),
-    "atomic_add": (
-        lambda m, x, n: intrinsics.atomic_add(x.at(0), n),
-        '"hopper.atomic"(%{{.*}}, %arg3) {operation = "add", order = "relaxed"} : (!llvm.ptr<1>, i32) -> i32',
-    ),
-    "atomic_wrap": (
-        lambda m, x, n: intrinsics.atomic_wrap(x.at(0), n),
-        '"hopper.atomic"(%{{.*}}, %arg3) {operation = "inc", order = "acq_rel"}',
-    ),
     "ldmatrix_turned": (
         lambda m, x, n: intrinsics.load_matrices_turned(box()),
         f'"hopper.ldmatrix_turned"(%{{{{.*}}}}) : (i32) -> ({WORDS})',
@@ -470,7 +454,7 @@ def test_a_wait_has_room_for_so_many_accumulators():
 
 
 def test_what_an_atomic_changes_is_written():
-    assert written_arguments(called(lambda m, x, n: intrinsics.atomic_add(x.at(n), 1))) == (1,)
+    assert written_arguments(called(lambda m, x, n: fly.fetch_add(1, x.at(n)))) == (1,)
     assert written_arguments(called(lambda m, x, n: intrinsics.sync_warp())) == ()
 
 

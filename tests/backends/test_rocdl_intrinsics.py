@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import fly
-from fly.backends.rocdl.intrinsics import Group, buffer_atomic_add, s_setprio, sched_group_barrier, sched_groups
-from fly.errors import DTypeError, ShapeError
+from fly.backends.rocdl.intrinsics import Group, s_setprio, sched_group_barrier, sched_groups
+from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from tests.isa import opcodes
 from tests.tracing import matrix, trace
@@ -71,28 +70,3 @@ def test_one_group():
 def test_priorities(level):
     with pytest.raises(ShapeError, match=f"priority {level} is out of range; expected 0 to 3"):
         trace(lambda: s_setprio(level))
-
-
-@fly.kernel
-def tally(out: fly.Tensor):
-    """Every wave adds one to out[0], and its number of lanes to out[1]."""
-    with fly.when(fly.lane_id() == 0):
-        buffer_atomic_add(fly.f32(1.0), out.at(0))
-        buffer_atomic_add(fly.f32(64.0), out.at(1))
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_atomic_additions(arch, monkeypatch):
-    monkeypatch.setenv("FLY_ARCH", arch)
-    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
-    out = np.array([0.5, 0.0, 7.0], np.float32)
-    tally[3, 256](out)
-    assert out.tolist() == [12.5, 768.0, 7.0]
-
-
-def test_only_numbers_of_32_bits_are_added():
-    def body(out: fly.Tensor):
-        buffer_atomic_add(fly.i32(1), out.at(0))
-
-    with pytest.raises(DTypeError, match="buffer_atomic_add takes a scalar f32, not <i32>"):
-        trace(body, matrix("i32"))

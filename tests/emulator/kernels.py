@@ -25,6 +25,17 @@ attributes #1 = { "amdgpu-flat-work-group-size"="64,64" }
 """
 
 # out[i] = a[255 - i] of each block of 256, in `n` elements, through LDS, twice over
+ADD_ONE = """
+define amdgpu_kernel void @add_one(ptr addrspace(1) %out) #1 {
+  %t = call i32 @llvm.amdgcn.workitem.id.x()
+  %p = getelementptr float, ptr addrspace(1) %out, i32 %t
+  %old = atomicrmw fadd ptr addrspace(1) %p, float 1.0 syncscope("agent") monotonic
+  ret void
+}
+declare i32 @llvm.amdgcn.workitem.id.x()
+attributes #1 = { "amdgpu-unsafe-fp-atomics"="true" "amdgpu-flat-work-group-size"="64,64" }
+"""
+
 REVERSE = (
     """
 @lds = internal addrspace(3) global [256 x float] poison, align 16

@@ -13,7 +13,7 @@ import pytest
 from fly.emulator import Region
 from fly.emulator.decode import Instruction
 from fly.errors import EmulatorError, EmulatorReportError
-from tests.emulator.kernels import DIRECT, MATRIX, REVERSE, Patch, run
+from tests.emulator.kernels import ADD_ONE, DIRECT, MATRIX, REVERSE, Patch, run
 from tests.emulator.toolchain import build
 
 ARCHES = ("gfx942", "gfx950")
@@ -139,6 +139,18 @@ def test_a_missing_bounds_clamp_is_a_fault_that_names_the_allocation(arch: str) 
         patch.put(mask, struct.pack("<I", mask.raw & ~0xFF | 126))
     with pytest.raises(EmulatorError, match=r"out-of-bounds.*(global_load|global_store).*argument"):
         run(patch.code, "reverse", (2,), (256,), [a, out, 500])
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_additions_to_uninitialised_memory_are_found(arch: str) -> None:
+    """As to a gradient that nobody has cleared."""
+    out = np.zeros(64, np.float32)
+    fresh = Region(out.ctypes.data, out.nbytes, "out", initialised=False)
+    with pytest.raises(EmulatorReportError, match=r"uninitialised-memory.*global_atomic_add_f32"):
+        run(build(ADD_ONE, arch), "add_one", (1,), (64,), [fresh])
+    cleared = np.zeros(64, np.float32)
+    run(build(ADD_ONE, arch), "add_one", (1,), (64,), [cleared])
+    assert (cleared == 1).all()
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -272,6 +272,15 @@ def test_loads_of_16_bytes_a_lane_pass_every_16_cycles():
     assert issues(body, skip=4, array=4096)[4] == 4 + 300 + 2 * 31 + 2  # 368: the first of them arrives at 304
 
 
+def test_atomics_pass_l2_at_their_rate():
+    adds = "\n".join(f"global_atomic_add_f32 v2, v4, s[4:5] offset:{256 * i}" for i in range(4))
+    body = f"v_mov_b32 v4, 0\n{POINTER}\n{adds}\ns_waitcnt vmcnt(0)"
+    cycles = issues(body, skip=5, array=4096, atomic_rate=8)
+    # lanes are 16 bytes apart: eight lines of 128 bytes each, 16 cycles a line, from the first one's arrival on
+    assert cycles[4] == 4 + 300 + 4 * 8 * 16
+    assert issues(body, skip=5, array=4096, atomic_rate=16)[4] == 4 + 300 + 4 * 8 * 8
+
+
 def test_the_address_unit_takes_a_limited_number_of_instructions():
     loads = "\n".join("global_load_dwordx4 v[4:7], v2, s[4:5]" for _ in range(20))
     cycles = issues(f"{POINTER}\n{loads}", skip=4, array=1024, memory_queue=4)

@@ -198,8 +198,7 @@ def a_count_that_orders_nothing(g, right):
         g.out.store(thread() + 5, block * 32 + thread())
     fly.barrier()
     with fly.when(thread() == 0):
-        count = intrinsics.atomic_wrap if right else intrinsics.atomic_add
-        last.store(count(g.out.at(255), 2 if right else 1), 0)
+        last.store(fly.fetch_add(1, g.out.at(255), order="acq_rel" if right else "relaxed"), 0)
     fly.barrier()
     with fly.when((last.load(0) == 2) & (thread() < 32)):
         g.out.store(g.out.load(thread()) + g.out.load(32 + thread()), 128 + thread())  #!

@@ -14,8 +14,6 @@ import fly
 from fly import config
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
-    atomic_add,
-    atomic_wrap,
     barrier_any,
     barrier_arrive,
     barrier_sync,
@@ -135,7 +133,7 @@ def elected(counts: fly.Tensor, lanes: fly.Tensor):
     thread = fly.thread_id.x
     for turn in range(2):
         with fly.when(elect_one()):
-            atomic_add(counts.at(turn), 1)
+            fly.fetch_add(1, counts.at(turn))
             lanes.store(thread, turn, fly.block_id.x, thread // 32)
 
 
@@ -151,8 +149,8 @@ def test_one_thread_of_each_warp_is_elected():
 def counting(counters: fly.Tensor, before: fly.Tensor, last: fly.i32, step: fly.i32):
     """Every thread adds `step` to one counter and counts in a circle on another; what it found there."""
     thread = fly.block_id.x * 64 + fly.thread_id.x
-    before.store(atomic_add(counters.at(0), step), 0, thread)
-    before.store(atomic_wrap(counters.at(1), last), 1, thread)
+    before.store(fly.fetch_add(step, counters.at(0)), 0, thread)
+    before.store(fly.fetch_wrap(last, counters.at(1)), 1, thread)
 
 
 @settings(max_examples=8, deadline=None)
@@ -178,7 +176,7 @@ def last_one_adds(source: fly.Tensor, parts: fly.Tensor, counters: fly.Tensor, o
     parts.store(source.load(x, y, thread) * 2.0, x, y, thread)
     fly.barrier()
     with fly.when(thread == 0):
-        is_last.store(fly.select(atomic_wrap(counters.at(y), blocks - 1) == blocks - 1, 1, 0), 0)
+        is_last.store(fly.select(fly.fetch_wrap(blocks - 1, counters.at(y)) == blocks - 1, 1, 0), 0)
     fly.barrier()
     with fly.when(is_last.load(0) == 1):
         for i, total in (loop := fly.range(blocks, carry=fly.f32(0.0))):
@@ -209,7 +207,7 @@ def persistent(counter: fly.Tensor, source: fly.Tensor, out: fly.Tensor):
     def take() -> fly.Value:
         fly.barrier()  # all have read the last one
         with fly.when(thread == 0):
-            taken.store(atomic_add(counter.at(0), 1), 0)
+            taken.store(fly.fetch_add(1, counter.at(0)), 0)
         fly.barrier()
         return fly.first_lane(taken.load(0))
 

@@ -11,7 +11,6 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.barrier_any` | `barrier_sync`, and 1 if the condition is not 0 in any of the threads, else 0 |
 | `hopper.setmaxnreg` | raise ("inc") or lower ("dec") a warpgroup's `registers` a thread |
 | `hopper.elect` | 1 in one thread of the warp, the same one each time, and 0 in the others |
-| `hopper.atomic` | "add" to, or "inc" in a circle, an i32 of global memory, for all of the device; what it was |
 | `hopper.ldmatrix_turned` | four 8 by 8 matrices of 16-bit elements from shared memory, transposed, by a warp |
 | `hopper.stmatrix` | four of them to shared memory, as they are, by a warp |
 | `hopper.prmt` | any four of the eight bytes of two words |
@@ -76,19 +75,6 @@ irdl.dialect @hopper {{
   }}
   irdl.operation @elect {{
     %i32 = irdl.is i32
-    irdl.results(result: %i32)
-  }}
-  irdl.operation @atomic {{
-    %ptr = irdl.base "!llvm.ptr"
-    %i32 = irdl.is i32
-    %relaxed = irdl.is "relaxed"
-    %acq_rel = irdl.is "acq_rel"
-    %order = irdl.any_of(%relaxed, %acq_rel)
-    %add = irdl.is "add"
-    %inc = irdl.is "inc"
-    %operation = irdl.any_of(%add, %inc)
-    irdl.attributes {{ "order" = %order, "operation" = %operation }}
-    irdl.operands(pointer: %ptr, operand: %i32)
     irdl.results(result: %i32)
   }}
   irdl.operation @ldmatrix_turned {{

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fly.backends.nvvm.emit import as_i32, operation, shared_address
-from fly.errors import DTypeError, ShapeError
+from fly.errors import ShapeError
 from fly.ir.context import current
 from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
@@ -77,24 +77,6 @@ def warpgroup_id() -> Value:
     if current().block[0] % WARPGROUP:
         raise ShapeError(f"a block of {current().block[0]} threads does not divide into warpgroups of {WARPGROUP}")
     return first_lane(linear_thread() // WARPGROUP)
-
-
-def _atomic(order: str, kind: str, pointer: Pointer, operand: Any) -> Value:
-    if not isinstance(pointer, Pointer) or pointer.space != "global":
-        raise DTypeError(f"atomic of {pointer!r}; expected a pointer to global memory")
-    operands = [pointer, as_i32(operand, "operand of an atomic")]
-    (before,) = operation("atomic", operands, [i32.mlir], {"order": order, "operation": kind})
-    return Value(before, i32)
-
-
-def atomic_add(pointer: Pointer, value: Any) -> Value:
-    """Add to an i32 in global memory, for all of the device; what it was before."""
-    return _atomic("relaxed", "add", pointer, value)
-
-
-def atomic_wrap(pointer: Pointer, last: Any) -> Value:
-    """Count an i32 in global memory up from 0 to `last` and then to 0 again; what it was before."""
-    return _atomic("acq_rel", "inc", pointer, last)
 
 
 def load_matrices_turned(pointer: Pointer) -> tuple[Value, Value, Value, Value]:

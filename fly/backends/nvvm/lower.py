@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from mlir import ir
 
-from fly.backends.lowering import Builder, Lower, each_element, per_element
+from fly.backends.lowering import (
+    Builder,
+    Lower,
+    addition,
+    address_of,
+    displaced,
+    each_element,
+    load_acquire,
+    per_element,
+    where_within,
+    within,
+    words,
+)
 from fly.backends.nvvm import lower_hopper
+from fly.backends.nvvm.inline import assembly
 from fly.backends.target import Target
 from fly.passes.walk import integer, string
 
 _IDS = {"thread_id": "tid", "block_id": "ctaid", "grid_dim": "nctaid"}
-_ULT = 6  # unsigned less than, in LLVM's comparison numbering
 
 
 def _id(op: ir.Operation, b: Builder) -> ir.Value:
@@ -78,26 +90,6 @@ def _load_matrix(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(words, op.results[0].type)
 
 
-def _within(b: Builder, offset: ir.Value, bound: ir.Value) -> ir.Value:
-    i1 = ir.IntegerType.get_signless(1)
-    predicate = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), _ULT)
-    return b.value("llvm.icmp", [offset, bound], i1, {"predicate": predicate})
-
-
-def _address(b: Builder, base: ir.Value, offset: ir.Value) -> ir.Value:
-    # offsets are unsigned 32-bit bytes
-    wide = b.value("llvm.zext", [offset], ir.IntegerType.get_signless(64))
-    return b.value(
-        "llvm.getelementptr",
-        [base, wide],
-        base.type,
-        {
-            "rawConstantIndices": ir.DenseI32ArrayAttr.get([-(2**31)]),
-            "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(8)),
-        },
-    )
-
-
 def _access(align: int) -> dict[str, ir.Attribute]:
     i64 = ir.IntegerType.get_signless(64)
     return {"alignment": ir.IntegerAttr.get(i64, align), "ordering": ir.IntegerAttr.get(i64, 0)}
@@ -106,12 +98,12 @@ def _access(align: int) -> dict[str, ir.Attribute]:
 def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
     base, offset, bound = op.operands
     result = op.results[0].type
-    branch = b("scf.if", [_within(b, offset, bound)], [result], regions=2)
+    branch = b("scf.if", [within(b, offset, bound)], [result], regions=2)
     inside, outside = (region.blocks.append() for region in branch.regions)
     with ir.InsertionPoint(inside):
         end = ir.Operation.create("scf.yield", operands=[base], loc=op.location)
     loader = Builder(end, b.target)
-    loaded = loader.value("llvm.load", [_address(loader, base, offset)], result, _access(integer(op, "align")))
+    loaded = loader.value("llvm.load", [address_of(loader, base, offset)], result, _access(integer(op, "align")))
     loader("scf.yield", [loaded], [])
     end.erase()
     with ir.InsertionPoint(outside):
@@ -122,12 +114,68 @@ def _load_bounded(op: ir.Operation, b: Builder) -> ir.Value:
 
 def _store_bounded(op: ir.Operation, b: Builder) -> None:
     value, base, offset, bound = op.operands
-    branch = b("scf.if", [_within(b, offset, bound)], [], regions=2)
-    inside = branch.regions[0].blocks.append()
-    with ir.InsertionPoint(inside):
-        end = ir.Operation.create("scf.yield", loc=op.location)
-    storer = Builder(end, b.target)
-    storer("llvm.store", [value, _address(storer, base, offset)], [], _access(integer(op, "align")))
+
+    def store(inside: Builder) -> None:
+        inside("llvm.store", [value, address_of(inside, base, offset)], [], _access(integer(op, "align")))
+
+    where_within(op, b, offset, bound, store)
+
+
+_SCOPE = "device"  # LLVM's name for all threads of the GPU
+
+
+def _add(b: Builder, address: ir.Value, value: ir.Value, align: int, order: str) -> None:
+    """RED, which gives nothing back, of up to 16 bytes at once on Hopper.
+
+    Assembly: LLVM's NVPTX makes relaxed ATOM of any order, and loops of pairs.
+    """
+    element = ir.VectorType(value.type).element_type if isinstance(value.type, ir.VectorType) else value.type
+    type_ = {"i32": "u32", "f32": "f32", "f16": "noftz.f16x2", "bf16": "noftz.bf16x2"}[str(element)]
+    left, at = words(b, value), 0
+    if type_ == "noftz.bf16x2" and not b.target.hopper:
+        for i, word in enumerate(left):  # no instruction: LLVM makes a loop that compares and swaps
+            addition(b, displaced(b, address, b.constant(4 * i, 64)), word, _SCOPE)
+        return
+    most = align // 4 if b.target.hopper else 1
+    ftz, _, number = type_.rpartition(".")
+    register = ("r" if number != "f32" else "f", "i32" if number != "f32" else "f32")
+    while at < len(left):
+        count = next(n for n in (4, 2, 1) if n <= most and at + n <= len(left))
+        kinds = [part for part in ("red", order, "gpu.global.add", ftz, f"v{count}" * (count > 1), number) if part]
+        places = ", ".join(f"${i + 1}" for i in range(count))
+        text = f"{'.'.join(kinds)} [$0], {places if count == 1 else '{' + places + '}'};"
+        operands = [b.bitcast(word, ir.Type.parse(register[1])) for word in left[at : at + count]]
+        place = displaced(b, address, b.constant(4 * at, 64)) if at else address
+        assembly(b, text, ",".join(["l", *[register[0]] * count]), [place, *operands])
+        at += count
+
+
+def _atomic_add(op: ir.Operation, b: Builder) -> None:
+    value, address = op.operands
+    _add(b, address, value, integer(op, "align"), string(op, "order"))
+
+
+def _atomic_add_bounded(op: ir.Operation, b: Builder) -> None:
+    value, base, offset, bound = op.operands
+
+    def add(inside: Builder) -> None:
+        _add(inside, address_of(inside, base, offset), value, integer(op, "align"), "relaxed")
+
+    where_within(op, b, offset, bound, add)
+
+
+def _atomic_fetch(op: ir.Operation, b: Builder) -> ir.Value:
+    text = f"atom.{string(op, 'order')}.gpu.global.{string(op, 'operation')}.u32 $0, [$1], $2;"
+    (before,) = assembly(b, text, "=r,l,r", list(op.operands), [op.results[0].type])
+    return before
+
+
+def _load_acquire(op: ir.Operation, b: Builder) -> ir.Value:
+    return load_acquire(b, op, _SCOPE)
+
+
+def _publish(op: ir.Operation, b: Builder) -> None:
+    """A release also hands on what a barrier of the block made known: causality order, PTX ISA."""
 
 
 def _copy_async(op: ir.Operation, b: Builder) -> None:
@@ -211,6 +259,11 @@ _RULES = {
     "fly.load_matrix": _load_matrix,
     "fly.load_bounded": _load_bounded,
     "fly.store_bounded": _store_bounded,
+    "fly.atomic_add": _atomic_add,
+    "fly.atomic_add_bounded": _atomic_add_bounded,
+    "fly.atomic_fetch": _atomic_fetch,
+    "fly.load_acquire": _load_acquire,
+    "fly.publish": _publish,
     "fly.copy_async": _copy_async,
     "fly.commit": _commit,
     "fly.wait_count": _wait_count,

@@ -29,7 +29,6 @@ selp.u32 $0, 1, 0, q;
 }""",
     "setmaxnreg": "setmaxnreg.<action>.sync.aligned.u32 <registers>;",
     "elect": "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}",
-    "atomic": "atom.<order>.gpu.global.<operation>.u32 $0, [$1], $2;",
     "ldmatrix_turned": "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
     "stmatrix": "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
     "prmt": "prmt.b32 $0, $1, $2, $3;",

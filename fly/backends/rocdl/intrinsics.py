@@ -11,8 +11,7 @@ from mlir import ir
 
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import emit
-from fly.ir.dtypes import f8e4m3, f32, i1, i16, i32, i64
-from fly.ir.memory import Pointer
+from fly.ir.dtypes import f8e4m3, f32, i1, i16, i32
 from fly.ir.value import Value, from_elements
 
 
@@ -41,20 +40,6 @@ def _call(name: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.V
     }
     op = emit("llvm.call_intrinsic", list(operands), [] if result is None else [result], attributes)
     return None if result is None else op.results[0]
-
-
-def buffer_atomic_add(value: Value, pointer: Pointer) -> None:
-    """Add an f32 to the one at a global address, the same for all lanes of the wave, as one access: no result.
-
-    Raises:
-        DTypeError: the value is no scalar f32.
-    """
-    if not isinstance(value, Value) or value.dtype is not f32 or value.length is not None:
-        raise DTypeError(f"buffer_atomic_add takes a scalar f32, not {value!r}")
-    descriptor, zero = ir.Type.parse("!llvm.ptr<8>"), i32(0).ir
-    flags = [i16(0).ir, i64(4).ir, i32(0x00027000).ir]  # no stride, 4 bytes, 32-bit float data
-    resource = _call("llvm.amdgcn.make.buffer.rsrc.p8.p1", pointer.ir, *flags, result=descriptor)
-    _call("llvm.amdgcn.raw.ptr.buffer.atomic.fadd.f32", value.ir, resource, zero, zero, zero, result=f32.mlir)
 
 
 def cvt_pk_fp8(values: Value) -> Value:

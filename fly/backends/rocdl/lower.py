@@ -9,7 +9,19 @@ from dataclasses import dataclass
 
 from mlir import ir
 
-from fly.backends.lowering import Builder, Lower, bits, per_element
+from fly.backends.lowering import (
+    Builder,
+    Lower,
+    addition,
+    address_of,
+    bits,
+    displaced,
+    fetch,
+    load_acquire,
+    per_element,
+    where_within,
+    words,
+)
 from fly.backends.target import Target
 from fly.passes.walk import integer, string
 
@@ -230,6 +242,59 @@ def _store_bounded(op: ir.Operation, b: Builder) -> None:
         )
 
 
+_SCOPE = "agent"  # LLVM's name for all waves of the device
+
+
+def _global_adds(b: Builder, address: ir.Value, value: ir.Value, order: str) -> None:
+    """GLOBAL_ATOMIC_ADD, _ADD_F32, _PK_ADD_F16 and _PK_ADD_BF16."""
+    _function(b.op).attributes["fly.float_atomics"] = ir.UnitAttr.get()
+    for i, word in enumerate(words(b, value)):
+        addition(b, displaced(b, address, b.constant(4 * i, 64)) if i else address, word, _SCOPE, order)
+
+
+def _atomic_add(op: ir.Operation, b: Builder) -> None:
+    value, address = op.operands
+    _global_adds(b, address, value, string(op, "order"))
+
+
+def _atomic_add_bounded(op: ir.Operation, b: Builder) -> None:
+    """BUFFER_ATOMIC, whose descriptor does the check; of i32, and on gfx942 of pairs of bf16, a branch does."""
+    value, base, offset, bound = op.operands
+    type_ = str(ir.VectorType(value.type).element_type if isinstance(value.type, ir.VectorType) else value.type)
+    if type_ == "i32" or (type_ == "bf16" and b.target.arch == "gfx942"):
+        where_within(
+            op,
+            b,
+            offset,
+            bound,
+            lambda inside: _global_adds(inside, address_of(inside, base, offset), value, "relaxed"),
+        )
+        return
+    descriptor, zero = _descriptor(b, base, bound), b.constant(0)
+    for i, word in enumerate(words(b, value)):
+        at = b.value("llvm.add", [offset, b.constant(4 * i)], offset.type) if i else offset
+        name = f"llvm.amdgcn.raw.ptr.buffer.atomic.fadd.{type_ if type_ == 'f32' else f'v2{type_}'}"
+        b.intrinsic(name, [word, descriptor, at, zero, zero], word.type)
+
+
+def _atomic_fetch(op: ir.Operation, b: Builder) -> ir.Value:
+    address, operand = op.operands
+    return fetch(b, string(op, "operation"), address, operand, _SCOPE, string(op, "order"))
+
+
+def _load_acquire(op: ir.Operation, b: Builder) -> ir.Value:
+    return load_acquire(b, op, _SCOPE)
+
+
+def _publish(op: ir.Operation, b: Builder) -> None:
+    # a release waits for the stores of its own wave alone: each wave's must have arrived before the barrier
+    release = {
+        "ordering": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 5),
+        "syncscope": ir.StringAttr.get(_SCOPE),
+    }
+    b("llvm.fence", [], [], release)
+
+
 def _copy_direct(op: ir.Operation, b: Builder) -> None:
     destination, base, offset, bound = op.operands
     zero = b.constant(0)
@@ -318,6 +383,11 @@ _RULES = {
     "fly.load_matrix": _load_matrix,
     "fly.load_bounded": _load_bounded,
     "fly.store_bounded": _store_bounded,
+    "fly.atomic_add": _atomic_add,
+    "fly.atomic_add_bounded": _atomic_add_bounded,
+    "fly.atomic_fetch": _atomic_fetch,
+    "fly.load_acquire": _load_acquire,
+    "fly.publish": _publish,
     "fly.narrow": _narrow,
     "fly.sched": _sched,
     "fly.widen_pairs": _widen_pairs,

@@ -40,6 +40,9 @@ class KernelAttributes:
             attributes["rocdl.waves_per_eu"] = ir.IntegerAttr.get(i32, waves)
         # without IEEE mode a maximum need not quiet signalling NaNs first
         flags = {"amdgpu-ieee": "false", "uniform-work-group-size": "true"}
+        if "fly.float_atomics" in attributes:
+            # memory is the device's own: the instructions do, and denormals may count as zero
+            flags["amdgpu-unsafe-fp-atomics"] = "true"
         attributes["passthrough"] = passthrough({**flags, **denormals(function)})
         for name in [name for name in attributes if name.startswith("fly.")]:
             del attributes[name]

@@ -285,7 +285,9 @@ class ComputeUnit:
             wave.pending.append((op.writes, now + op.latency, now + op.forward))
 
     def _memory(self, wave: Wave, op: Operation, now: int, lines: tuple[int, ...]) -> None:
-        if op.store:
+        if op.atomic:
+            done = self.memory.atomic(now, lines, op.argument)
+        elif op.store:
             done = self.memory.store(now, lines, op.argument)
         else:
             done = self.memory.load(now, lines, op.argument)

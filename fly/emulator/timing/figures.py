@@ -158,6 +158,20 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         Figure(54, "bytes a cycle a CU from L2: 16 channels of 128 bytes over 38 CUs", "AMD CDNA3 white paper"),
         Figure(64, "bytes a cycle a CU from L2: 16 channels of 128 bytes over 32 CUs", "AMD CDNA3 white paper"),
     ),
+    "atomic_rate": _each(
+        Figure(
+            27,
+            "bytes of lines a cycle a CU that atomics pass in L2",
+            "assumed as for stores: 16 channels of 64 bytes over 38 CUs (AMD CDNA3 white paper)",
+            ((54, "as fills"), (7, "assumed: 16 bytes a channel")),
+        ),
+        Figure(
+            32,
+            "bytes of lines a cycle a CU that atomics pass in L2",
+            "assumed as for stores: 16 channels of 64 bytes over 32 CUs (AMD CDNA3 white paper)",
+            ((64, "as fills"), (8, "assumed: 16 bytes a channel")),
+        ),
+    ),
     "memory_bandwidth": _each(Figure(5300, "GB/s", f"{_SPEC}, MI300X"), Figure(8000, "GB/s", f"{_SPEC}, MI355X")),
     "scalar_latency": _both(160, "cycles of a scalar load", _ASSUMED),
 }
@@ -204,6 +218,7 @@ class Parameters:
     l2_latency: int
     memory_latency: int
     fill_rate: int
+    atomic_rate: int
     memory_bandwidth: float
     scalar_latency: int
 

@@ -38,7 +38,7 @@ class Operation:
         argument: of s_nop the extra turns, of s_setprio the level, of an LDS instruction the bytes it moves,
             of a memory instruction the bytes a lane.
         waits: vmcnt and lgkmcnt of an s_waitcnt.
-        store: of a memory instruction. direct: whether it loads to LDS.
+        store: of a memory instruction. atomic: of one that L2 executes. direct: whether it loads to LDS.
         long: whether it has more than 4 bytes. straddles: whether it crosses a line of code that is fetched at once.
     """
 
@@ -54,6 +54,7 @@ class Operation:
     argument: int = 0
     waits: tuple[int, int] = (63, 15)
     store: bool = False
+    atomic: bool = False
     direct: bool = False
     long: bool = False
     straddles: bool = False
@@ -85,7 +86,10 @@ def operation(inst: Instruction, machine: Machine, parameters: Parameters) -> Op
     if form in ("FLAT", "GLOBAL", "SCRATCH", "MUBUF"):
         direct = "_lds_" in name or bool(inst.get("lds"))
         store = "_load_" not in name
-        return Operation("memory", MEMORY, argument=_lane_bytes(name), store=store, direct=direct, **common)
+        atomic = "_atomic_" in name
+        return Operation(
+            "memory", MEMORY, argument=_lane_bytes(name), store=store, atomic=atomic, direct=direct, **common
+        )
     if form.startswith("S"):
         return Operation("salu", SCALAR, **common)
     return _vector(inst, machine, parameters, common)

@@ -77,6 +77,8 @@ class MemoryPath:
         share = parameters.memory_bandwidth / parameters.sustained_clock / parameters.compute_units
         self.memory_cycles = LINE / share  # a line from memory
         self.fill_cycles = LINE / parameters.fill_rate
+        self.atomic_cycles = LINE / parameters.atomic_rate
+        self.atomic_free: float = 0
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.capacity = parameters.l1_bytes // LINE
         self.lines = {"L1": 0, "L2": 0, "memory": 0}
@@ -120,6 +122,12 @@ class MemoryPath:
             self.fill_free = max(arrival, self.fill_free + self.fill_cycles)
             done = max(done, self.fill_free)
         return int(done)
+
+    def atomic(self, now: int, lines: Sequence[int], lane_bytes: int) -> int:
+        """Returns when L2 has answered: it works on one line after the other, of every CU its share."""
+        start = self._start(now, lines, lane_bytes) + self.parameters.l2_latency
+        self.atomic_free = max(start, self.atomic_free) + len(lines) * self.atomic_cycles
+        return int(self.atomic_free)
 
     def store(self, now: int, lines: Sequence[int], lane_bytes: int) -> int:
         """Returns when the write is acknowledged."""

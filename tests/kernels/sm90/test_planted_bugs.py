@@ -504,9 +504,9 @@ BUGS = (
     ),
     Bug(
         "a count hands on nothing of what it counts",
-        sm90_combine,
-        "atomic_wrap",
-        '"acq_rel" => "relaxed"',
+        sm90_combine.Combination,
+        "run",
+        '(FIRST_ARRIVAL + tile)) => (FIRST_ARRIVAL + tile), order="relaxed")',
         "combined",
         "global-race",
     ),
