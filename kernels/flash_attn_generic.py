@@ -38,7 +38,7 @@ from .problem.features import NO_FEATURES, Features, Given
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
-from .work.tile_scheduler import Work, block_work
+from .work.tile_scheduler import BlockWork, block_work
 
 HEAD_DIMS = range(32, 257, 8)
 
@@ -166,7 +166,7 @@ class WaveRows:
 
 
 def _attend(
-    work: Work, scale_log2: fly.Value, given: Given, options: GenericOptions
+    work: BlockWork, scale_log2: fly.Value, given: Given, options: GenericOptions
 ) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
     """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
@@ -187,7 +187,7 @@ def _attend(
     tiles = KeyValues(link, work.k, work.v, tiling, None if listed is None else listed.tile)
     ring = tiles.ring
     output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
-    flight = ring.start(work.first_tile)
+    flight = ring.start(work.tiles.first)
     queries: Queries
     if options.asynchronous:
         queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
@@ -208,7 +208,7 @@ def _attend(
         if listed is not None and not masked:
             assert work.seen is not None
             seen: fly.Fragment = fly.cond(
-                work.seen.has(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key)
+                work.seen.sees_whole(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key)
             )
             return seen
         if masked:
@@ -240,7 +240,7 @@ def _attend(
         following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked, bias)
         return *take_in(scores, v_tile, before, masked), following, flight
 
-    first, full, last = work.first_tile, work.full_tiles, work.last_tile
+    first, full, last = work.tiles.first, work.tiles.whole_end, work.tiles.end
     if given.features.mask_mod is not None and listed is None:
         full = first
     state: tuple[Any, ...] = (output, softmax, flight)
@@ -253,7 +253,7 @@ def _attend(
         first, step = first + 1, step_ahead
         full, last = fly.maximum(full, first), fly.maximum(last, first)
     if given.features.windowed and listed is None:
-        whole = fly.maximum(work.whole_from, first)
+        whole = fly.maximum(work.tiles.whole_from, first)
         full = fly.maximum(full, whole)
         for j, carried in (loop := fly.range(first, whole, carry=state)):
             loop.next(step(j, carried, masked=True))

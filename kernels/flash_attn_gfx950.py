@@ -53,10 +53,10 @@ from .gfx950.copies import TILE_KEYS, copies_of, k_tile, v_tile
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import NO_FEATURES, Features, Given
 from .problem.lazy_softmax import LazySoftmax
-from .problem.online_softmax import EXACT_BELOW, LARGEST
+from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
-from .work.tile_scheduler import Work, block_work
+from .work.tile_scheduler import BlockWork, block_work
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
 BLOCK_M = WAVES * WAVE_ROWS
@@ -149,7 +149,7 @@ def flash_attn_gfx950(
 
 
 def attend(
-    work: Work,
+    work: BlockWork,
     scale_log2: fly.Value,
     given: Given,
     debug_counts: fly.Tensor | None,
@@ -181,7 +181,7 @@ def attend(
 class Tiles:
     """The stages of the module's table, over the buffers in LDS and the operands in registers.
 
-    Tiles count from `work.first_tile`; where they are steps of a list, stages also get `listed`, the key tile's
+    Tiles count from `work.tiles.first`; where they are steps of a list, stages also get `listed`, the key tile's
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
     instructions, `threshold`, see the module, and `measured_shift`, the shift of scores that are measured from their
     maximum: nearly that of a maximum of 0, but none that such a row has by chance without being as good as 0.
@@ -192,7 +192,7 @@ class Tiles:
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
 
     def __init__(
-        self, work: Work, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
+        self, work: BlockWork, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
     ):
         self.work = work
         self.given = given
@@ -207,7 +207,7 @@ class Tiles:
         self.key_steps = BLOCK_N // self.link.atom.k
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
-        self.count = work.last_tile - work.first_tile
+        self.count = work.tiles.end - work.tiles.first
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
         window = work.q.window(work.first_row, options.block_m)
@@ -248,7 +248,14 @@ class Tiles:
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
         origin = fly.select(self._measured(softmax.shift), fly.minimum(softmax.maximum * self.scale, LARGEST), 0.0)
-        return softmax.finish(self.link.layout, origin, self.given.sink(self.work, self.rows))
+        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
+        pivot = origin - softmax.shift
+        # the shift of a row without any key is 0
+        empty = total.map(lambda t: t == 0.0)
+        sink = self.given.sink(self.work, self.rows)
+        if sink is not None:
+            return finish_with_sink(empty.map(lambda e: fly.select(e, -math.inf, pivot)), total, sink)
+        return finish_rows(total, empty, lambda t: (fly.log2(t) + pivot) * math.log(2))
 
     def _pipeline(self) -> fly.Pipeline:
         """The module's table; step i of the pipeline has K(i) on its way, S(i-1), and O with tile i-2."""
@@ -296,7 +303,7 @@ class Tiles:
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
-            **self.copies.start(self.work.first_tile, self.pipeline),
+            **self.copies.start(self.work.tiles.first, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
             softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
@@ -304,25 +311,29 @@ class Tiles:
 
     def first_key(self, tile: fly.PipelineTile, listed: fly.Value | None) -> fly.Value:
         """Where a tile's keys begin."""
-        return (self.work.first_tile + tile.number if listed is None else listed) * BLOCK_N
+        key_tile: fly.Value = self.work.tiles.first + tile.number if listed is None else listed
+        return key_tile * BLOCK_N
 
     def partial(self, tile: fly.Value | int, listed: fly.Value | None = None) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
         if listed is not None:
             assert self.work.seen is not None
-            return self.ends(tile) | ~self.work.seen.has(listed)
+            found: fly.Value = self.ends(tile) | ~self.work.seen.sees_whole(listed)
+            return found
         return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
 
     def begins(self, tile: fly.Value | int) -> fly.Value:
         """Whether a tile is among the first ones, of which some row does not see all keys for its window."""
-        return self.work.first_tile + tile < self.work.whole_from
+        found: fly.Value = self.work.tiles.first + tile < self.work.tiles.whole_from
+        return found
 
     def ends(self, tile: fly.Value | int) -> fly.Value:
         """Whether a tile is among the last ones, of which some row does not see all keys.
 
         Of a list, those of blocks that the mask has in part.
         """
-        return self.work.full_tiles <= self.work.first_tile + tile
+        found: fly.Value = self.work.tiles.whole_end <= self.work.tiles.first + tile
+        return found
 
     # stages
 

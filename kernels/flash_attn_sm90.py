@@ -38,16 +38,15 @@ from fly.ir.dtypes import dtype as dtype_of
 
 from .problem.contract import Launch, Request, Tensors, device_of
 from .problem.features import Given
-from .problem.mask import KeyRange
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
-from .sm90.schedule import PackedRows, Schedule, Work, query_of
+from .sm90.schedule import PackedRows, Schedule, query_of
 from .sm90.turner import Turner
 from .work.fragments import store_lse
-from .work.tile_scheduler import part
+from .work.tile_scheduler import Work, part
 
 # first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile; of the
 # second kind the turner has the one behind them
@@ -183,16 +182,6 @@ class State:
     tile: fly.Value | None = None
 
 
-@dataclass(frozen=True)
-class HeadPlace:
-    """Whose scores a tile's are; see `features.Place`."""
-
-    batch: fly.Value
-    head: fly.Value | fly.RowVector
-    keys: KeyRange
-    split: bool
-
-
 class ConsumerOf(Generic[O]):
     """One consumer warpgroup: its rows of all of the block's tiles. What its output is, is a subclass's."""
 
@@ -242,7 +231,7 @@ class ConsumerOf(Generic[O]):
             )
             inverse, row_lse = self._finish(work, state.softmax)
             rows = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
-            of_part = (lambda tensor, w=work: part(tensor, w.split)) if self.split else lambda tensor: tensor
+            of_part = (lambda tensor, w=work: part(tensor, w.part)) if self.split else lambda tensor: tensor
             view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, rows)
             if lse is not None:
@@ -287,13 +276,12 @@ class ConsumerOf(Generic[O]):
         first = self.first_row(work)
         return fly.RowVector.full(self.score_layout, 1, 0.0).rows().map(lambda r: r + first)
 
-    def place(self, work: Work) -> HeadPlace:
-        """Whose scores the tile's are."""
+    def place(self, work: Work) -> Work:
+        """Whose scores the tile's are: the work, with the head of each row where heads are packed."""
         pack = self.options.pack_gqa
-        head: fly.Value | fly.RowVector = work.head
-        if pack > 1:
-            head = self.rows(work).map(lambda row: work.head * pack + (row & (pack - 1)))
-        return HeadPlace(work.batch, head, work.keys, self.split)
+        if pack == 1:
+            return work
+        return replace(work, head=self.rows(work).map(lambda row: work.head * pack + (row & (pack - 1))))
 
     def pass_turn(self) -> None:
         """Let the next consumer start its products."""
@@ -333,7 +321,7 @@ class ConsumerOf(Generic[O]):
     def _mask_listed(self, work: Work, step: Any, tile: fly.Value, scores: fly.Fragment) -> fly.Fragment:
         """Scores of a step's key tile, masked where it needs that; most tiles are seen whole, and test it once."""
         queries, first_key = self._queries(work), tile * self.options.block_n
-        whole = step < work.full_tiles
+        whole = step < work.tiles.whole_end
 
         def masked() -> fly.Fragment:
             kept = work.keys.apply(scores, queries, first_key)
@@ -343,7 +331,7 @@ class ConsumerOf(Generic[O]):
             return hidden
 
         assert work.seen is not None
-        seen: fly.Fragment = fly.cond(whole & work.seen.has(tile), lambda: scores, masked)
+        seen: fly.Fragment = fly.cond(whole & work.seen.sees_whole(tile), lambda: scores, masked)
         return seen
 
     def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
@@ -371,7 +359,7 @@ class ConsumerOf(Generic[O]):
         self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None
     ) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
-        j = work.last_tile - 1
+        j = work.tiles.end - 1
         fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
             fragment = self._mask_listed(work, j, listed, fragment)
@@ -379,7 +367,7 @@ class ConsumerOf(Generic[O]):
             fragment = self._mask(work, j, fragment)
         else:
             fragment = fly.cond(
-                work.full_tiles < work.last_tile, lambda: self._mask(work, j, fragment), lambda: fragment
+                work.tiles.whole_end < work.tiles.end, lambda: self._mask(work, j, fragment), lambda: fragment
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
@@ -410,7 +398,7 @@ class ConsumerOf(Generic[O]):
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
         self.buffers.k.ring.release(k_at)
-        with fly.when(j == work.first_tile):
+        with fly.when(j == work.tiles.first):
             self.buffers.q.ring.release(q_at)
 
     def first(self, work: Work, q_at: Position, k_at: Position, v_at: Position) -> State:
@@ -419,9 +407,9 @@ class ConsumerOf(Generic[O]):
         self.buffers.q.ring.wait(q_at)
         self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
-        bias = self._bias(work, work.last_tile - 1 if listed is None else listed)
+        bias = self._bias(work, work.tiles.end - 1 if listed is None else listed)
         (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
-        self._scored(work, work.last_tile - 1, q_at, k_at)
+        self._scored(work, work.tiles.end - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
         return State(softmax, self._narrow(probabilities), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
@@ -429,18 +417,18 @@ class ConsumerOf(Generic[O]):
         """All products but the last of a tile: (output so far, state)."""
         carry = (self._no_output(), state)
         of_head = self._of_head(work)
-        end, begin = work.last_tile - 1, work.first_tile
+        end, begin = work.tiles.end - 1, work.tiles.first
         if self.diagonal and self.mask_loops:
-            for i, (output, state) in (loop := fly.range(1, work.last_tile - work.full_tiles, carry=carry)):
-                loop.next(self.step(work, work.last_tile - 1 - i, output, state, of_head, masked=True))
+            for i, (output, state) in (loop := fly.range(1, work.tiles.end - work.tiles.whole_end, carry=carry)):
+                loop.next(self.step(work, work.tiles.end - 1 - i, output, state, of_head, masked=True))
             carry = loop.results
-            end = fly.minimum(work.full_tiles, end)
+            end = fly.minimum(work.tiles.whole_end, end)
         if self.features.windowed and self.mask_loops:
-            begin = fly.minimum(work.whole_from, end)
+            begin = fly.minimum(work.tiles.whole_from, end)
         for i, (output, state) in (loop := fly.range(end - begin, carry=carry)):
             loop.next(self.step(work, end - 1 - i, output, state, of_head, masked=self.every_mask))
         if self.features.windowed and self.mask_loops:
-            for i, (output, state) in (loop := fly.range(begin - work.first_tile, carry=loop.results)):
+            for i, (output, state) in (loop := fly.range(begin - work.tiles.first, carry=loop.results)):
                 loop.next(self.step(work, begin - 1 - i, output, state, of_head, masked=True))
         results: tuple[O, State] = loop.results
         return results
@@ -501,11 +489,11 @@ class ConsumerOf(Generic[O]):
         buffers.q.ring.wait(q_at)
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
-        bias = self._bias(following, following.last_tile - 1 if listed is None else listed)
+        bias = self._bias(following, following.tiles.end - 1 if listed is None else listed)
         scores, started = self._products(
-            output, state, q_at, lambda: self._accumulate(work, work.first_tile, output, state)
+            output, state, q_at, lambda: self._accumulate(work, work.tiles.first, output, state)
         )
-        self._scored(following, following.last_tile - 1, q_at, state.k_at)
+        self._scored(following, following.tiles.end - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
@@ -513,7 +501,7 @@ class ConsumerOf(Generic[O]):
 
     def last(self, work: Work, output: O, state: State) -> tuple[O, State]:
         """The last product of the block's last tile."""
-        return self._accumulated(self._accumulate(work, work.first_tile, output, state), output, state), state
+        return self._accumulated(self._accumulate(work, work.tiles.first, output, state), output, state), state
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""

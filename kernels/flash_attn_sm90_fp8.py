@@ -37,10 +37,10 @@ from .problem.contract import Launch, Request, Tensors, device_of
 from .problem.online_softmax import OnlineSoftmax
 from .sm90.builds import Key, Sm90Options, build_for
 from .sm90.launch import bind_build, typical_lengths
-from .sm90.producer import Pages, Producer
-from .sm90.schedule import PackedRows, Work
+from .sm90.producer import Pages, Producer, entry_of
+from .sm90.schedule import PackedRows
 from .sm90.turner import Turner
-from .work.tile_scheduler import fold_grid, slice_of_block
+from .work.tile_scheduler import Work, fold_grid, slice_of_block
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 DTYPE = torch.float8_e4m3fn
@@ -183,7 +183,7 @@ class Fp8Producer(Producer):
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         if self.buffers.raw is not None:
             return super()._load_v(at, work, j, pages)
-        place = work.entry, work.head // self.group, 0
+        place = entry_of(work.kv), work.head // self.group, 0
         return self._load(self.v, self.buffers.v, at, [place], j * self.schedule.block_n)
 
 

@@ -20,7 +20,7 @@ import fly
 from fly.backends.rocdl.intrinsics import sched_barrier
 
 from ..work.tile_list import Listed
-from ..work.tile_scheduler import Work
+from ..work.tile_scheduler import BlockWork
 
 TILE_KEYS = 64
 LINE = 512  # elements
@@ -71,7 +71,7 @@ class Copies(KeyCopies):
     k_copy: fly.DirectCopy
     v_copy: fly.DirectCopy
 
-    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
         self.k_copy = fly.DirectCopy(work.k, k_layout, group=2)
         self.v_copy = fly.DirectCopy(work.v, v_layout, group=2)
@@ -110,7 +110,7 @@ class PagedCopies(KeyCopies):
     k_copy: fly.PagedDirectCopy
     v_copy: fly.PagedDirectCopy
 
-    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
         assert isinstance(work.k, fly.PagedRows) and isinstance(work.v, fly.PagedRows)
         self.k_copy = fly.PagedDirectCopy(work.k, k_layout)
         self.v_copy = fly.PagedDirectCopy(work.v, v_layout)
@@ -149,10 +149,10 @@ class ListedCopies(KeyCopies):
     k_copy: fly.DirectCopy
     v_copy: fly.DirectCopy
 
-    def __init__(self, work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
         assert work.listed is not None
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
-        self.list, self.first = work.listed, work.first_tile
+        self.list, self.first = work.listed, work.tiles.first
         self.k_copy = fly.DirectCopy(work.k, k_layout)
         self.v_copy = fly.DirectCopy(work.v, v_layout)
 
@@ -186,7 +186,7 @@ class ListedCopies(KeyCopies):
         return self.list.find(self.first + tile.number + 1, constant=True)
 
 
-def copies_of(work: Work, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> KeyCopies:
+def copies_of(work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> KeyCopies:
     """Those that a block's keys need."""
     if work.listed is not None:
         return ListedCopies(work, k_layout, v_layout)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import fly
-
-from .online_softmax import finish_with_sink
 
 
 @dataclass(frozen=True)
@@ -30,18 +27,3 @@ class LazySoftmax:
     unmasked_limit: fly.Value
     total: fly.Value
     rescales: fly.Value
-
-    def finish(
-        self, layout: fly.AccumulatorLayout, origin: fly.Value, sink: fly.Value | fly.RowVector | None
-    ) -> tuple[fly.RowVector, fly.RowVector]:
-        """(1 / sum, log-sum-exp) of scores that were measured from `origin`; see `OnlineSoftmax.finish`."""
-        total = fly.RowVector(layout, ((fly.reduce_sum(self.total),),)).reduce_lanes(lambda a, b: a + b)
-        pivot = origin - self.shift
-        if sink is not None:
-            # the shift of a row without any key is 0
-            maximum = total.map(lambda t: fly.select(t == 0.0, -math.inf, pivot))
-            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            return finish_with_sink(maximum, total, sinks)
-        inverse = total.map(lambda t: fly.select(t == 0.0, 0.0, fly.rcp(t)))
-        lse = total.map(lambda t: fly.select(t == 0.0, -math.inf, (fly.log2(t) + pivot) * math.log(2)))
-        return inverse, lse

@@ -1,4 +1,4 @@
-"""Which keys a query row sees, and which key tiles need a mask at all."""
+"""Which keys a query row sees, which queries see a key, and which tiles need a mask at all."""
 
 from __future__ import annotations
 
@@ -9,15 +9,58 @@ from typing import Any
 import fly
 
 
+def _smaller(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else fly.minimum(a, b)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else fly.maximum(a, b)
+
+
+def _chosen(condition: Any, a: Any, b: Any) -> Any:
+    return (a if condition else b) if isinstance(condition, bool) else fly.select(condition, a, b)
+
+
+@dataclass(frozen=True)
+class TileRange:
+    """The tiles [first, end) that some row of a block sees; all rows see those of [whole_from, whole_end) whole.
+
+    The others, [first, whole_from) and [whole_end, end), need a mask; the former are none without a window. Numbers
+    are integers or i32 values. Where `whole_end` is less than `whole_from`, no tile is whole.
+    """
+
+    first: Any
+    whole_from: Any
+    whole_end: Any
+    end: Any
+
+    def part(self, index: Any, parts: Any, uniform: Callable[[Any], Any] = lambda x: x) -> TileRange:
+        """One of `parts` even parts of the tiles, so that causal blocks split as evenly as others.
+
+        `uniform` tells the compiler that the part's ends are the same in every lane.
+        """
+        count = self.end - self.first
+        size = count // parts
+        longer = count - size * parts  # parts that have one tile more
+        first, end = (size * i + _smaller(i, longer) + self.first for i in (index, index + 1))
+        whole_end = _smaller(_larger(self.whole_end, first), end)
+        first, whole_end, end = map(uniform, (first, whole_end, end))
+        return TileRange(first, _smaller(_larger(self.whole_from, first), end), whole_end, end)
+
+    def sees_whole(self, tile: Any) -> Any:
+        """Whether all rows see a tile whole."""
+        return (tile >= self.whole_from) & (tile < self.whole_end)
+
+
 @dataclass(frozen=True)
 class KeyRange:
-    """Causal, windowed (both bottom-right aligned) or full attention of `queries` rows over `keys` keys, i32 values.
+    """Causal, windowed (both bottom-right aligned) or full attention of `queries` rows over `keys` keys.
 
-    Query i stands at key position p = i + keys - queries and sees the keys from p - `left` to p + `right`, i32 values
-    of at least 0; None leaves that side open. `causal` is `right` = 0. With a `chunk`, an i32 value of at least 1, it
-    sees of those only the keys of p's chunk, from p - p % chunk on, and none where p < 0. `stop`: keys from there on
-    are another block's, which takes them for the same rows; None for all keys. `one_query`: the rows are the last
-    query's, all of them, in as many heads.
+    Query i stands at key position p = i + keys - queries and sees the keys from p - `left` to p + `right`, at least
+    0; None leaves that side open. `causal` is `right` = 0. With a `chunk` of at least 1, it sees of those only the
+    keys of p's chunk, from p - p % chunk on, and none where p < 0. `stop`: keys from there on are another block's,
+    which takes them for the same rows; None for all keys. `one_query`: the rows are the last query's, all of them,
+    in as many heads. `chunk_origin`: see `QueryRange`; None of keys. Numbers are integers or i32 values.
     """
 
     queries: Any
@@ -28,6 +71,7 @@ class KeyRange:
     right: Any = None
     one_query: bool = False
     chunk: Any = None
+    chunk_origin: Any = None
 
     @property
     def hides_first(self) -> bool:
@@ -39,48 +83,43 @@ class KeyRange:
         row = self._query(row)
         stop = self.keys if self.stop is None else self.stop
         if self.chunk is not None:
-            stop = fly.minimum(self._chunk(row)[1], stop)
+            stop = _smaller(self._chunk(row)[1], stop)
         if self.causal:
-            return fly.minimum(row + (self.keys - self.queries + 1), stop)
+            return _smaller(row + (self.keys - self.queries + 1), stop)
         if self.right is None:
             return stop
-        return fly.minimum(row + (self.keys - self.queries + 1 + self.right), stop)
+        return _smaller(row + (self.keys - self.queries + 1 + self.right), stop)
 
     def start(self, row: Any) -> Any:
         """The first key that query `row` sees, 0 or more, where `left` or a `chunk` limits it."""
         row = self._query(row)
         if self.left is None:
             return self._chunk(row)[0]
-        first = fly.maximum(row + (self.keys - self.queries - self.left), 0)
-        return first if self.chunk is None else fly.maximum(first, self._chunk(row)[0])
+        first = _larger(row + (self.keys - self.queries - self.left), 0)
+        return first if self.chunk is None else _larger(first, self._chunk(row)[0])
 
     def _chunk(self, row: Any) -> tuple[Any, Any]:
         """(first key, one past the last) of the chunk of query `row`'s position; none where that is negative."""
-        position = row + (self.keys - self.queries)
-        first = fly.maximum(position, 0)
+        origin = 0 if self.chunk_origin is None else self.chunk_origin
+        place = row + (self.keys - self.queries + origin)
+        first = _larger(place, 0)
         first = first - first % self.chunk
-        end = first + fly.minimum(self.chunk, (2**31 - 1) - first)
-        return first, fly.select(position < 0, 0, end)
+        # not first + chunk, which may be out of range
+        end = _chosen(place < 0, 0, first + _smaller(self.chunk, self.keys + origin - first))
+        return (first, end) if self.chunk_origin is None else (_larger(first - origin, 0), end - origin)
 
     def _query(self, row: Any) -> Any:
         return self.queries - 1 if self.one_query else row
 
-    def skipped(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
-        """(unseen, partial): number of leading key tiles that no row of a block sees, and that some row does not see
-        whole for `left` or a `chunk`; at most the number of tiles that any row sees."""
+    def tiles(self, first_row: Any, rows: int, tile: int) -> TileRange:
+        """The key tiles of a block of `rows` queries from `first_row` on, which exists."""
+        last_row = _smaller(first_row + (rows - 1), self.queries - 1)
+        seen_by_all, seen_by_any = (_larger(self.limit(row), 0) for row in (first_row, last_row))
+        whole, end = seen_by_all // tile, fly.ceil_div(seen_by_any, tile)
         if not self.hides_first:
-            return fly.i32(0), fly.i32(0)
-        _, last = self.tiles(first_row, rows, tile)
-        last_row = fly.minimum(first_row + (rows - 1), self.queries - 1)
-        unseen = fly.minimum(self.start(first_row) // tile, last)
-        return unseen, fly.minimum(fly.ceil_div(self.start(last_row), tile), last)
-
-    def tiles(self, first_row: Any, rows: int, tile: int) -> tuple[Any, Any]:
-        """(full, all): number of leading key tiles that every row of a block sees whole, and that any row sees."""
-        last_row = fly.minimum(first_row + (rows - 1), self.queries - 1)
-        seen_by_all = fly.maximum(self.limit(first_row), 0)
-        seen_by_any = fly.maximum(self.limit(last_row), 0)
-        return seen_by_all // tile, fly.ceil_div(seen_by_any, tile)
+            return TileRange(0, 0, whole, end)
+        first = _smaller(self.start(first_row) // tile, end)
+        return TileRange(first, _smaller(fly.ceil_div(self.start(last_row), tile), end), whole, end)
 
     def apply(
         self,
@@ -96,3 +135,48 @@ class KeyRange:
         limits = rows.map(lambda row: self.limit(row) - first_key)
         starts = None if not self.hides_first else rows.map(lambda row: self.start(row) - first_key)
         return scores.keep_columns_below(limits, float("-inf"), between, starts)
+
+
+@dataclass(frozen=True)
+class QueryRange:
+    """The inverse of a `KeyRange`: which queries see a key, and the query tiles of a block of keys.
+
+    Key j stands at position j - (keys - queries) among the queries and is seen by those from there - `right` to
+    there + `left`, in its own chunk: a range of the same kind with the two exchanged, whose chunks begin where those
+    of keys do. `exchanged` is that range; its "queries" are these keys.
+    """
+
+    exchanged: KeyRange
+
+    @staticmethod
+    def of(seen: KeyRange) -> QueryRange:
+        """The inverse of a range of all keys, whose rows are queries of their own: no `stop`, not `one_query`."""
+        assert seen.stop is None and not seen.one_query
+        left = 0 if seen.causal else seen.right
+        origin = None if seen.chunk is None else seen.keys - seen.queries
+        return QueryRange(
+            KeyRange(seen.keys, seen.queries, False, None, left, seen.left, chunk=seen.chunk, chunk_origin=origin)
+        )
+
+    @property
+    def hides_first(self) -> bool:
+        """Whether there are keys that the first queries do not see."""
+        return self.exchanged.hides_first
+
+    def start(self, key: Any) -> Any:
+        """The first query that sees a key, 0 or more, where causality, a window or a chunk limits it."""
+        return self.exchanged.start(key)
+
+    def limit(self, key: Any) -> Any:
+        """One past the last query that sees a key; may be less than `start` when none does."""
+        return self.exchanged.limit(key)
+
+    def tiles(self, first_key: Any, keys: int, tile: int) -> TileRange:
+        """The tiles of `tile` queries of a block of `keys` keys from `first_key` on, which exists."""
+        return self.exchanged.tiles(first_key, keys, tile)
+
+    def apply(
+        self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any, between: Callable[[], None] | None = None
+    ) -> fly.Fragment:
+        """Turned scores, K Q^T, with -inf where a query does not see the row (a key index)."""
+        return self.exchanged.apply(scores, keys, first_query, between)

@@ -143,19 +143,15 @@ class OnlineSoftmax:
         keys have it too.
         """
         total = self.total.reduce_lanes(lambda a, b: a + b)
-        if sink is not None:
-            sinks = sink if isinstance(sink, fly.RowVector) else total.map(lambda _: sink)
-            scaled = self.maximum.map(lambda m: fly.minimum(m * scale_log2 - offset, LARGEST))
-            return finish_with_sink(scaled, total, sinks)
         empty = self.maximum.map(lambda m: m == -math.inf)
-        inverse = total.map(lambda t, e: fly.select(e, 0.0, fly.rcp(t)), empty)
-        scale = scale_log2 * math.log(2)
-        lse = self.maximum.map(
-            lambda m, t, e: fly.select(e, -math.inf, fly.fma(m, scale, (fly.log2(t) - offset) * math.log(2))),
-            total,
-            empty,
-        )
-        return inverse, lse
+        if sink is not None:
+            scaled = self.maximum.map(lambda m: fly.minimum(m * scale_log2 - offset, LARGEST))
+            return finish_with_sink(scaled, total, sink)
+
+        def lse(total: fly.Value, maximum: fly.Value) -> fly.Value:
+            return fly.fma(maximum, scale_log2 * math.log(2), (fly.log2(total) - offset) * math.log(2))
+
+        return finish_rows(total, empty, lse, self.maximum)
 
 
 @dataclass(frozen=True)
@@ -194,13 +190,23 @@ def _in_any_lane(flags: fly.RowVector) -> fly.Value:
     return fly.any_lane(functools.reduce(operator.or_, itertools.chain.from_iterable(flags.values)))
 
 
-def finish_with_sink(
-    maximum: fly.RowVector, total: fly.RowVector, sink: fly.RowVector
+def finish_rows(
+    total: fly.RowVector, empty: fly.RowVector, lse_of: Callable[..., fly.Value], *others: fly.RowVector
 ) -> tuple[fly.RowVector, fly.RowVector]:
-    """`OnlineSoftmax.finish` of reduced `total`s, which are sums of exp2(score - maximum).
+    """`OnlineSoftmax.finish` of reduced `total`s: `lse_of(total, *others)` of each row that is not `empty`."""
+    inverse = total.map(lambda t, e: fly.select(e, 0.0, fly.rcp(t)), empty)
+    lse = total.map(lambda t, e, *o: fly.select(e, -math.inf, lse_of(t, *o)), empty, *others)
+    return inverse, lse
+
+
+def finish_with_sink(
+    maximum: fly.RowVector, total: fly.RowVector, sink: fly.Value | fly.RowVector
+) -> tuple[fly.RowVector, fly.RowVector]:
+    """`OnlineSoftmax.finish` with one of reduced `total`s, which are sums of exp2(score - maximum).
 
     `maximum` is in log2 units, -inf in rows without keys; `sink` in natural ones.
     """
+    sink = sink if isinstance(sink, fly.RowVector) else total.map(lambda _, s=sink: s)
     scaled = sink.map(lambda s: fly.minimum(s * math.log2(math.e), LARGEST))
     highest = maximum.map(fly.maximum, scaled)
     # a sink of -inf leaves rows without keys as they are without one

@@ -15,9 +15,9 @@ from fly.ir import memory
 
 from ..problem.features import Given
 from ..work.split_combine import VECTOR, combined
-from ..work.tile_scheduler import part
+from ..work.tile_scheduler import Work, part
 from .counters import FIRST_ARRIVAL
-from .schedule import Schedule, Work
+from .schedule import Schedule
 
 AT_A_TIME = 8  # splits: one warpgroup alone waits for their loads
 

@@ -13,8 +13,10 @@ from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_sh
 from fly.backends.nvvm.mbarrier import Position, Ring
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile
 
+from ..work.sequences import PagedSequence, Sequence
+from ..work.tile_scheduler import Work
 from .builds import Sm90Options
-from .schedule import Board, Schedule, Work
+from .schedule import Board, Schedule
 
 Pages = tuple[fly.Value, ...]
 Opened = tuple[Position, Position, tuple[Pages, Pages]]
@@ -75,6 +77,11 @@ class Buffers:
         )
 
 
+def entry_of(tokens: Sequence | PagedSequence) -> Any:
+    """The entry of the batch that a sequence's tokens are in; packed ones are all in one."""
+    return 0 if tokens.index is None else tokens.index
+
+
 @dataclass(frozen=True)
 class Producer:
     """The one thread that fills the rings, in the order in which consumers need them."""
@@ -96,9 +103,9 @@ class Producer:
         carry = (work, q_at, k_at, Position.start(), board_at, pages)
         for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
-            rest = work.last_tile - work.first_tile
+            rest = work.tiles.end - work.tiles.first
             for i, (k_at_, v_at_, (here, ahead)) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
-                j = work.last_tile - 1 - i
+                j = work.tiles.end - 1 - i
                 pages = ahead, self._pages(work, j - 1)
                 loop.next(self._load_k(k_at_, work, j, ahead), self._load_v(v_at_, work, j + 1, here), pages)
             k_at, v_at, (here, _) = loop.results
@@ -106,7 +113,7 @@ class Producer:
             board_at = board.publish(board_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at, pages = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.first_tile, here), board_at, pages)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.tiles.first, here), board_at, pages)
         schedule.finish()
 
     def _open(self, work: Work, q_at: Position, k_at: Position) -> Opened:
@@ -114,9 +121,9 @@ class Producer:
         needs, and those of the one before."""
 
         def start() -> Opened:
-            here, ahead = (self._pages(work, work.last_tile - i) for i in (1, 2))
+            here, ahead = (self._pages(work, work.tiles.end - i) for i in (1, 2))
             q_next = self._load_q(q_at, work)
-            return q_next, self._load_k(k_at, work, work.last_tile - 1, here), (here, ahead)
+            return q_next, self._load_k(k_at, work, work.tiles.end - 1, here), (here, ahead)
 
         none = (fly.i32(0),) * self.schedule.pages_of_tile
         opened: Opened = fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
@@ -124,7 +131,7 @@ class Producer:
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)
-        place = (0 if self.schedule.packed else work.batch, work.q_first + work.first_row, *head)
+        place = (entry_of(work.queries), work.queries.start + work.first_row, *head)
         return self._load(self.q, self.buffers.q, at, [place])
 
     def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
@@ -142,14 +149,17 @@ class Producer:
 
     def _pages(self, work: Work, j: Any) -> Pages:
         """The pages of key tile j, none where keys are not in pages; loaded a tile before they are needed."""
-        return () if self.schedule.page_size is None else self.schedule.pages(work, j)
+        schedule = self.schedule
+        if not isinstance(work.kv, PagedSequence):
+            return ()
+        return work.kv.pages(j * schedule.block_n, schedule.pages_of_tile)
 
     def _keys(self, work: Work, j: Any, pages: Pages) -> list[tuple[Any, ...]]:
         """Where the pieces of key tile j, in `pages`, begin: (entry of the batch, or page; row; key head)."""
         schedule = self.schedule
-        row, head = work.k_first + j * schedule.block_n, work.head // self.group
+        row, head = work.kv.start + j * schedule.block_n, work.head // self.group
         if schedule.page_size is None:
-            return [(work.entry, row, head)]
+            return [(entry_of(work.kv), row, head)]
         inside = row % schedule.page_size if len(pages) == 1 else 0
         return [(page, inside, head) for page in pages]
 

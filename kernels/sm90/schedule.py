@@ -15,48 +15,14 @@ import fly
 from fly.backends.nvvm.mbarrier import Position, Ring
 
 from ..problem.features import NOTHING, Given
-from ..problem.mask import KeyRange
-from ..work.tile_list import SeenTiles, TileList, alone
-from ..work.tile_scheduler import Sequence, existing, offsets_of, paged_length, split_tiles
+from ..work.sequences import PagedSequence, Sequence, alone, existing, keys_of
+from ..work.tile_list import PARTIAL
+from ..work.tile_scheduler import STOP, Work
 
 NUMBERS = 8  # i32 that describe a tile,
 STEPS = 4  # and its part of a block mask's list
-STOP = -1
-
-
-@dataclass(frozen=True)
-class Work:
-    """One tile: the rows of one head of one sequence, against key tiles [first_tile, last_tile).
-
-    `head` numbers sets of heads where heads are packed. `first_row` is a query and counts from the sequence's first;
-    `q_first` and `k_first` are where the sequence starts in packed tensors, or after padding at the left (0 in
-    others); `entry` is the batch's entry with its keys, for the producer only. Key tiles [whole_from, full_tiles) are
-    seen whole by every row; `whole_from` is `first_tile` without a window. A tile without any key is computed like
-    the others, all masked.
-
-    With a block mask, [first_tile, last_tile) are steps of a list, of which those from `full_tiles` on need the
-    `mask_mod`; `seen` says which key tiles need no other mask. The producer alone has the list itself, `listed`.
-    """
-
-    batch: fly.Value
-    head: fly.Value
-    first_row: fly.Value
-    split: fly.Value
-    q_first: Any
-    k_first: Any
-    keys: KeyRange
-    first_tile: fly.Value
-    whole_from: fly.Value
-    full_tiles: fly.Value
-    last_tile: fly.Value
-    entry: Any = 0
-    seen: SeenTiles | None = None
-    listed: TileList | None = None
-
-    @property
-    def exists(self) -> fly.Value:
-        """Whether it is a tile, and not the end of the launch."""
-        return self.batch >= 0
+Place = tuple[Any, Any, Any, Any]  # of a tile: batch, head, first row, part of the keys
+Tokens = tuple[Sequence, Sequence | PagedSequence]  # of a sequence: where its queries and keys lie
 
 
 @dataclass(frozen=True)
@@ -119,15 +85,6 @@ class Schedule:
         """How many pages a key tile is in; 0 where keys are not in pages."""
         return 0 if self.page_size is None else -(-self.block_n // self.page_size)
 
-    def pages(self, work: Work, j: Any) -> tuple[fly.Value, ...]:
-        """The pages that key tile j's rows are in, in order; for rows that there are not, some of the sequence's."""
-        assert self.page_size is not None
-        table, last = self.given.get("block_table"), fly.maximum(work.keys.keys - 1, 0)
-        rows = (j * self.block_n + i * self.page_size for i in range(self.pages_of_tile))
-        places = (fly.maximum(fly.minimum(row, last), 0) // self.page_size for row in rows)
-        sequence = work.batch if self.given.get("kv_batch_idx") is None else existing(work.entry, table.shape[0])
-        return tuple(table.load(sequence, place) for place in places)
-
     @property
     def total(self) -> fly.Value:
         """Tiles of the launch. For packed sequences `seq_len` is all of their queries: some tiles are empty."""
@@ -151,52 +108,35 @@ class Schedule:
     def find(self, number: fly.Value) -> Work:
         """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none."""
         if not self.ragged:
-            return self._stopped(number, self._dense(number))
-        describe = self._packed if self.packed else self._dense_in_use
+            batch, *rest = self._dense(number)
+            batch = self._or_stop(number, batch)
+            return self.work((batch, *rest), *self._tokens(batch))
+        describe = self._packed_in_use if self.packed else self._dense_in_use
         start = (number, *describe(number))
         for _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
             following = self.take()
             search.next(following, *describe(following))
-        number, _, described = search.results
-        return self._stopped(number, described)
+        number, _, (batch, *rest), tokens = search.results
+        return self.work((self._or_stop(number, batch), *rest), *tokens)
 
-    def _stopped(self, number: fly.Value, described: tuple[Any, ...]) -> Work:
-        batch, *rest = described
-        work = self.work(fly.select(number < self.total, batch, STOP), *rest)
-        entries = self.given.get("kv_batch_idx")
-        if entries is None:
-            return replace(work, entry=0 if self.packed_keys else work.batch)
-        return replace(work, entry=entries.load(self._existing(batch)))
+    def _or_stop(self, number: fly.Value, batch: fly.Value) -> fly.Value:
+        return fly.select(number < self.total, batch, STOP)
 
-    def _existing(self, batch: fly.Value) -> fly.Value:
-        """A sequence that exists, for numbers past the launch's end too."""
-        return existing(batch, self.batch)
+    def _tokens(self, batch: fly.Value) -> Tokens:
+        """Where the tokens of a sequence lie; of one past the launch's end, those of one that exists."""
+        numbers = {"seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *PARTIAL} & set(self.given.operands)
+        index = existing(batch, self.batch) if numbers else batch
+        queries = Sequence.of(self.seq_len, self.cu_seqlens_q, index, self.given.get("seqused_q"), uniform=alone)
+        sizes = (self.seq_len_kv, self.cu_seqlens_kv, index)
+        return queries, keys_of(self.given, *sizes, None, self.page_size, alone)
 
-    def _in_use(self, batch: fly.Value, queries: Any, k_first: Any, keys: Any) -> tuple[Any, Any, Any]:
-        """(queries, first key, keys) of a sequence that count, of those that it has."""
-        batch = self._existing(batch)
+    def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, Place, Tokens]:
+        """Whether the tile is empty, its place, and its sequence's tokens."""
+        place = self._dense(number)
+        tokens = self._tokens(place[0])
+        return place[2] >= tokens[0].length, place, tokens
 
-        def cut(name: str, length: Any) -> Any:
-            used = self.given.get(name)
-            return length if used is None else fly.minimum(fly.maximum(used.load(batch), 0), length)
-
-        queries = cut("seqused_q", queries)
-        if self.page_size is None:
-            keys = cut("seqused_kv", keys)
-        else:
-            table, used = self.given.get("block_table"), self.given.get("seqused_kv")
-            keys = paged_length(table, self.page_size, self.cu_seqlens_kv, batch, used)
-        if self.given.get("cache_leftpad") is None:
-            return queries, k_first, keys
-        skipped = cut("cache_leftpad", keys)
-        return queries, k_first + skipped, keys - skipped
-
-    def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
-        """Whether the tile is empty, and what it is."""
-        described = self._dense(number)
-        return described[2] >= described[5], described
-
-    def _dense(self, number: fly.Value) -> tuple[Any, ...]:
+    def _dense(self, number: fly.Value) -> Place:
         if self.lists:
             number = fly.minimum(number, self.total - 1)  # lists are read for what it gives
         slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
@@ -205,26 +145,16 @@ class Schedule:
         inside = number - first_slice * blocks
         block, slice_ = inside // beside, first_slice + inside % beside
         head_of_batch = slice_ // self.splits
-        q_first: Any
-        k_first: Any
-        q_first, queries, k_first, keys = 0, self.seq_len, 0, self.seq_len_kv
-        if self.bounded:
-            q_first = k_first = fly.i32(0)
-            queries, k_first, keys = self._in_use(head_of_batch // self.heads, queries, k_first, keys)
         return (
             head_of_batch // self.heads,
             head_of_batch % self.heads,
             # a list is not known to be short or long, but many a mask shows later queries more
             (blocks - 1 - block if self.causal or self.lists else block) * self.block_m,
             slice_ % self.splits,
-            q_first,
-            queries,
-            k_first,
-            keys,
         )
 
-    def _packed(self, number: fly.Value) -> tuple[fly.Value, tuple[Any, ...]]:
-        """Whether the tile is empty, and what it is.
+    def _packed_in_use(self, number: fly.Value) -> tuple[fly.Value, Place, Tokens]:
+        """The same of packed sequences.
 
         Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has.
         """
@@ -242,99 +172,52 @@ class Schedule:
             after = first_slot(middle) <= slot
             search.next(fly.select(after, middle, low), fly.select(after, high, middle))
         batch, _ = search.results
-        q_first, q_end = offsets_of(offsets, batch, self.seq_len)
-        if self.page_size is None and self.packed_keys:
-            assert self.cu_seqlens_kv is not None
-            k_first, k_end = offsets_of(self.cu_seqlens_kv, batch, self.seq_len_kv)
-        else:
-            k_first = fly.i32(0)
-            k_end = k_first if self.packed_keys else self.seq_len_kv
-        block, queries = slot - first_slot(batch), q_end - q_first
-        cut = not {"seqused_q", "seqused_kv", "cache_leftpad", "block_table"}.isdisjoint(self.given.features.operands)
-        if cut:
-            queries, k_first, keys = self._in_use(batch, queries, k_first, k_end - k_first)
-        blocks = fly.ceil_div(queries, self.block_m)
+        tokens = self._tokens(batch)
+        block, blocks = slot - first_slot(batch), fly.ceil_div(tokens[0].length, self.block_m)
         empty = (block < 0) | (block >= blocks)
-        described = (
+        place = (
             batch,
             inside // self.splits,
             (blocks - 1 - block if self.causal else block) * self.block_m,
             inside % self.splits,
-            q_first,
-            queries,
-            k_first,
-            keys if cut else k_end - k_first,
         )
-        return empty, described
+        return empty, place, tokens
 
     def work(
-        self,
-        batch: fly.Value,
-        head: fly.Value,
-        first_row: fly.Value,
-        split: fly.Value,
-        q_first: Any,
-        queries: Any,
-        k_first: Any,
-        keys: Any,
-        *steps: fly.Value,
+        self, place: Place, queries: Sequence, kv: Sequence | PagedSequence, steps: tuple[fly.Value, ...] = ()
     ) -> Work:
-        """The tile that these numbers describe; `steps`: first_tile, full_tiles, last_tile of a list that has been
-        read."""
-        range_ = self.given.key_range(queries, keys, self.causal)
-        full, last = range_.tiles(first_row, self.block_m, self.block_n)
-        if self.lists:
-            seen = SeenTiles(range_.skipped(first_row, self.block_m, self.block_n)[1], full)
-            return self._listed((batch, head, first_row, split, q_first, k_first), range_, seen, steps)
-        if not range_.hides_first:
-            first, full, end = split_tiles(full, last, split, self.splits)
-            whole = first
-        else:
-            unseen, whole = range_.skipped(first_row, self.block_m, self.block_n)
-            first, full, end = split_tiles(full, last, split, self.splits, unseen)
-            whole = fly.minimum(fly.maximum(whole, first), end)
-        range_ = replace(range_, stop=fly.minimum(end * self.block_n, keys))
-        last = fly.maximum(end, first + 1)
-        return Work(batch, head, first_row, split, q_first, k_first, range_, first, whole, full, last)
+        """The tile at a place; `steps`: see `Work.of`.
 
-    def _listed(
-        self,
-        place: tuple[Any, Any, Any, Any, Any, Any],
-        range_: KeyRange,
-        seen: SeenTiles,
-        steps: tuple[fly.Value, ...],
-    ) -> Work:
-        """The tile at a place, of a list; the list is read where its `steps` are not known."""
-        batch, head, first_row, split, *_ = place
-        listed = None
-        if not steps:
-            tiles = fly.ceil_div(range_.keys, self.block_n)
-            listed = TileList.of(self.given, self._existing(batch), head, first_row, self.block_n, tiles, alone)
-            steps = split_tiles(listed.whole_steps, listed.steps, split, self.splits)
-        first, partial, end = steps
-        # a part without steps takes one past the list's end: parts with fewer steps are the last ones
-        last = fly.maximum(end, first + 1)
-        return Work(*place, range_, first, first, partial, last, seen=seen, listed=listed)
-
-    def queries_of(self, work: Work) -> Sequence:
-        """A tile's sequence in the tensors of queries, to be indexed by row and head."""
-        if self.packed:
-            return Sequence(None, work.q_first, work.keys.queries)
-        return Sequence(work.batch, None, work.keys.queries)
+        A tile without any key is computed like the others, all masked: where a part of a list has no step, that is
+        one past the list's end, since parts with fewer steps are the last ones.
+        """
+        work = Work.of(
+            self.given,
+            place,
+            queries,
+            kv,
+            causal=self.causal,
+            block_m=self.block_m,
+            block_n=self.block_n,
+            parts=self.splits,
+            uniform=alone,
+            steps=steps,
+        )
+        tiles = work.tiles
+        return replace(work, tiles=replace(tiles, end=fly.maximum(tiles.end, tiles.first + 1)))
 
     def rows_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedRows:
         """A tile's rows of (B, S, H, D) or (total, H, D), by (row, column)."""
-        sequence = self.queries_of(work)
         if pack == 1:
-            return sequence.matrix(tensor, work.head)
-        return PackedRows(sequence.matrix(tensor, slice(None)), work.head * pack, pack)
+            return work.queries.matrix(tensor, work.head)
+        return PackedRows(work.queries.matrix(tensor, slice(None)), work.head * pack, pack)
 
     def vector_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedVector:
         """A tile's rows of (B, H, S) or (H, total)."""
         if pack == 1:
-            return self.queries_of(work).vector(tensor, work.head)
+            return work.queries.vector(tensor, work.head)
         heads = tensor if self.packed else tensor[work.batch, :, :]
-        return PackedVector(heads, work.q_first, work.head * pack, pack)
+        return PackedVector(heads, work.queries.start, work.head * pack, pack)
 
 
 @dataclass(frozen=True)
@@ -395,11 +278,11 @@ class Board:
     def publish(self, at: Position, work: Work, schedule: Schedule) -> Position:
         """By one thread: let the consumers know the next tile, or that there is none."""
         self.ring.empty.wait(at.index, at.phase ^ 1)
-        described = [work.batch, work.head, work.first_row, work.split]
+        described = [work.batch, work.head, work.first_row, work.part]
         if schedule.bounded:
-            described += [work.q_first, work.keys.queries, work.k_first, work.keys.keys]
+            described += [work.queries.start, work.queries.length, work.kv.start, work.kv.length]
         if schedule.lists:
-            described += [work.first_tile, work.full_tiles, work.last_tile, fly.i32(0)]
+            described += [work.tiles.first, work.tiles.whole_end, work.tiles.end, fly.i32(0)]
         for i in range(0, len(described), 4):
             self.numbers.store(fly.from_elements(described[i : i + 4]), at.index * self.size + i, align=16)
         self.ring.full.arrive(at.index)
@@ -417,5 +300,8 @@ class Board:
         self.ring.release(at)
         if not schedule.bounded:
             loaded[4:4] = [0, schedule.seq_len, 0, schedule.seq_len_kv]
-        steps = loaded[8:11] if schedule.lists else ()
-        return schedule.work(*loaded[:8], *steps), self.ring.next(at)
+        batch, head, first_row, index, q_first, queries, k_first, keys, *steps = loaded
+        # consumers go by rows of their own; keys come to them in shared memory
+        tokens = Sequence(None, q_first, queries) if schedule.packed else Sequence(batch, None, queries)
+        kv = Sequence(None, k_first, keys)
+        return schedule.work((batch, head, first_row, index), tokens, kv, tuple(steps[:3])), self.ring.next(at)

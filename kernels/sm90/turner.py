@@ -20,8 +20,9 @@ from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import LayoutError
 
+from ..work.tile_scheduler import Work
 from .producer import Buffers, clear_tail
-from .schedule import Schedule, Work
+from .schedule import Schedule
 
 WARPS = WARPGROUP // 32
 KEYS, DIMS = 32, 16  # that four matrices hold: what a warp turns at a time
@@ -135,8 +136,8 @@ class Turner:
         work, board_at = board.read(Position.start(), self.schedule)
         carry = (work, Position.start(), Position.start(), board_at)
         for work, raw_at, at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-            last = work.last_tile - 1
-            for i, places in (loop := fly.range(last + 1 - work.first_tile, carry=(raw_at, at))):
+            last = work.tiles.end - 1
+            for i, places in (loop := fly.range(last + 1 - work.tiles.first, carry=(raw_at, at))):
                 loop.next(*self._turn(work, last - i, *places))
             following, board_at = board.read(board_at, self.schedule)
             tiles.next(following, *loop.results, board_at)

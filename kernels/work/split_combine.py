@@ -26,7 +26,8 @@ from fly.runtime.prepared import Prepared, bind
 from ..problem.contract import Request, Tensors
 from ..problem.features import NO_FEATURES, Features
 from ..problem.scores import LOG2_E
-from .tile_scheduler import Sequence, fold_grid, grid, part, sequences_of, slice_of_block
+from .sequences import Sequence, sequences_of, tokens_of
+from .tile_scheduler import fold_grid, grid, part, slice_of_block
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
@@ -108,7 +109,7 @@ def split_combine(
     first_row = fly.block_id.x * rows
     row, column = fly.thread_id.x // lanes, fly.thread_id.x % lanes * VECTOR
 
-    queries = Sequence.of(out, cu_seqlens_q, batch, given.get("seqused_q"))
+    queries = Sequence.of(tokens_of(out, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     window = queries.matrix(out, head).rows(head_dim).window(first_row, rows)
 
     def split_lse(split: Any) -> fly.Value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +9,11 @@ import fly
 from fly.ir import memory
 
 from ..problem.features import Given
+from .sequences import Uniform
 
 # counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
 PARTIAL = ("block_counts", "block_indices")
 WHOLE = ("whole_block_counts", "whole_block_indices")
-
-
-Uniform = Callable[[fly.Value], fly.Value]
-
-
-def alone(value: fly.Value) -> fly.Value:
-    """`uniform` of lists that a single thread walks: it has no lane to agree with."""
-    return value
 
 
 @dataclass(frozen=True)
@@ -83,19 +75,19 @@ class TileList:
         head: Any,
         first_row: Any,
         block_n: int,
-        tiles: Any,
+        keys: Any,
         uniform: Uniform = fly.first_lane,
     ) -> TileList:
-        """Of queries from `first_row` on; there are `tiles` key tiles of `block_n`."""
+        """Of queries from `first_row` on; there are `keys` keys, in tiles of `block_n`."""
         assert given.features.block_size is not None
-        rows, keys = given.features.block_size
+        rows, columns = given.features.block_size
         place = (batch, head, first_row // rows)
         whole, partial = (BlockRow.of(given, names, place, uniform) for names in (WHOLE, PARTIAL))
         assert partial is not None
-        per_block = keys // block_n
+        per_block = columns // block_n
         whole_steps = fly.i32(0) if whole is None else whole.count * per_block
         steps = whole_steps + partial.count * per_block
-        return TileList(whole, partial, per_block, tiles, whole_steps, steps, uniform)
+        return TileList(whole, partial, per_block, fly.ceil_div(keys, block_n), whole_steps, steps, uniform)
 
     def tile(self, step: Any) -> fly.Value:
         """The key tile of a step; one without keys past the list's end, and perhaps at the end of a last block."""
@@ -125,17 +117,3 @@ class TileList:
         # of all tiles past the last one, which are masked, the first
         tile = fly.maximum(fly.minimum(tile, self.tiles), 0)
         return self.uniform(fly.select(step < self.steps, tile, self.tiles))
-
-
-@dataclass(frozen=True)
-class SeenTiles:
-    """Key tiles [`first`, `end`), which every row of a block sees whole for all that lengths, causality and windows
-    say."""
-
-    first: Any
-    end: Any
-
-    def has(self, tile: Any) -> fly.Value:
-        """Whether it is one of them."""
-        seen: fly.Value = (tile >= self.first) & (tile < self.end)
-        return seen

@@ -25,48 +25,104 @@ import fly
 from fly.errors import UnsupportedError
 
 from ..problem.features import NOTHING, Given
-from ..problem.mask import KeyRange
+from ..problem.mask import KeyRange, TileRange
 from .fragments import group_size
-from .tile_list import SeenTiles, TileList
+from .sequences import PagedSequence, Sequence, Uniform, keys_of, sequences_of, tokens_of
+from .tile_list import TileList
 
 MAX_SPLITS = 64
 MAX_GRID_YZ = 65_535  # blocks along y and along z: CUDA's limit; HIP's is one more
 _MAX_BLOCKS = 2**31 - 1  # places are counted in i32
+STOP = -1
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one block computes: rows `first_row` and on of one `head` of one sequence, against some of its keys.
+    """What a block computes, or a persistent one at a time: rows `first_row` and on of one `head` of one sequence,
+    against some of its keys.
 
-    The views hold this sequence and these heads alone, their row 0 is the sequence's first token; `lse` is its
-    vector, or None. `batch` is the sequence's number, and `keys` has its lengths. Key tiles [whole_from, full_tiles)
-    are seen whole by every row of the block; [first_tile, whole_from), which is empty without a window, and
-    [full_tiles, last_tile) need `keys.apply`. `ragged`: there may be no query at all; `split`: there are other
-    keys. With `listed`, tiles are those of its steps [first_tile, last_tile), and `full_tiles` is where its partial
-    blocks start; `seen` are those that need no `keys.apply` then.
+    `batch` is the sequence's number; `queries` and `kv` are where its tokens lie, and `keys` tells which keys a query
+    sees. Key tiles of `tiles` that are not whole need `keys.apply`. With `listed`, which only who walks the list may
+    have, `tiles` counts its steps, whole ones before partial ones, and of key tiles `seen` tells which need no
+    `keys.apply`. `split`: there are other keys, as these are the `part` of that number.
     """
 
     batch: fly.Value
-    head: fly.Value
+    head: Any
+    first_row: fly.Value
+    part: Any
+    queries: Sequence
+    kv: Sequence | PagedSequence
+    keys: KeyRange
+    tiles: TileRange
+    split: bool
+    listed: TileList | None = None
+    seen: TileRange | None = None
+
+    @property
+    def exists(self) -> fly.Value:
+        """Whether it is work, and not the end of a launch, which is of sequence `STOP`."""
+        return self.batch > STOP
+
+    @staticmethod
+    def of(
+        given: Given,
+        place: tuple[Any, Any, Any, Any],
+        queries: Sequence,
+        kv: Sequence | PagedSequence,
+        *,
+        causal: bool,
+        block_m: int,
+        block_n: int,
+        parts: Any = 1,
+        uniform: Uniform = fly.first_lane,
+        steps: tuple[fly.Value, ...] = (),
+    ) -> Work:
+        """The work at a `place`: batch, head, first row and part, which is None or one of `parts`.
+
+        `given`: windows and lists among a call's features. `steps`: first, end of the whole ones, and end, of a
+        list's part that someone else walks.
+        """
+        batch, head, first_row, part = place
+        keys = given.key_range(queries.length, kv.length, causal)
+        tiles = keys.tiles(first_row, block_m, block_n)
+        if part is None:
+            tiles = replace(tiles, first=uniform(tiles.first) if keys.hides_first else fly.i32(0))
+        listed = seen = None
+        if given.features.block_size is not None:
+            seen = tiles
+            if not steps:
+                listed = TileList.of(given, queries.index, head, first_row, block_n, kv.length, uniform)
+                steps = fly.i32(0), listed.whole_steps, listed.steps
+            first, whole_end, end = steps
+            tiles = TileRange(first, first, whole_end, end)
+        if part is not None and (seen is None or listed is not None):
+            tiles = tiles.part(part, parts, uniform)
+            if listed is not None:
+                listed = replace(listed, steps=tiles.end)
+            else:
+                keys = replace(keys, stop=fly.minimum(tiles.end * block_n, kv.length))
+        split = part is not None and not (isinstance(parts, int) and parts == 1)
+        return Work(batch, head, first_row, part, queries, kv, keys, tiles, split, listed, seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork(Work):
+    """The work of a block of a grid, with views of its sequence and heads alone, whose row 0 is the first token.
+
+    `lse` is the sequence's vector, or None; `ragged`: there may be no query at all.
+    """
+
     q: fly.RowView
     k: fly.RowView | fly.PagedRows
     v: fly.RowView | fly.PagedRows
     out: fly.RowView
     lse: fly.Tensor | None
-    first_row: fly.Value
-    keys: KeyRange
-    first_tile: fly.Value
-    whole_from: fly.Value
-    full_tiles: fly.Value
-    last_tile: fly.Value
     ragged: bool
-    split: bool
-    listed: TileList | None = None
-    seen: SeenTiles | None = None
 
     def if_any_row(self) -> AbstractContextManager[None]:
         """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
-        return fly.when(self.first_row < self.keys.queries) if self.ragged else nullcontext()
+        return fly.when(self.first_row < self.queries.length) if self.ragged else nullcontext()
 
 
 def block_work(
@@ -83,7 +139,7 @@ def block_work(
     given: Given = NOTHING,
     page_size: int | None = None,
     folded: bool = False,
-) -> Work:
+) -> BlockWork:
     """This block's work, from its place in the grid.
 
     `tensors` are q, k, v, out, lse, cu_seqlens_q and cu_seqlens_kv, the last three or two None where the form has
@@ -93,102 +149,50 @@ def block_work(
     keys each. `folded`: so is the grid, whose spare blocks have no row.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
-    block, head, batch, split = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
-    blocks, heads, parts, exists = fly.grid_dim.x, q.shape[-2], None, None
+    block, head, batch, part_of_keys = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
+    blocks, heads, slices, exists, parts = fly.grid_dim.x, q.shape[-2], None, None, 1
     if folded:
-        parts = sequences_of(q, cu_seqlens_q) * (out.shape[0] if out.rank > q.rank else 1)
-        slice_, exists = slice_of_block(heads * parts)
+        slices = sequences_of(q, cu_seqlens_q) * (out.shape[0] if out.rank > q.rank else 1)
+        slice_, exists = slice_of_block(heads * slices)
         batch = slice_ // heads
         head = slice_ - batch * heads
     if xcds > 1:
         linear = block + blocks * (head + heads * batch)
-        parts = fly.grid_dim.z if parts is None else parts
-        block, head, batch = shared_keys_place(linear, (blocks, heads, parts), group_size(q, k), xcds, fly.minimum)
+        slices = fly.grid_dim.z if slices is None else slices
+        block, head, batch = shared_keys_place(linear, (blocks, heads, slices), group_size(q, k), xcds, fly.minimum)
     kv_head = head // group_size(q, k)
     if out.rank > q.rank:
-        splits = out.shape[0]
+        parts = out.shape[0]
         entry = batch
-        batch = entry // splits
-        split = entry - batch * splits
+        batch = entry // parts
+        part_of_keys = entry - batch * parts
         assert lse is not None
-        out, lse = part(out, split), part(lse, split)
+        out, lse = part(out, part_of_keys), part(lse, part_of_keys)
     block = blocks - 1 - block if causal or given.features.block_size is not None else block
     first_row = block * block_m
-
-    queries = Sequence.of(q, cu_seqlens_q, batch, given.get("seqused_q"))
-    keys: Sequence | PagedSequence
-    if given.get("block_table") is None:
-        keys = Sequence.of(
-            k, cu_seqlens_kv, batch, given.get("seqused_kv"), given.get("cache_leftpad"), given.get("kv_batch_idx")
-        )
-    else:
-        assert page_size is not None
-        keys = PagedSequence.of(
-            given.get("block_table"),
-            page_size,
-            cu_seqlens_kv,
-            batch,
-            given.get("seqused_kv"),
-            given.get("cache_leftpad"),
-            given.get("kv_batch_idx"),
-        )
-    key_range = given.key_range(queries.length, keys.length, causal)
+    queries = Sequence.of(tokens_of(q, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    kv = keys_of(given, tokens_of(k, cu_seqlens_kv), cu_seqlens_kv, batch, k.shape[0], page_size)
     if exists is not None:
         first_row = fly.select(exists, first_row, queries.length)
-    full, last = key_range.tiles(first_row, block_m, block_n)
-    unseen, whole_from = key_range.skipped(first_row, block_m, block_n)
-    first = fly.i32(0)
-    if key_range.hides_first:
-        first = fly.first_lane(unseen)
-    listed = seen = None
-    if given.features.block_size is not None:
-        seen = SeenTiles(whole_from if key_range.hides_first else fly.i32(0), full)
-        listed = TileList.of(given, batch, head, first_row, block_n, fly.ceil_div(keys.length, block_n))
-        first, full, last = fly.i32(0), listed.whole_steps, listed.steps
-        if split is not None:
-            first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits))
-            listed = replace(listed, steps=last)
-    elif split is not None:
-        start = first if key_range.hides_first else 0
-        first, full, last = map(fly.first_lane, split_tiles(full, last, split, splits, start))
-        key_range = replace(key_range, stop=fly.minimum(last * block_n, keys.length))
-    return Work(
-        batch=batch,
-        head=head,
-        q=queries.matrix(q, head).rows(head_dim),
-        k=keys.rows(k, kv_head, head_dim),
-        v=keys.rows(v, kv_head, head_dim_v or head_dim),
-        out=queries.matrix(out, head).rows(head_dim_v or head_dim),
-        lse=None if lse is None else queries.vector(lse, head),
-        first_row=first_row,
-        keys=key_range,
-        first_tile=first,
-        whole_from=fly.minimum(fly.maximum(whole_from, first), last) if key_range.hides_first else first,
-        full_tiles=full,
-        last_tile=last,
-        ragged=queries.bounded or folded,
-        split=split is not None,
-        listed=listed,
-        seen=seen,
+    work = Work.of(
+        given,
+        (batch, head, first_row, part_of_keys),
+        queries,
+        kv,
+        causal=causal,
+        block_m=block_m,
+        block_n=block_n,
+        parts=parts,
     )
-
-
-def split_tiles(full: Any, last: Any, split: Any, splits: Any, start: Any = 0) -> tuple[Any, Any, Any]:
-    """(first, full, last) key tiles of one split of a block that sees tiles `start` to `last`, whole ones to `full`.
-
-    Even parts of the tiles that the block sees, so that causal blocks split as evenly as others.
-    """
-    count = last - start
-    size = count // splits
-    longer = count - size * splits  # parts that have one tile more
-    first, end = (size * s + fly.minimum(s, longer) + start for s in (split, split + 1))
-    return first, fly.minimum(fly.maximum(full, first), end), end
-
-
-def offsets_of(offsets: fly.Tensor, index: Any, total: Any) -> tuple[fly.Value, fly.Value]:
-    """(first, end) of packed sequence `index`; offsets that decrease or leave [0, total] are cut to what exists."""
-    first = fly.minimum(fly.maximum(offsets.load(index), 0), total)
-    return first, fly.minimum(fly.maximum(offsets.load(index + 1), first), total)
+    return BlockWork(
+        **vars(work),
+        q=queries.rows(q, head, head_dim),
+        k=kv.rows(k, kv_head, head_dim),
+        v=kv.rows(v, kv_head, head_dim_v or head_dim),
+        out=queries.rows(out, head, head_dim_v or head_dim),
+        lse=None if lse is None else queries.vector(lse, head),
+        ragged=queries.bounded or folded,
+    )
 
 
 def shared_keys_place(
@@ -214,129 +218,6 @@ def shared_keys_place(
     sequence = keys // (heads // group)
     key_head = keys - sequence * (heads // group)
     return block, key_head * group + (item - block * group), sequence
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One sequence's tokens in tensors that hold several: `length` from `first` on.
-
-    Of entry `index` of the batch, or if `index` is None of all that is packed. `first` None: an entry's tokens are
-    all the sequence's.
-    """
-
-    index: fly.Value | None
-    first: fly.Value | None
-    length: fly.Value
-
-    @staticmethod
-    def of(
-        tensor: fly.Tensor,
-        offsets: fly.Tensor | None,
-        index: Any,
-        used: fly.Tensor | None = None,
-        leftpad: fly.Tensor | None = None,
-        entries: fly.Tensor | None = None,
-    ) -> Sequence:
-        """Sequence `index` of a (B, S, H, D) tensor, or of a packed (total, H, D) one with (B + 1,) `offsets`.
-
-        `used`, `leftpad`, `entries`: (B,) i32 for all sequences. `used` tokens count, `leftpad` of them are left out
-        at the start, and dense tokens are in the batch's entry `entries[index]`. What leaves the tensor, and offsets
-        that decrease, are cut to what exists.
-        """
-        # a load's result is not known to be the same in every lane, and addresses and bounds must be
-        entry = index
-        if entries is not None:
-            entry = fly.first_lane(existing(entries.load(index), tensor.shape[0]))
-        if offsets is None:
-            first, length = None, tensor.shape[1]
-        else:
-            entry = None
-            first, end = offsets_of(offsets, index, tensor.shape[0])
-            first = fly.first_lane(first)
-            length = fly.first_lane(end) - first
-        if used is not None:
-            length = fly.minimum(fly.maximum(fly.first_lane(used.load(index)), 0), length)
-            first = fly.i32(0) if first is None else first
-        if leftpad is not None:
-            skipped = fly.minimum(fly.maximum(fly.first_lane(leftpad.load(index)), 0), length)
-            first, length = skipped if first is None else first + skipped, length - skipped
-        return Sequence(entry, first, length)
-
-    @property
-    def bounded(self) -> bool:
-        """Whether there may be fewer tokens than the tensor's shape tells, or none."""
-        return self.first is not None
-
-    def matrix(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
-        """(S, D) of one head of (B, S, H, D) or (total, H, D)."""
-        return self._section(tensor[:, head, :] if self.index is None else tensor[self.index, :, head, :])
-
-    def vector(self, tensor: fly.Tensor, head: Any) -> fly.Tensor:
-        """(S,) of one head of (B, H, S) or (H, total)."""
-        return self._section(tensor[head, :] if self.index is None else tensor[self.index, head, :])
-
-    def rows(self, tensor: fly.Tensor, head: Any, columns: int) -> fly.RowView:
-        """The same as rows of `columns` elements."""
-        return self.matrix(tensor, head).rows(columns)
-
-    def _section(self, tokens: fly.Tensor) -> fly.Tensor:
-        return tokens if self.first is None else tokens.section(self.first, self.length)
-
-
-@dataclass(frozen=True)
-class PagedSequence:
-    """One sequence's tokens in tensors of pages: `length` from `first` (None: 0) on, in the pages of `table`."""
-
-    table: fly.Tensor
-    page_size: int
-    length: fly.Value
-    first: fly.Value | None = None
-
-    @staticmethod
-    def of(
-        table: fly.Tensor,
-        page_size: int,
-        offsets: fly.Tensor | None,
-        index: Any,
-        used: fly.Tensor | None,
-        leftpad: fly.Tensor | None = None,
-        entries: fly.Tensor | None = None,
-    ) -> PagedSequence:
-        """Sequence `index` of a (B, pages of a sequence) i32 `table`, as many tokens as `paged_length` says.
-
-        `leftpad` of them are left out at the start; with `entries`, the sequence's row of the table is
-        `entries[index]`: see `Sequence.of`.
-        """
-        length, first = fly.first_lane(paged_length(table, page_size, offsets, index, used)), None
-        if leftpad is not None:
-            first = fly.minimum(fly.maximum(fly.first_lane(leftpad.load(index)), 0), length)
-            length = length - first
-        row = index if entries is None else fly.first_lane(existing(entries.load(index), table.shape[0]))
-        return PagedSequence(table[row, :], page_size, length, first)
-
-    def rows(self, tensor: fly.Tensor, head: Any, columns: int) -> fly.PagedRows:
-        """Rows of `columns` elements of one head of (pages, page_size, H, D)."""
-        return fly.PagedRows(tensor[:, :, head, :], self.table, self.length, self.page_size, columns, self.first)
-
-
-def existing(index: Any, count: Any) -> fly.Value:
-    """A number that should be one of `count`, cut to what exists."""
-    return fly.minimum(fly.maximum(index, 0), count - 1)
-
-
-def paged_length(
-    table: fly.Tensor, page_size: int, offsets: fly.Tensor | None, index: Any, used: fly.Tensor | None
-) -> fly.Value:
-    """How many tokens sequence `index` has: `used[index]`, or what (B + 1,) `offsets` differ by, or the smaller one.
-
-    At least 0, and at most what the table has pages for.
-    """
-    length = table.shape[1] * page_size
-    if offsets is not None:
-        length = fly.minimum(offsets.load(index + 1) - offsets.load(index), length)
-    if used is not None:
-        length = fly.minimum(used.load(index), length)
-    return fly.maximum(length, 0)
 
 
 def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:
@@ -375,12 +256,6 @@ def slice_of_block(slices: Any) -> tuple[fly.Value, fly.Value]:
     """(this block's slice of a folded grid, whether it has one); of spare blocks it is the last."""
     place = fly.block_id.y + fly.grid_dim.y * fly.block_id.z
     return fly.minimum(place, slices - 1), place < slices
-
-
-def sequences_of(tokens: fly.Tensor, offsets: fly.Tensor | None) -> fly.Value:
-    """How many sequences q or out has: its first dimension, or one less than there are `offsets`."""
-    count: fly.Value = tokens.shape[0] if offsets is None else offsets.shape[0] - 1
-    return count
 
 
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing

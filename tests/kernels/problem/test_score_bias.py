@@ -6,6 +6,7 @@ Run in numpy as traced, where a read past an array's end fails.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
-from kernels.flash_attn_sm90 import HeadPlace
 from kernels.problem.mask import KeyRange
 from kernels.problem.score_bias import BiasTile, add
 from tests.simulated import Machine, Program
@@ -48,7 +48,7 @@ def biased(
     zeros = fly.Fragment.zeros(layout(), 1, COLUMNS // layout().columns)
     rows = fly.RowVector.full(layout(), 1, 0.0).rows()
     head = fly.i32(HEADS - 1) if pack == 1 else rows.map(lambda row: row % pack)
-    place = HeadPlace(fly.i32(1), head, KeyRange(queries, keys, False), False)
+    place = SimpleNamespace(batch=fly.i32(1), head=head, keys=KeyRange(queries, keys, False), split=False)
     tile = BiasTile(bias, rows.map(lambda row: row // pack + first_row), first_key, COLUMNS, place)
     scores = add(zeros, tile.load()) if ahead else tile.add_to(zeros)
     for row, column, values in scores.runs():

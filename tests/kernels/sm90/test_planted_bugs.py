@@ -25,6 +25,7 @@ from kernels.sm90.combine import Combination
 from kernels.sm90.producer import Producer
 from kernels.sm90.schedule import Board, Schedule
 from kernels.sm90.turner import TileTurn, Turner
+from kernels.work.sequences import PagedSequence
 from tests.kernels.fp8_reference import reference as fp8_reference
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged
@@ -277,7 +278,7 @@ BUGS = (
         "the last step's V is another tile's",
         Producer,
         "run",
-        "self._load_v(v_at, work, work.first_tile, here) => self._load_v(v_at, work, work.first_tile + 1, here)",
+        "self._load_v(v_at, work, work.tiles.first, here) => self._load_v(v_at, work, work.tiles.first + 1, here)",
         "dense",
         "wrong",
     ),
@@ -285,7 +286,7 @@ BUGS = (
         "keys begin one later",
         Producer,
         "_keys",
-        "work.k_first + j * schedule.block_n => work.k_first + j * schedule.block_n + 1",
+        "work.kv.start + j * schedule.block_n => work.kv.start + j * schedule.block_n + 1",
         "dense",
         "wrong",
     ),
@@ -307,9 +308,9 @@ BUGS = (
     ),
     Bug(
         "a page is taken twice",
-        Schedule,
+        PagedSequence,
         "pages",
-        "j * self.block_n + i * self.page_size => j * self.block_n",
+        "row + i * self.page_size => row",
         "in_pages",
         "wrong",
     ),
@@ -389,7 +390,7 @@ BUGS = (
         "Q's slot is released before its last tile",
         Consumer,
         "_scored",
-        "j == work.first_tile => j == work.first_tile + 1",
+        "j == work.tiles.first => j == work.tiles.first + 1",
         "one_consumer",
         "shared-race mbarrier-count deadlock",
     ),
@@ -456,7 +457,7 @@ BUGS = (
     Bug(
         "an empty packed tile has the rows before its sequence",
         Schedule,
-        "_packed",
+        "_packed_in_use",
         "(block < 0) | (block >= blocks) => block < 0",
         "packed",
         "out-of-bounds global-race wrong",

@@ -69,14 +69,14 @@ def walk(
     )
     carry = (schedule.find(fly.i32(0)), fly.i32(0))
     for work, row in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-        place = (work.batch, work.head, work.first_row, work.split)
-        steps = (work.first_tile, work.full_tiles, work.last_tile)
-        read = schedule.work(*place, 0, work.keys.queries, work.k_first, work.keys.keys, *steps)
-        steps = (read.first_tile, read.full_tiles, read.last_tile)
-        for i, number in enumerate((*place, *steps, read.seen.first, read.seen.end)):
-            out.store(number, row, i)
-        for step in fly.range(work.first_tile, work.last_tile):
-            found.store(work.listed.tile(step), row, step - work.first_tile)
+        place = (work.batch, work.head, work.first_row, work.part)
+        steps = (work.tiles.first, work.tiles.whole_end, work.tiles.end)
+        read = schedule.work(place, work.queries, work.kv, steps)
+        steps = (read.tiles.first, read.tiles.whole_end, read.tiles.end)
+        for i, number in enumerate((*place, *steps, read.seen.whole_from, read.seen.whole_end)):
+            out.store(number if isinstance(number, fly.Value) else fly.i32(number), row, i)
+        for step in fly.range(work.tiles.first, work.tiles.end):
+            found.store(work.listed.tile(step), row, step - work.tiles.first)
         tiles.next(schedule.find(schedule.take()), row + 1)
     # other blocks than the last one to end take numbers further past the launch's end
     for more in (1, 700):

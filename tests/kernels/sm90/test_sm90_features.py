@@ -6,6 +6,7 @@ Run in numpy as traced; `tests/kernels/problem/test_features_gpu.py` has the res
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
-from kernels.flash_attn_sm90 import HeadPlace
 from kernels.problem.contract import Request
 from kernels.problem.features import Features
 from kernels.problem.mask import KeyRange
 from kernels.problem.mods import Mod
 from kernels.problem.scores import LOG2_E
 from kernels.sm90.builds import build_for, keys_seen
+from kernels.sm90.producer import entry_of
 from kernels.sm90.schedule import Schedule, query_of
 from tests.kernels.feature_reference import Scores, Span
 from tests.simulated import Machine, Program, flat
@@ -77,8 +78,9 @@ def walk(
     )
     carry = (schedule.find(fly.i32(0)), fly.i32(0))
     for work, row in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-        numbers = (work.batch, work.head, work.first_row, work.split, work.q_first, work.k_first, work.entry)
-        numbers += (work.first_tile, work.whole_from, work.full_tiles, work.last_tile)
+        numbers = (work.batch, work.head, work.first_row, work.part)
+        numbers += (work.queries.start, work.kv.start, entry_of(work.kv))
+        numbers += (work.tiles.first, work.tiles.whole_from, work.tiles.whole_end, work.tiles.end)
         for i, number in enumerate((*numbers, work.keys.queries, work.keys.keys, work.keys.stop)):
             out.store(number if isinstance(number, fly.Value) else fly.i32(number), row, i)
         tiles.next(schedule.find(schedule.take()), row + 1)
@@ -252,7 +254,7 @@ def modified(
     head = rows.map(lambda row: row % pack + pack) if pack > 1 else fly.i32(1)
     given = features.bind(operands)
     keys_seen = KeyRange(queries, keys, False, left=given.get("window_left"), right=given.get("window_right"))
-    place = HeadPlace(fly.i32(1), head, keys_seen, False)
+    place = SimpleNamespace(batch=fly.i32(1), head=head, keys=keys_seen, split=False)
     zeros = fly.Fragment.zeros(layout, 1, 1)
     places = [(row, column + i) for row, column, values in zeros.runs() for i in range(values.length)]
     elements = fly.from_elements([scores.load(*place) for place in places])

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.target import target
+from kernels.work.sequences import PagedSequence, Sequence, tokens_of
 from kernels.work.tile_scheduler import (
     MAX_SPLITS,
-    PagedSequence,
-    Sequence,
     automatic_splits,
     block_work,
     grid,
@@ -64,7 +63,7 @@ def test_the_units_are_the_devices():
 
 def span(offsets: fly.Tensor, tokens: fly.Tensor, found: fly.Tensor):
     """found[b] = (first token, length) of sequence b."""
-    sequence = Sequence.of(tokens, offsets, fly.block_id.x)
+    sequence = Sequence.of(tokens_of(tokens, offsets), offsets, fly.block_id.x)
     found.store(sequence.first, fly.block_id.x, 0)
     found.store(sequence.length, fly.block_id.x, 1)
 
@@ -125,7 +124,7 @@ def tiles(q: fly.Tensor, k: fly.Tensor, out: fly.Tensor, lse: fly.Tensor, found:
     work = block_work((q, k, k, out, lse, None, None), head_dim=16, causal=causal, block_m=BLOCK_M, block_n=BLOCK_N)
     block = (fly.block_id.z * fly.grid_dim.x) + fly.block_id.x
     stop = work.keys.keys if work.keys.stop is None else work.keys.stop
-    for i, value in enumerate((work.first_row, work.first_tile, work.full_tiles, work.last_tile, stop)):
+    for i, value in enumerate((work.first_row, work.tiles.first, work.tiles.whole_end, work.tiles.end, stop)):
         found.store(value, block, i)
 
 
