@@ -28,7 +28,9 @@ class BlockMask:
     kv_num_blocks: (B, H, Qb) int32, how many blocks are seen in part. kv_indices: (B, H, Qb, N) int32, which ones;
     entries past the number do not matter. full_kv_num_blocks, full_kv_indices: the same for blocks that are seen
     whole, None where there is none. BLOCK_SIZE: (queries, keys) of a block. seq_lengths: (Sq, Skv). mask_mod:
-    function (batch, head, query, key, *aux) that tells whether a query sees a key in a partial block.
+    function (batch, head, query, key, *aux) that tells whether a query sees a key in a partial block. q_num_blocks,
+    q_indices, full_q_num_blocks, full_q_indices: the same transposed, lists of query blocks for every block of keys,
+    as far as there are any yet; see `transposed`.
     """
 
     kv_num_blocks: torch.Tensor
@@ -38,6 +40,10 @@ class BlockMask:
     BLOCK_SIZE: tuple[int, int]
     seq_lengths: tuple[int, int]
     mask_mod: Callable[..., Any]
+    q_num_blocks: torch.Tensor | None = None
+    q_indices: torch.Tensor | None = None
+    full_q_num_blocks: torch.Tensor | None = None
+    full_q_indices: torch.Tensor | None = None
 
     @staticmethod
     def of(mask: Any) -> BlockMask:
@@ -63,6 +69,10 @@ class BlockMask:
             (*mask.BLOCK_SIZE,),
             (*mask.seq_lengths,),
             mask.mask_mod,
+            mask.q_num_blocks,
+            mask.q_indices,
+            mask.full_q_num_blocks,
+            mask.full_q_indices,
         )
 
     @property
@@ -70,6 +80,23 @@ class BlockMask:
         """The lists, partial ones first; those that there are."""
         whole = () if self.full_kv_num_blocks is None else (self.full_kv_num_blocks, self.full_kv_indices)
         return self.kv_num_blocks, self.kv_indices, *whole
+
+    def transposed(self) -> tuple[torch.Tensor, ...]:
+        """`tensors` by key blocks: (B, H, Kb) numbers and (B, H, Kb, N) indices of the query blocks that see them.
+
+        The mask's own, or made of the lists by query blocks: on their device, without reading them on the host.
+        """
+        if self.q_num_blocks is not None and self.q_indices is not None:
+            whole = () if self.full_kv_num_blocks is None else (self.full_q_num_blocks, self.full_q_indices)
+            if None not in whole:
+                return self.q_num_blocks, self.q_indices, *whole
+        blocks = -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])
+        pairs = zip(self.tensors[::2], self.tensors[1::2])
+        return tuple(
+            tensor
+            for numbers, indices in pairs
+            for tensor in _lists(_listed(numbers, indices, blocks).transpose(-1, -2))
+        )
 
     @property
     def fits_tiles(self) -> bool:
@@ -112,6 +139,21 @@ class BlockMask:
         Raises:
             ArgumentError, ArgumentTypeError: the mask is not for such a call.
         """
+        rows = self._check_sizes(lengths)[0]
+        return _all_expanded("kv", self.tensors, (batch, heads, -(-lengths[0] // rows)), device)
+
+    def check_transposed(
+        self, batch: int, heads: int, lengths: tuple[int, int], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """`transposed` for every sequence and head of a call.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the mask is not for such a call.
+        """
+        self.check(batch, heads, lengths, device)
+        return _all_expanded("q", self.transposed(), (batch, heads, -(-lengths[1] // self.BLOCK_SIZE[1])), device)
+
+    def _check_sizes(self, lengths: tuple[int, int]) -> tuple[int, int]:
         if tuple(self.seq_lengths) != lengths:
             fail(
                 f"block_mask is for (Sq, Skv) = {tuple(self.seq_lengths)}, not {lengths}: build one for these lengths"
@@ -119,12 +161,17 @@ class BlockMask:
         rows, keys = self.BLOCK_SIZE
         if rows < 1 or keys < 1:
             fail(f"block_mask's BLOCK_SIZE must be positive, got {self.BLOCK_SIZE}")
-        blocks = -(-lengths[0] // rows)
-        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-        return tuple(
-            _expanded(f"block_mask.{name}", tensor, (batch, heads, blocks), 3 + name.endswith("indices"), device)
-            for name, tensor in zip(names, self.tensors)
-        )
+        return rows, keys
+
+
+def _all_expanded(
+    of: str, tensors: tuple[torch.Tensor, ...], shape: tuple[int, int, int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    names = (f"{of}_num_blocks", f"{of}_indices", f"full_{of}_num_blocks", f"full_{of}_indices")
+    return tuple(
+        _expanded(f"block_mask.{name}", tensor, shape, 3 + name.endswith("indices"), device)
+        for name, tensor in zip(names, tensors)
+    )
 
 
 def _expanded(
@@ -138,8 +185,9 @@ def _expanded(
     sizes = tensor.shape
     few = len(sizes) == rank and sizes[2] == shape[2] and all(n in (1, m) for n, m in zip(sizes[:2], shape))
     if not few or not tensor.numel():
-        wanted = "(B or 1, H or 1, query blocks" + (", key blocks)" if rank == 4 else ")")
-        fail(f"{name} must have shape {wanted} with (B, H, query blocks) = {shape}, got {tuple(sizes)}")
+        of, listed = ("query", "key") if "kv" in name else ("key", "query")
+        wanted = f"(B or 1, H or 1, {of} blocks" + (f", {listed} blocks)" if rank == 4 else ")")
+        fail(f"{name} must have shape {wanted} with (B, H, {of} blocks) = {shape}, got {tuple(sizes)}")
     return tensor.expand(*shape[:2], *sizes[2:])
 
 
@@ -251,6 +299,6 @@ def create_block_mask(
 
 
 def _lists(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers, indices) of the key blocks that are set, in order."""
+    """(numbers, indices) of the blocks of the last dimension that are set, in order."""
     order = torch.argsort(flags.to(torch.int8), dim=-1, descending=True, stable=True)
     return flags.sum(-1).to(torch.int32), order.to(torch.int32)

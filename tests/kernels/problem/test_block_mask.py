@@ -68,6 +68,72 @@ def test_a_block_mask_lists_what_is_seen(mask_mod, size):
             assert torch.equal(partial[:, :, i, j], block.any(-1) & ~block.all(-1))
 
 
+def of_keys(mask: BlockMask, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """(B, H, Kb, Qb) bool: which query blocks are listed for a key block."""
+    found = torch.zeros(*indices.shape[:3], -(-mask.seq_lengths[0] // mask.BLOCK_SIZE[0]), dtype=torch.bool)
+    for place in torch.cartesian_prod(*map(torch.arange, indices.shape[:3])).tolist():
+        listed = indices[tuple(place)][: numbers[tuple(place)]].tolist()
+        assert listed == sorted(set(listed))
+        found[(*place, listed)] = True
+    return found
+
+
+@pytest.mark.parametrize("mask_mod", [causal, sliding, by_sequence_and_head, nothing_for_some, everything])
+@pytest.mark.parametrize("size", [64, (32, 128)])
+def test_transposed_lists_are_the_query_blocks_that_see_a_key_block(mask_mod, size):
+    mask = create_block_mask(mask_mod, 2, 3, 200, 330, "cpu", size)
+    numbers, indices, whole_numbers, whole_indices = mask.transposed()
+    assert all(tensor.dtype == torch.int32 for tensor in mask.transposed())
+    partial = dense(mask, mask.kv_indices, mask.kv_num_blocks)
+    assert torch.equal(of_keys(mask, indices, numbers), partial.transpose(-1, -2))
+    whole = dense(mask, mask.full_kv_indices, mask.full_kv_num_blocks)
+    assert torch.equal(of_keys(mask, whole_indices, whole_numbers), whole.transpose(-1, -2))
+
+
+def test_transposed_lists_of_random_lists_whose_rest_is_anything(seed):
+    """Entries past a list's number, and blocks that there are not, are none of its blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    flags = torch.rand(2, 1, 5, 7, generator=generator) < 0.4
+    indices = torch.argsort((~flags).int(), stable=True).int()
+    numbers = flags.sum(-1).int()
+    indices = torch.nn.functional.pad(indices, (0, 3), value=999)
+    mask = BlockMask(numbers, indices, None, None, (64, 64), (5 * 64, 7 * 64 - 10), everything)
+    assert len(mask.transposed()) == 2
+    by_key_numbers, by_key_indices = mask.transposed()
+    assert torch.equal(of_keys(mask, by_key_indices, by_key_numbers), flags.transpose(-1, -2)), f"seed {seed}"
+    expanded = mask.check_transposed(2, 4, mask.seq_lengths, torch.device("cpu"))
+    assert [tuple(tensor.shape[:3]) for tensor in expanded] == [(2, 4, 7)] * 2
+
+
+def test_transposing_reads_nothing_on_the_host():
+    """Tensors without data cannot be read, so neither can a graph's capture be broken nor a device be waited for."""
+    numbers, indices = torch.empty(2, 1, 5, dtype=torch.int32), torch.empty(2, 1, 5, 7, dtype=torch.int32)
+    lists = [tensor.to("meta") for tensor in (numbers, indices, numbers, indices)]
+    mask = BlockMask(*lists, (64, 64), (5 * 64, 7 * 64), everything)
+    assert [tuple(tensor.shape) for tensor in mask.transposed()] == [(2, 1, 7), (2, 1, 7, 5)] * 2
+
+
+def test_a_mask_that_brings_transposed_lists_keeps_them():
+    flex = flex_attention.create_block_mask(sliding, 1, 2, 200, 330, device="cpu", BLOCK_SIZE=64)
+    mask = BlockMask.of(flex)
+    brought = (flex.q_num_blocks, flex.q_indices, flex.full_q_num_blocks, flex.full_q_indices)
+    assert all(a is b for a, b in zip(mask.transposed(), brought, strict=True))
+    made = replace(mask, q_num_blocks=None, q_indices=None).transposed()
+    for ours, theirs in ((made[:2], brought[:2]), (made[2:], brought[2:])):
+        assert torch.equal(of_keys(mask, ours[1], ours[0]), of_keys(mask, theirs[1], theirs[0]))
+
+
+def test_transposed_lists_of_another_size_are_refused():
+    mask = create_block_mask(causal, 1, 1, 200, 330, "cpu", 64)
+    numbers, *rest = mask.transposed()
+    names = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+    wrong = replace(mask, **dict(zip(names, (numbers[..., :-1], *rest), strict=True)))
+    with pytest.raises(
+        ArgumentError, match=r"block_mask.q_num_blocks must have shape \(B or 1, H or 1, key blocks\)"
+    ):
+        wrong.check_transposed(1, 1, (200, 330), torch.device("cpu"))
+
+
 CASES = [
     ("gfx942", causal, 64, {}),
     ("gfx950", causal, (128, 64), {"num_kv_splits": 2}),
