@@ -38,6 +38,7 @@ from .problem.features import NO_FEATURES, Features, Given
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
+from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
 HEAD_DIMS = range(32, 257, 8)
@@ -196,24 +197,17 @@ def _attend(
 
     scale = given.scale(scale_log2)
 
-    def bias_of(j: Any) -> fly.Fragment | None:
-        """To be called before the products with K: on its way meanwhile."""
-        block_n = options.block_n
-        return given.load_bias(block_n, lambda: (rows, (j if listed is None else listed.tile(j)) * block_n, work))
+    stages = ScoreStages(work, given, scale_log2, rows, options.block_n)
+
+    def tile_of(j: Any) -> Any:
+        return j if listed is None else listed.tile(j)
 
     def featured(scores: fly.Fragment, j: Any, masked: bool, bias: fly.Fragment | None) -> fly.Fragment:
-        j = j if listed is None else listed.tile(j)
-        first_key = j * options.block_n
-        scores = given.modify(scores, scale_log2, rows, first_key, work, bias)
-        if listed is not None and not masked:
-            assert work.seen is not None
-            seen: fly.Fragment = fly.cond(
-                work.seen.sees_whole(j), lambda: scores, lambda: work.keys.apply(scores, rows, first_key)
-            )
-            return seen
+        tile = tile_of(j)
+        scores = stages.modify(scores, tile, bias)
         if masked:
-            scores = given.mask(work.keys.apply(scores, rows, first_key), rows, first_key, work)
-        return scores
+            return stages.hide(stages.limit(scores, tile), tile)
+        return scores if listed is None else stages.limit_unless_whole(scores, tile)
 
     def take_in(
         scores: fly.Fragment, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool
@@ -228,7 +222,7 @@ def _attend(
     def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
         *before, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
-        bias = bias_of(j)
+        bias = stages.bias(lambda: tile_of(j))
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
         return *take_in(featured(scores, j, masked, bias), v_tile, before, masked), flight
@@ -236,7 +230,7 @@ def _attend(
     def step_ahead(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
         *before, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
-        bias = bias_of(j)
+        bias = stages.bias(lambda: tile_of(j))
         following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked, bias)
         return *take_in(scores, v_tile, before, masked), following, flight
 
@@ -247,7 +241,7 @@ def _attend(
     if options.overlap:
         # the first tile's scores come before the loops, and where there is no tile, they are all masked
         (k_tile, _), flight = ring.advance(first, flight)
-        bias = bias_of(first)
+        bias = stages.bias(lambda: tile_of(first))
         scores = featured(tiles.scores(queries, row_tiles, k_tile), first, True, bias)
         state = (output, softmax, scores, flight)
         first, step = first + 1, step_ahead

@@ -56,6 +56,7 @@ from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
+from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
@@ -210,6 +211,7 @@ class Tiles:
         self.count = work.tiles.end - work.tiles.first
         first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
+        self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
         window = work.q.window(work.first_row, options.block_m)
         self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
         self._open()
@@ -309,10 +311,10 @@ class Tiles:
         )
         return done["output"], done["softmax"]
 
-    def first_key(self, tile: fly.PipelineTile, listed: fly.Value | None) -> fly.Value:
-        """Where a tile's keys begin."""
+    def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None) -> fly.Value:
+        """The number of a tile among all of the keys'."""
         key_tile: fly.Value = self.work.tiles.first + tile.number if listed is None else listed
-        return key_tile * BLOCK_N
+        return key_tile
 
     def partial(self, tile: fly.Value | int, listed: fly.Value | None = None) -> fly.Value:
         """Whether some row does not see all keys of a tile."""
@@ -410,11 +412,10 @@ class Tiles:
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, listed: fly.Value | None = None
     ) -> tuple[fly.Value, ...]:
         """Scores as the softmax takes them; of the masks, that which is a function for every tile."""
-        first_key = self.first_key(tile, listed)
-        scores = fly.Fragment(self.link.layout, ((early, late),))
-        scores = self.given.modify(scores, self.scale_log2, self.rows, first_key, self.work)
+        key_tile = self.key_tile(tile, listed)
+        scores = self.stages.modify(fly.Fragment(self.link.layout, ((early, late),)), key_tile)
         if self.given.features.masks_every_tile:
-            scores = self.given.mask(scores, self.rows, first_key, self.work)
+            scores = self.stages.hide(scores, key_tile)
         return scores.tiles[0]
 
     def exponents(
@@ -479,16 +480,15 @@ class Tiles:
         self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            first_key = self.first_key(tile, listed)
+            key_tile = self.key_tile(tile, listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
-            scores = self.work.keys.apply(scores, self.rows, first_key, between=sched_barrier)
+            scores = self.stages.limit(scores, key_tile, between=sched_barrier)
             seen = scores.tiles[0]
             if listed is not None:
-                place = scores, self.rows, first_key, self.work
                 seen = fly.cond(
                     self.ends(tile.number),
-                    lambda: self.given.mask(*place, one_by_one=True).tiles[0],
+                    lambda: self.stages.hide(scores, key_tile, one_by_one=True).tiles[0],
                     lambda: scores.tiles[0],
                 )
             seen_early, seen_late = seen

@@ -44,13 +44,14 @@ from .sm90.combine import Combination
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
-from .sm90.turner import Turner
+from .sm90.transposer import Transposer
 from .work.fragments import store_lse
+from .work.score_stages import ScoreStages
 from .work.tile_scheduler import Work, part
 
-# first named barriers of each kind, one a consumer: whose turn it is to start products, and a cleared V tile; of the
-# second kind the turner has the one behind them
-TURN, CLEARED = 1, 5
+# first named barriers of each kind, one a consumer: who may start products, and a cleared V tile; of the
+# second kind the transposer has the one behind them
+TENSOR_CORES, CLEARED = 1, 5
 OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
@@ -107,12 +108,12 @@ def run_block(
     options: Sm90Options,
     producer_role: type[Producer],
     consumer_role: type[ConsumerOf[Any]],
-    turner_role: type[Turner] | None = None,
+    transposer_role: type[Transposer] | None = None,
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
     `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
-    `turner_role`: of the last warpgroup, in builds with a `raw_tile`.
+    `transposer_role`: of the last warpgroup, in builds with a `raw_tile`.
     """
     q, k, v = maps
     out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse = tensors
@@ -141,7 +142,7 @@ def run_block(
     )
     buffers = Buffers.allocate(options)
     raw = [] if buffers.raw is None else [buffers.raw.ring]
-    init_all([buffers.q.ring, buffers.k.ring, buffers.v.ring, buffers.board.ring, *raw])
+    init_all([buffers.q.ring, buffers.k.ring, buffers.v.ring, buffers.works.ring, *raw])
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
@@ -149,12 +150,12 @@ def run_block(
         with fly.when((fly.wave_id() == 0) & elect_one()):
             producer_role(schedule, buffers, q, k, v, group, pack).run()
     consumes = warpgroup != 0
-    if turner_role is not None:
+    if transposer_role is not None:
         last = options.consumers + 1
         consumes = consumes & (warpgroup != last)
         with fly.when(warpgroup == last):
-            setmaxnreg_dec(turner_role.registers)
-            turner_role(schedule, buffers, CLEARED + options.consumers).run()
+            setmaxnreg_dec(transposer_role.registers)
+            transposer_role(schedule, buffers, CLEARED + options.consumers).run()
     with fly.when(consumes):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
@@ -213,20 +214,20 @@ class ConsumerOf(Generic[O]):
 
     def run(self, out: fly.Tensor, lse: fly.Tensor | None, combination: Combination | None) -> None:
         """All of the block's tiles."""
-        board = self.buffers.board
+        works = self.buffers.works
         if self.options.ping_pong:
             with fly.when(self.index == self.options.consumers - 1):
-                self.pass_turn()
-        work, board_at = board.read(Position.start(), self.schedule)
+                self.free_tensor_cores()
+        work, works_at = works.read(Position.start(), self.schedule)
         start = (Position.start(), Position.start(), Position.start())
         state = self._first_if_any(work, start) if self.schedule.ragged else self.first(work, *start)
-        carry = (work, state, board_at)
-        for work, state, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        carry = (work, state, works_at)
+        for work, state, works_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             output, state = self.middle(work, state)
-            following, board_at = board.read(board_at, self.schedule)
+            following, works_at = works.read(works_at, self.schedule)
             output, next_state = fly.cond(
                 following.exists,
-                functools.partial(self.turn_over, work, following, output, state),
+                functools.partial(self.change_work, work, following, output, state),
                 functools.partial(self.last, work, output, state),
             )
             inverse, row_lse = self._finish(work, state.softmax)
@@ -239,7 +240,7 @@ class ConsumerOf(Generic[O]):
                 store_lse(vector, row_lse, self.rows(work), self.count(work))
             if combination is not None:
                 combination.run(work, self.count(work))
-            tiles.next(following, next_state, board_at)
+            tiles.next(following, next_state, works_at)
 
     def _first_if_any(self, work: Work, start: tuple[Position, Position, Position]) -> State:
         """`first`, or where all sequences are empty, a state that nothing reads."""
@@ -283,14 +284,14 @@ class ConsumerOf(Generic[O]):
             return work
         return replace(work, head=self.rows(work).map(lambda row: work.head * pack + (row & (pack - 1))))
 
-    def pass_turn(self) -> None:
+    def free_tensor_cores(self) -> None:
         """Let the next consumer start its products."""
         following = fly.select(self.index == self.options.consumers - 1, 0, self.index + 1)
-        barrier_arrive(following + TURN, 2 * WARPGROUP)
+        barrier_arrive(following + TENSOR_CORES, 2 * WARPGROUP)
 
-    def take_turn(self) -> None:
+    def await_tensor_cores(self) -> None:
         """Wait for the consumer before."""
-        barrier_sync(self.index + TURN, 2 * WARPGROUP)
+        barrier_sync(self.index + TENSOR_CORES, 2 * WARPGROUP)
 
     def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
         q, k = self.buffers.q, self.buffers.k
@@ -310,34 +311,19 @@ class ConsumerOf(Generic[O]):
         """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
         raise NotImplementedError
 
-    def _queries(self, work: Work) -> fly.RowVector:
-        return self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
+    def _stages(self, work: Work, given: Given | None = None) -> ScoreStages:
+        """What is done to scores; `given`: with what the head's need."""
+        queries = self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
+        return ScoreStages(self.place(work), given or self.given, self.scale_log2, queries, self.options.block_n)
 
     def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
-        queries, first_key = self._queries(work), j * self.options.block_n
-        scores = work.keys.apply(scores, queries, first_key)
-        return self.given.mask(scores, queries, first_key, self.place(work)) if self.every_mask else scores
-
-    def _mask_listed(self, work: Work, step: Any, tile: fly.Value, scores: fly.Fragment) -> fly.Fragment:
-        """Scores of a step's key tile, masked where it needs that; most tiles are seen whole, and test it once."""
-        queries, first_key = self._queries(work), tile * self.options.block_n
-        whole = step < work.tiles.whole_end
-
-        def masked() -> fly.Fragment:
-            kept = work.keys.apply(scores, queries, first_key)
-            hidden: fly.Fragment = fly.cond(
-                whole, lambda: kept, lambda: self.given.mask(kept, queries, first_key, self.place(work))
-            )
-            return hidden
-
-        assert work.seen is not None
-        seen: fly.Fragment = fly.cond(whole & work.seen.sees_whole(tile), lambda: scores, masked)
-        return seen
+        stages = self._stages(work)
+        scores = stages.limit(scores, j)
+        return stages.hide(scores, j) if self.every_mask else scores
 
     def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
         """The bias of key tile j, if there is one: on its way while the scores are."""
-        block_n = self.options.block_n
-        return self.given.load_bias(block_n, lambda: (self._queries(work), j * block_n, self.place(work)))
+        return self._stages(work).bias(lambda: j)
 
     def _modified(
         self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None
@@ -347,8 +333,7 @@ class ConsumerOf(Generic[O]):
         if not self.features.modifies:
             return fragment
         assert isinstance(of_head, Given)
-        first_key = j * self.options.block_n
-        return of_head.modify(fragment, self.scale_log2, self._queries(work), first_key, self.place(work), bias)
+        return self._stages(work, of_head).modify(fragment, j, bias)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -362,7 +347,7 @@ class ConsumerOf(Generic[O]):
         j = work.tiles.end - 1
         fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
-            fragment = self._mask_listed(work, j, listed, fragment)
+            fragment = self._stages(work).mask_step(fragment, j, listed)
         elif self.diagonal or self.every_mask or self.features.windowed:
             fragment = self._mask(work, j, fragment)
         else:
@@ -445,7 +430,7 @@ class ConsumerOf(Generic[O]):
         self._scored(work, j, state.q_at, state.k_at)
         fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
         if listed is not None:
-            fragment = self._mask_listed(work, j, listed, fragment)
+            fragment = self._stages(work).mask_step(fragment, j, listed)
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
@@ -464,11 +449,11 @@ class ConsumerOf(Generic[O]):
     ) -> tuple[fly.Value, Any]:
         """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
         if self.options.ping_pong:
-            self.take_turn()
+            self.await_tensor_cores()
         scores = self._scores(q_at, state.k_at)
         started = accumulate()
         if self.options.ping_pong:
-            self.pass_turn()
+            self.free_tensor_cores()
         return wgmma.wait(1, scores)[0], started
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
@@ -481,7 +466,7 @@ class ConsumerOf(Generic[O]):
     def _rescaled(self, output: O, factor: fly.RowVector) -> O:
         raise NotImplementedError
 
-    def turn_over(self, work: Work, following: Work, output: O, state: State) -> tuple[O, State]:
+    def change_work(self, work: Work, following: Work, output: O, state: State) -> tuple[O, State]:
         """A tile's last product, and the first scores of the next tile."""
         buffers = self.buffers
         of_head = self._of_head(following)

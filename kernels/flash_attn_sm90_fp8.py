@@ -4,7 +4,7 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 | what | why |
 |---|---|
-| V is turned to (D, keys), beforehand in the call's workspace or, decoding, by a warpgroup | k is along rows' bytes |
+| V becomes (D, keys), beforehand in the call's workspace or, decoding, by a warpgroup | k is along rows' bytes |
 | its keys are in another order, in each 16 | P's accumulators, narrowed, are then A registers as they are |
 | P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
 | no lazy rescale | P would pass 448 |
@@ -39,7 +39,7 @@ from .sm90.builds import Key, Sm90Options, build_for
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
-from .sm90.turner import Turner
+from .sm90.transposer import Transposer
 from .work.tile_scheduler import Work, fold_grid, slice_of_block
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
@@ -60,11 +60,11 @@ TILES: dict[Key, Mapping[str, Any]] = {
     (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
     (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "output_first": True},
 }
-# Decoding, where V is read once and turned in the kernel. More tiles in flight make blocks end less evenly.
+# Decoding, where V is read once and transposed in the kernel. More tiles in flight make blocks end less evenly.
 DECODING: Mapping[int, Mapping[str, Any]] = {
-    64: {"block_n": 128, "stages": 4, "turned_stages": 1},
-    128: {"block_n": 128, "stages": 3, "turned_stages": 1},
-    256: {"block_n": 128, "stages": 2, "turned_stages": 1, "output_first": True},
+    64: {"block_n": 128, "stages": 4, "transposed_stages": 1},
+    128: {"block_n": 128, "stages": 3, "transposed_stages": 1},
+    256: {"block_n": 128, "stages": 2, "transposed_stages": 1, "output_first": True},
 }
 
 
@@ -73,13 +73,14 @@ class Fp8Options(Sm90Options):
     """A build on 8-bit inputs: V's tiles have head dimensions for rows and keys for columns.
 
     `output_first`: a tile's O += P V is started before the next tile's scores, and is in O before these are there.
-    `turned_stages`: slots for V's tiles that a warpgroup of the kernel turns; 0 where V comes turned. `first_rows`: a
-    sequence and key head has `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no output.
+    `transposed_stages`: slots for V's tiles that a warpgroup of the kernel makes; 0 where V comes transposed.
+    `first_rows`: a sequence and key head has `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no
+    output.
     """
 
     rescale: str = "always"
     output_first: bool = False
-    turned_stages: int = 0
+    transposed_stages: int = 0
     first_rows: bool = False
     most_keys: ClassVar[int] = 128  # of more, sums in a product's accumulators lose too much
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
@@ -115,7 +116,7 @@ class Fp8Options(Sm90Options):
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
-        """Of Q, K and turned V in shared memory."""
+        """Of Q, K and transposed V in shared memory."""
         return (
             PanelTile.widest(self.block_m, self.head_dim, 1),
             PanelTile.widest(self.block_n, self.head_dim, 1),
@@ -124,18 +125,18 @@ class Fp8Options(Sm90Options):
 
     @property
     def raw_tile(self) -> PanelTile | None:
-        return PanelTile.widest(self.block_n, self.head_dim_v, 1) if self.turned_stages else None
+        return PanelTile.widest(self.block_n, self.head_dim_v, 1) if self.transposed_stages else None
 
     @property
     def v_stages(self) -> int:
-        return self.turned_stages or self.stages
+        return self.transposed_stages or self.stages
 
     @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
-        """What one bulk copy moves of q, k and v, see `Sm90Options`, or of v that is turned, (B, Hkv, D, keys)."""
+        """What one bulk copy moves of q, k and v, see `Sm90Options`, or of transposed v, (B, Hkv, D, keys)."""
         q, k, v = super().boxes
-        turned = self.tiles[2]
-        return q, k, v if self.turned_stages else (1, 1, turned.rows, turned.panel_columns)
+        transposed = self.tiles[2]
+        return q, k, v if self.transposed_stages else (1, 1, transposed.rows, transposed.panel_columns)
 
 
 @fly.kernel
@@ -159,14 +160,14 @@ def flash_attn_sm90_fp8(
 ) -> None:
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90`.
 
-    q, k: e4m3 maps; v: one of what `turn_values` makes, or with `turned_stages` like k's; operands: q_descale,
-    k_descale, v_descale or some of them, (B, Hkv) f32. Where sequences lie, in pages, packed or with lengths, only
-    builds with `turned_stages` are told.
+    q, k: e4m3 maps; v: one of what `transpose_values` makes, or with `transposed_stages` like k's; operands:
+    q_descale, k_descale, v_descale or some of them, (B, Hkv) f32. Where sequences lie, in pages, packed or with
+    lengths, only builds with `transposed_stages` are told.
     """
     tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
-    turner = Turner if options.turned_stages else None
-    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer, turner)
+    transposer = Transposer if options.transposed_stages else None
+    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, Fp8Consumer, transposer)
 
 
 @dataclass(frozen=True)
@@ -267,11 +268,11 @@ class Fp8Consumer(ConsumerOf[Output]):
         def scores() -> fly.Value:
             started = self._scores(q_at, state.k_at)
             if self.options.ping_pong:
-                self.pass_turn()
+                self.free_tensor_cores()
             return started
 
         if self.options.ping_pong:
-            self.take_turn()
+            self.await_tensor_cores()
         output, started = self._summed(accumulate(), output, state, scores)
         assert started is not None
         self.buffers.v.ring.release(state.v_at)
@@ -319,28 +320,28 @@ class Fp8Consumer(ConsumerOf[Output]):
         return inverse.map(lambda x: x * scale), lse
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
-        if self.options.turned_stages:
+        if self.options.transposed_stages:
             # few rows to store; trading them among lanes would take registers that loops spill for at D=256
             self._store_runs(view, work, output, self.dtype)
         else:
             super().store(view, work, output)
 
 
-TURN_THREADS = 128
-KEYS, DIMS = 16, 16  # that a thread turns, 16 bytes each
+TRANSPOSE_THREADS = 128
+KEYS, DIMS = 16, 16  # that a thread transposes, 16 bytes each
 
 
 def keys_of_block(head_dim: int) -> int:
-    """Keys that one block of `turn_values` turns."""
-    return TURN_THREADS * KEYS * DIMS // head_dim
+    """Keys that one block of `transpose_values` takes."""
+    return TRANSPOSE_THREADS * KEYS * DIMS // head_dim
 
 
 @fly.kernel
-def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int, folded: bool = False) -> None:
-    """turned[b, h, :, 16 i + j] = v[b, 16 i + PAIRS(j), h, :], zero past the last key.
+def transpose_values(v: fly.Tensor, transposed: fly.Tensor, *, head_dim: int, folded: bool = False) -> None:
+    """transposed[b, h, :, 16 i + j] = v[b, 16 i + PAIRS(j), h, :], zero past the last key.
 
-    v: (B, S, Hkv, D), turned: (B, Hkv, D, S rounded up to 16), 8-bit, 16-byte aligned. Grid: (blocks of
-    `keys_of_block`, Hkv, B), or `folded`. A thread turns 16 keys by 16 dimensions in registers; 32 threads load 64
+    v: (B, S, Hkv, D), transposed: (B, Hkv, D, S rounded up to 16), 8-bit, 16-byte aligned. Grid: (blocks of
+    `keys_of_block`, Hkv, B), or `folded`. A thread has 16 keys by 16 dimensions in registers; 32 threads load 64
     bytes of each key, and store 128 of each dimension.
     """
     first, head, batch, exists = fly.block_id.x * keys_of_block(head_dim), fly.block_id.y, fly.block_id.z, None
@@ -352,19 +353,21 @@ def turn_values(v: fly.Tensor, turned: fly.Tensor, *, head_dim: int, folded: boo
     column = (lane % 4 + 4 * (warp % beside)) * DIMS
     key = (lane // 4 + 8 * (warp // beside)) * KEYS
     rows = v[batch, :, head, :].rows(head_dim).window(first, keys_of_block(head_dim))
-    columns = turned[batch, head, :, :]
-    inside = first + key < turned.shape[3]
+    columns = transposed[batch, head, :, :]
+    inside = first + key < transposed.shape[3]
     with fly.when(inside if exists is None else inside & exists):
         words = [rows.load(key + i, column, DIMS).bitcast(fly.i32) for i in range(KEYS)]
         for word in range(DIMS // 4):
-            fours = [_turned([words[wgmma.PAIRS(4 * slot + i)][word] for i in range(4)]) for slot in range(KEYS // 4)]
+            fours = [
+                _transposed([words[wgmma.PAIRS(4 * slot + i)][word] for i in range(4)]) for slot in range(KEYS // 4)
+            ]
             for i in range(4):
                 values = fly.from_elements([four[i] for four in fours]).bitcast(v.dtype)
                 fly.store(values, columns.at(column + 4 * word + i, first + key), align=16)
 
 
-def _turned(words: list[fly.Value]) -> list[fly.Value]:
-    """A 4 by 4 matrix of bytes, a word a row, turned."""
+def _transposed(words: list[fly.Value]) -> list[fly.Value]:
+    """A 4 by 4 matrix of bytes, a word a row, transposed."""
     even, low = 0x00FF00FF, 0xFFFF
 
     def twos(a: fly.Value, b: fly.Value) -> tuple[fly.Value, fly.Value]:
@@ -391,25 +394,27 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     typical = typical_lengths(tensors, request)
     options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
     assert isinstance(options, Fp8Options)
-    if options.turned_stages:
+    if options.transposed_stages:
         options = replace(options, first_rows=has_first_rows(request, options))
         return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
     batch, keys, kv_heads, head_dim = tensors.v.shape
     # only its sizes and strides matter here
-    turned = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)
-    size = turned.numel()
+    transposed = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)
+    size = transposed.numel()
     start = size + -size % 256
     grid, fold = fold_grid((-(-keys // keys_of_block(head_dim)), kv_heads, batch))
     statics = {"head_dim": head_dim, **fold}
-    turn = bind(turn_values, grid, TURN_THREADS, (tensors.v, turned), statics, compile_kernel)
-    forward = bind_build(flash_attn_sm90_fp8, tensors._replace(v=turned, workspace=None), request, options, splits)
-    current_stream = turn.entry.current_stream
+    transpose = bind(transpose_values, grid, TRANSPOSE_THREADS, (tensors.v, transposed), statics, compile_kernel)
+    forward = bind_build(
+        flash_attn_sm90_fp8, tensors._replace(v=transposed, workspace=None), request, options, splits
+    )
+    current_stream = transpose.entry.current_stream
 
     def run(tensors: Tensors, stream: int | None) -> None:
         memory: torch.Tensor = tensors.workspace  # type: ignore[assignment]  # `workspace_bytes` is not 0
         if stream is None:
             stream = current_stream()
-        turn.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)
+        transpose.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)
         parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
         forward.run(tensors._replace(v=memory, workspace=parts), stream)
 

@@ -1,1 +1,1 @@
-"""The parts of the Hopper kernels: builds and their table, schedule, producer, turner, combination, launch."""
+"""The parts of the Hopper kernels: builds and their table, schedule, producer, transposer, combination, launch."""

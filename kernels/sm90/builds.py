@@ -125,7 +125,7 @@ class Sm90Options:
 
     @property
     def raw_tile(self) -> PanelTile | None:
-        """Of V as it arrives, where a warpgroup turns it before consumers read it."""
+        """Of V as it arrives, where a warpgroup transposes it before consumers read it."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class Sm90Options:
     @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.turned_bytes
+        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.transposed_bytes
 
     @property
     def key_bytes(self) -> int:
@@ -151,8 +151,8 @@ class Sm90Options:
         return k.bytes + v.bytes
 
     @property
-    def turned_bytes(self) -> int:
-        """Of the slots of V that is turned in the kernel."""
+    def transposed_bytes(self) -> int:
+        """Of the slots of V that is transposed in the kernel."""
         return 0 if self.raw_tile is None else self.tiles[2].bytes * self.v_stages
 
     @property

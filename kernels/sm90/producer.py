@@ -16,7 +16,7 @@ from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile
 from ..work.sequences import PagedSequence, Sequence
 from ..work.tile_scheduler import Work
 from .builds import Sm90Options
-from .schedule import Board, Schedule
+from .schedule import Schedule, WorkRing
 
 Pages = tuple[fly.Value, ...]
 Opened = tuple[Position, Position, tuple[Pages, Pages]]
@@ -47,15 +47,15 @@ class Slots:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory: tiles of Q, K and V, and the board that says what the block works on.
+    """Shared memory: tiles of Q, K and V, and the ring of what the block works on.
 
-    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is turned.
+    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is transposed.
     """
 
     q: Slots
     k: Slots
     v: Slots
-    board: Board
+    works: WorkRing
     numbers: fly.SharedMemory | None
     raw: Slots | None
 
@@ -65,15 +65,15 @@ class Buffers:
         q_tile, k_tile, v_tile = options.tiles
         raw_tile = options.raw_tile
         warps = options.consumers * WARPGROUP // 32
-        turning = 0 if raw_tile is None else WARPGROUP // 32
+        transposing = 0 if raw_tile is None else WARPGROUP // 32
         lists = options.features.block_size is not None
         return Buffers(
             q=Slots.allocate("q", q_tile, options.q_stages, warps),
             k=Slots.allocate("k", k_tile, options.stages, warps),
-            v=Slots.allocate("v", v_tile, options.v_stages, warps, turning),
-            board=Board.allocate(warps + turning, lists),
+            v=Slots.allocate("v", v_tile, options.v_stages, warps, transposing),
+            works=WorkRing.allocate(warps + transposing, lists),
             numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
-            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, turning),
+            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, transposing),
         )
 
 
@@ -96,12 +96,12 @@ class Producer:
 
     def run(self) -> None:
         """All of the block's tiles."""
-        schedule, board = self.schedule, self.buffers.board
+        schedule, works = self.schedule, self.buffers.works
         work = schedule.find(fly.block_id.x)
-        board_at = board.publish(Position.start(), work, schedule)
+        works_at = works.publish(Position.start(), work, schedule)
         q_at, k_at, pages = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), board_at, pages)
-        for work, q_at, k_at, v_at, board_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        carry = (work, q_at, k_at, Position.start(), works_at, pages)
+        for work, q_at, k_at, v_at, works_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
             rest = work.tiles.end - work.tiles.first
             for i, (k_at_, v_at_, (here, ahead)) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
@@ -110,10 +110,10 @@ class Producer:
                 loop.next(self._load_k(k_at_, work, j, ahead), self._load_v(v_at_, work, j + 1, here), pages)
             k_at, v_at, (here, _) = loop.results
             following = schedule.find(schedule.take() if early is None else early)
-            board_at = board.publish(board_at, following, schedule)
+            works_at = works.publish(works_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at, pages = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.tiles.first, here), board_at, pages)
+            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.tiles.first, here), works_at, pages)
         schedule.finish()
 
     def _open(self, work: Work, q_at: Position, k_at: Position) -> Opened:

@@ -21,7 +21,7 @@ from ..work.tile_scheduler import STOP, Work
 
 NUMBERS = 8  # i32 that describe a tile,
 STEPS = 4  # and its part of a block mask's list
-Place = tuple[Any, Any, Any, Any]  # of a tile: batch, head, first row, part of the keys
+Coordinates = tuple[Any, Any, Any, Any]  # of a tile: batch, head, first row, part of the keys
 Tokens = tuple[Sequence, Sequence | PagedSequence]  # of a sequence: where its queries and keys lie
 
 
@@ -130,13 +130,13 @@ class Schedule:
         sizes = (self.seq_len_kv, self.cu_seqlens_kv, index)
         return queries, keys_of(self.given, *sizes, None, self.page_size, alone)
 
-    def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, Place, Tokens]:
+    def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, Coordinates, Tokens]:
         """Whether the tile is empty, its place, and its sequence's tokens."""
         place = self._dense(number)
         tokens = self._tokens(place[0])
         return place[2] >= tokens[0].length, place, tokens
 
-    def _dense(self, number: fly.Value) -> Place:
+    def _dense(self, number: fly.Value) -> Coordinates:
         if self.lists:
             number = fly.minimum(number, self.total - 1)  # lists are read for what it gives
         slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
@@ -153,7 +153,7 @@ class Schedule:
             slice_ % self.splits,
         )
 
-    def _packed_in_use(self, number: fly.Value) -> tuple[fly.Value, Place, Tokens]:
+    def _packed_in_use(self, number: fly.Value) -> tuple[fly.Value, Coordinates, Tokens]:
         """The same of packed sequences.
 
         Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has.
@@ -184,7 +184,7 @@ class Schedule:
         return empty, place, tokens
 
     def work(
-        self, place: Place, queries: Sequence, kv: Sequence | PagedSequence, steps: tuple[fly.Value, ...] = ()
+        self, place: Coordinates, queries: Sequence, kv: Sequence | PagedSequence, steps: tuple[fly.Value, ...] = ()
     ) -> Work:
         """The tile at a place; `steps`: see `Work.of`.
 
@@ -263,7 +263,7 @@ def query_of(row: fly.Value, pack: int) -> fly.Value:
 
 
 @dataclass(frozen=True)
-class Board:
+class WorkRing:
     """Where a block's producer publishes tiles to its consumers: a ring of two descriptions of `size` i32."""
 
     numbers: fly.SharedMemory
@@ -271,9 +271,9 @@ class Board:
     size: int
 
     @staticmethod
-    def allocate(consumer_warps: int, lists: bool) -> Board:
+    def allocate(consumer_warps: int, lists: bool) -> WorkRing:
         size = NUMBERS + STEPS if lists else NUMBERS
-        return Board(fly.SharedMemory("work", "i32", 2 * size), Ring.allocate("work", 2, consumer_warps), size)
+        return WorkRing(fly.SharedMemory("work", "i32", 2 * size), Ring.allocate("work", 2, consumer_warps), size)
 
     def publish(self, at: Position, work: Work, schedule: Schedule) -> Position:
         """By one thread: let the consumers know the next tile, or that there is none."""

@@ -16,7 +16,7 @@ from kernels.work import split_combine
 KERNELS = (
     flash_attn_sm90.flash_attn_sm90,
     flash_attn_sm90_fp8.flash_attn_sm90_fp8,
-    flash_attn_sm90_fp8.turn_values,
+    flash_attn_sm90_fp8.transpose_values,
     split_combine.split_combine,
 )
 SEEDS = range(5)  # schedules

@@ -26,7 +26,7 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     sanitizer_set.run("cpu")
     assert {launch["function"] for launch in stub.driver.launches} == {
         *("flash_attn_generic", "flash_attn_sm90", "flash_attn_sm90_fp8"),
-        *("split_combine", "turn_values", "rotate_and_append"),
+        *("split_combine", "transpose_values", "rotate_and_append"),
     }
     builds = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
     assert {name for build in builds for name in build.features.operands} == set(OPERANDS)

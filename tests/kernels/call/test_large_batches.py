@@ -18,7 +18,7 @@ from kernels import flash_attn_interface, flash_attn_sm90_fp8
 from kernels.cache import kv_cache
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import keys_of_block, turn_values
+from kernels.flash_attn_sm90_fp8 import keys_of_block, transpose_values
 from kernels.work import tile_scheduler
 from kernels.work.split_combine import split_combine
 from kernels.work.tile_scheduler import block_work, fold_grid
@@ -161,11 +161,11 @@ def test_appending_to_more_entries_than_a_grid_has(arch, emulate, narrow, launch
 def test_values_of_a_folded_grid_are_turned(seed):
     dim, batch, heads, keys = 128, 4, 3, 37
     specs = (fly.TensorSpec("f8e4m3", 4, 16, True),) * 2
-    threads = flash_attn_sm90_fp8.TURN_THREADS
+    threads = flash_attn_sm90_fp8.TRANSPOSE_THREADS
     values = np.random.default_rng(seed).integers(-128, 128, (batch, keys, heads, dim), np.int8)
     results = []
     for grid, statics in (((heads, batch), {}), ((5, 3), {"folded": True})):
-        module = trace(turn_values.function, *specs, arch="sm_90a", block=threads, head_dim=dim, **statics)
+        module = trace(transpose_values.function, *specs, arch="sm_90a", block=threads, head_dim=dim, **statics)
         turned = np.full((batch, heads, dim, keys + -keys % 16), 77, np.int8)
         blocks = -(-keys // keys_of_block(dim))
         Machine(Program.of(module, target("sm_90a")))(flat(values, turned), (blocks, *grid))

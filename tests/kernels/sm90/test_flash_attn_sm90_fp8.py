@@ -19,12 +19,12 @@ from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, turn_values
+from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, transpose_values
 from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request, Tensors
 from kernels.problem.features import NO_FEATURES, Features
 from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
-from kernels.sm90.turner import Turner
+from kernels.sm90.transposer import Transposer
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.kernels.sm90 import hopper_stub
@@ -74,7 +74,7 @@ def accept_decoding(artefact, options, directory) -> None:
     """The same, and that what the block is launched with covers what its warpgroups take in the end."""
     report = accept(artefact, options, directory, 100)
     launched = int(re.search(r"Used (\d+) registers", report).group(1)) * options.threads
-    assert 128 * (sum(options.registers) + Turner.registers) <= launched <= 65536
+    assert 128 * (sum(options.registers) + Transposer.registers) <= launched <= 65536
 
 
 @pytest.mark.sample(2)
@@ -199,7 +199,7 @@ def test_decoding_has_a_build_for_every_head_dimension():
     assert set(DECODING) == set(kernel.head_dims)
     for dim in DECODING:
         options = decode_options(dim, dim, False, kind=Fp8Options)
-        assert options.turned_stages and options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
+        assert options.transposed_stages and options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
 
 
 def test_sums_in_accumulators_are_of_128_keys():
@@ -239,8 +239,8 @@ def test_values_are_turned_in_the_order_of_registers(dim, keys):
     """Every byte pattern; what is past the last key is zero, and nothing past the end of `turned` is written."""
     padded = keys + -keys % 16
     specs = TensorSpec("f8e4m3", 4, 16, True), TensorSpec("f8e4m3", 4, 16, True)
-    block = (flash_attn_sm90_fp8.TURN_THREADS, 1, 1)
-    module = trace(turn_values.function, *specs, arch="sm_90a", block=block[0], head_dim=dim)
+    block = (flash_attn_sm90_fp8.TRANSPOSE_THREADS, 1, 1)
+    module = trace(transpose_values.function, *specs, arch="sm_90a", block=block[0], head_dim=dim)
     values = np.random.default_rng(keys).integers(-128, 128, (2, keys, 3, dim), np.int8)
     turned = np.full((2, 3, dim, padded), 77, np.int8)
     grid = (-(-keys // keys_of_block(dim)), 3, 2)
@@ -377,7 +377,7 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
     launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
 
     (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _) = made.bound
-    assert (turn.name, grid, threads, statics) == ("turn_values", (2, 2, 2), 128, {"head_dim": 128})
+    assert (turn.name, grid, threads, statics) == ("transpose_values", (2, 2, 2), 128, {"head_dim": 128})
     assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
     options = forward["options"]
     assert kernel.name == "flash_attn_sm90_fp8" and options.features == DESCALED and isinstance(options, Fp8Options)
@@ -388,7 +388,7 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
     launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
     at = workspace.data_ptr()
     first, second, *rest = made.launched
-    assert first == ("turn_values", (v.data_ptr(), at), 7)
+    assert first == ("transpose_values", (v.data_ptr(), at), 7)
     results = (out.data_ptr(),) if splits == 1 else second[1][3:5]
     assert second == (
         "flash_attn_sm90_fp8",

@@ -23,8 +23,8 @@ from kernels.sm90 import producer as sm90_producer
 from kernels.sm90.builds import Sm90Options
 from kernels.sm90.combine import Combination
 from kernels.sm90.producer import Producer
-from kernels.sm90.schedule import Board, Schedule
-from kernels.sm90.turner import TileTurn, Turner
+from kernels.sm90.schedule import Schedule, WorkRing
+from kernels.sm90.transposer import TileTranspose, Transposer
 from kernels.work.sequences import PagedSequence
 from tests.kernels.fp8_reference import reference as fp8_reference
 from tests.kernels.packed import offsets
@@ -150,7 +150,7 @@ def fp8(force) -> bool:
 
 def fp8_decoding(force) -> bool:
     """V is turned by a warpgroup of the kernel."""
-    force(consumers=1, block_n=64, stages=2, q_stages=2, turned_stages=1, ping_pong=False)
+    force(consumers=1, block_n=64, stages=2, q_stages=2, transposed_stages=1, ping_pong=False)
     q, k, v = narrow(64)
     keys = torch.tensor([170, 31], dtype=torch.int32)
     out, lse = flydsl_flash_attn_func(q[:, :20], k, v, False, return_lse=True, seqused_kv=keys)
@@ -402,12 +402,19 @@ BUGS = (
         "dense",
         "wrong",
     ),
-    Bug("a turn is of one consumer", Consumer, "take_turn", "2 * WARPGROUP => WARPGROUP", "dense", "named-barrier"),
     Bug(
-        "a turn is not passed on",
+        "one consumer waits alone",
         Consumer,
-        "pass_turn",
-        "barrier_arrive(following + TURN, 2 * WARPGROUP) => pass",
+        "await_tensor_cores",
+        "2 * WARPGROUP => WARPGROUP",
+        "dense",
+        "named-barrier",
+    ),
+    Bug(
+        "a consumer keeps the tensor cores",
+        Consumer,
+        "free_tensor_cores",
+        "barrier_arrive(following + TENSOR_CORES, 2 * WARPGROUP) => pass",
         "dense",
         "deadlock",
     ),
@@ -472,8 +479,8 @@ BUGS = (
         "wrong",
     ),
     Bug(
-        "a tile's place on the board is never given back",
-        Board,
+        "what was published is never released",
+        WorkRing,
         "read",
         "self.ring.release(at) => pass",
         "dense",
@@ -481,7 +488,7 @@ BUGS = (
     ),
     Bug(
         "a tile is read before it is published",
-        Board,
+        WorkRing,
         "read",
         "self.ring.wait(at) => pass",
         "dense",
@@ -519,9 +526,16 @@ BUGS = (
         "fp8",
         "wrong",
     ),
-    Bug("turned tiles have no fence", Ring, "publish", "fence_async_shared() => pass", "fp8_decoding", "proxy-fence"),
     Bug(
-        "a turned slot is written before it is free",
+        "transposed tiles have no fence",
+        Ring,
+        "publish",
+        "fence_async_shared() => pass",
+        "fp8_decoding",
+        "proxy-fence",
+    ),
+    Bug(
+        "a transposed slot is written before it is free",
         Ring,
         "claim",
         "self.empty.wait(at.index, at.phase ^ 1) => pass",
@@ -530,7 +544,7 @@ BUGS = (
     ),
     Bug(
         "even bytes are taken for odd ones",
-        TileTurn,
+        TileTranspose,
         "store",
         "fly.select(lane // 16 == 0, EVEN, ODD) => fly.select(lane // 16 == 0, ODD, EVEN)",
         "fp8_decoding",
@@ -538,9 +552,9 @@ BUGS = (
     ),
     Bug(
         "a raw slot is released before it is read",
-        Turner,
-        "_turn",
-        "words = turn.load(memory) => raw.ring.release(raw_at); words = turn.load(memory)",
+        Transposer,
+        "_transpose",
+        "words = transpose.load(memory) => raw.ring.release(raw_at); words = transpose.load(memory)",
         "fp8_decoding",
         "shared-race mbarrier-count deadlock",
     ),

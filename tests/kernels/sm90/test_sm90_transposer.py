@@ -13,7 +13,7 @@ from fly.backends.target import target
 from fly.errors import LayoutError
 from fly.ir import memory
 from kernels.sm90.producer import clear_rows
-from kernels.sm90.turner import TileTurn
+from kernels.sm90.transposer import TileTranspose
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -37,7 +37,7 @@ def placed(tile: PanelTile, values: np.ndarray) -> np.ndarray:
 
 def run(keys: int, dim: int, source: np.ndarray, first: int | None = None) -> tuple[np.ndarray, Machine]:
     """What a warpgroup makes of the bytes of a tile, whose rows from `first` on it clears, if given."""
-    raw, turned = tiles(keys, dim)
+    raw, transposed = tiles(keys, dim)
 
     def kernel(x: fly.Tensor, y: fly.Tensor, rows: fly.i32):
         arrived, made = (fly.alloc_shared(name, raw.bytes, 1024) for name in ("arrived", "made"))
@@ -48,8 +48,8 @@ def run(keys: int, dim: int, source: np.ndarray, first: int | None = None) -> tu
         if first is not None:
             clear_rows(raw, arrived, rows)
             fly.barrier()
-        turn = TileTurn(raw, turned)
-        turn.store(made, turn.load(arrived))
+        transpose = TileTranspose(raw, transposed)
+        transpose.store(made, transpose.load(arrived))
         fly.barrier()
         for at in range(0, raw.bytes, LINE):
             y.store(memory.load(made.offset(mine + at), fly.i32, 4, align=16), (mine + at) // 4)
@@ -69,10 +69,10 @@ def wanted(values: np.ndarray) -> np.ndarray:
 
 @every_tile
 def test_a_tile_is_turned_in_the_order_of_registers(keys, dim):
-    raw, turned = tiles(keys, dim)
+    raw, transposed = tiles(keys, dim)
     values = np.random.default_rng(dim + keys).integers(0, 256, (keys, dim), np.uint8)
     made, _ = run(keys, dim, placed(raw, values))
-    np.testing.assert_array_equal(made, placed(turned, wanted(values)))
+    np.testing.assert_array_equal(made, placed(transposed, wanted(values)))
 
 
 @every_tile
@@ -89,15 +89,15 @@ def test_rows_of_a_matrix_are_in_banks_of_their_own(keys, dim):
 @pytest.mark.parametrize("first", [-3, 0, 1, 37, 127])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_rows_that_are_no_sequences_become_zero(dim, first):
-    raw, turned = tiles(128, dim)
+    raw, transposed = tiles(128, dim)
     values = np.random.default_rng(first + 3).integers(1, 256, (128, dim), np.uint8)
     made, _ = run(128, dim, placed(raw, values), first)
     values[max(first, 0) :] = 0
-    np.testing.assert_array_equal(made, placed(turned, wanted(values)))
+    np.testing.assert_array_equal(made, placed(transposed, wanted(values)))
 
 
 @pytest.mark.parametrize(
-    ("raw", "turned", "text"),
+    ("raw", "transposed", "text"),
     [
         (PanelTile(128, 64, 64, 1), PanelTile(128, 128, 128, 1), "cannot become .*expected its columns as rows"),
         (PanelTile(64, 64, 128), PanelTile(64, 64, 128), "cannot become .*of 8-bit elements"),
@@ -106,6 +106,6 @@ def test_rows_that_are_no_sequences_become_zero(dim, first):
         (PanelTile(32, 32, 32, 1), PanelTile(32, 32, 32, 1), "expected 32, 64 or 128 keys of enough columns"),
     ],
 )
-def test_tiles_that_cannot_be_turned(raw, turned, text):
+def test_tiles_that_cannot_be_turned(raw, transposed, text):
     with pytest.raises(LayoutError, match=text):
-        TileTurn(raw, turned)
+        TileTranspose(raw, transposed)

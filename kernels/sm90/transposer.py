@@ -1,12 +1,12 @@
-"""The turner of the Hopper kernel's decoding builds on 8 bits: a warpgroup that turns tiles of V in shared memory.
+"""The transposer of the Hopper kernel's decoding builds on 8 bits: a warpgroup for tiles of V in shared memory.
 
 WGMMA takes 8-bit operands with k along bytes only, and V's k are keys. So V arrives as it lies in memory, (keys x D),
-in a ring of its own, and the turner makes of it what consumers read: (D x keys), with keys in the order `wgmma.PAIRS`
-in each 16, see `wgmma.by_pairs`.
+in a ring of its own, and the transposer makes of it what consumers read: (D x keys), with keys in the order
+`wgmma.PAIRS` in each 16, see `wgmma.by_pairs`.
 
-`ldmatrix` turns pairs of bytes: of 16 keys and 16 dimensions, lane 4 c + t gets keys 2 t and 2 t + 1 of dimensions
-2 c and 2 c + 1, and of another matrix keys 8 + 2 t and 9 + 2 t. Two byte permutations make of them the four keys of
-each dimension that are neighbours in `PAIRS`, which `stmatrix` stores as they are.
+`ldmatrix` transposes pairs of bytes: of 16 keys and 16 dimensions, lane 4 c + t gets keys 2 t and 2 t + 1 of
+dimensions 2 c and 2 c + 1, and of another matrix keys 8 + 2 t and 9 + 2 t. Two byte permutations make of them the
+four keys of each dimension that are neighbours in `PAIRS`, which `stmatrix` stores as they are.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .producer import Buffers, clear_tail
 from .schedule import Schedule
 
 WARPS = WARPGROUP // 32
-KEYS, DIMS = 32, 16  # that four matrices hold: what a warp turns at a time
+KEYS, DIMS = 32, 16  # that four matrices hold: what a warp transposes at a time
 EVEN, ODD = 0x6420, 0x7531  # bytes of two words: those of a pair of dimensions' first, and of its second
 
 
 @dataclass(frozen=True)
-class TileTurn:
-    """How a warpgroup turns a tile `raw`, (keys x D) 8-bit, to `turned`, (D x keys).
+class TileTranspose:
+    """How a warpgroup transposes a tile `raw`, (keys x D) 8-bit, to `transposed`, (D x keys).
 
     A warp takes groups of `KEYS` keys, all of their dimensions, or where there are fewer groups than warps a part of
     them. The 8 rows of a matrix are in different banks: those of a stored one are dimensions 0, 2, 4, 6, 9, 11, 13
@@ -39,15 +39,15 @@ class TileTurn:
     """
 
     raw: PanelTile
-    turned: PanelTile
+    transposed: PanelTile
 
     def __post_init__(self) -> None:
-        raw, turned = self.raw, self.turned
+        raw, transposed = self.raw, self.transposed
         wanted = (raw.columns, raw.rows, 1, 1)
-        if (turned.rows, turned.columns, turned.element_bytes, raw.element_bytes) != wanted:
-            raise LayoutError(f"{raw} cannot become {turned}; expected its columns as rows, of 8-bit elements")
-        if turned.panels > 1 or raw.rows % KEYS or raw.columns % (DIMS * self.sharing) or WARPS % self.sharing:
-            raise LayoutError(f"a tile to turn is {raw}; expected 32, 64 or 128 keys of enough columns")
+        if (transposed.rows, transposed.columns, transposed.element_bytes, raw.element_bytes) != wanted:
+            raise LayoutError(f"{raw} cannot become {transposed}; expected its columns as rows, of 8-bit elements")
+        if transposed.panels > 1 or raw.rows % KEYS or raw.columns % (DIMS * self.sharing) or WARPS % self.sharing:
+            raise LayoutError(f"a tile to transpose is {raw}; expected 32, 64 or 128 keys of enough columns")
 
     @property
     def sharing(self) -> int:
@@ -71,8 +71,8 @@ class TileTurn:
         return words
 
     def store(self, memory: fly.Pointer, words: list[tuple[fly.Value, ...]]) -> None:
-        """What `load` gave, turned."""
-        lane, turned = fly.lane_id(), self.turned
+        """What `load` gave, transposed."""
+        lane, transposed = fly.lane_id(), self.transposed
         # the rows of matrices: two of each 16 keys, with one of each pair of dimensions
         row, matrix = lane % 8, lane // 8
         upper = row // 4
@@ -82,16 +82,16 @@ class TileTurn:
         of_second = of_first ^ (EVEN ^ ODD)
         keys = matrix // 2 * 16
         ready = iter(words)
-        at = memory.offset((self._first_block * DIMS + dim) * turned.swizzle)
+        at = memory.offset((self._first_block * DIMS + dim) * transposed.swizzle)
         for group in self._groups:
             column = (self._first_group + group) * KEYS + keys
-            place = at.offset(column ^ (_phase(turned, dim) * 16))
+            place = at.offset(column ^ (_phase(transposed, dim) * 16))
             for step in range(self._blocks):
                 pairs = next(ready)
                 four = [
                     permute_bytes(pairs[i], pairs[i + 1], which) for i in (0, 2) for which in (of_first, of_second)
                 ]
-                store_matrices(place.offset(step * DIMS * turned.swizzle), four)
+                store_matrices(place.offset(step * DIMS * transposed.swizzle), four)
 
     @property
     def _warp(self) -> fly.Value:
@@ -122,8 +122,8 @@ def _phase(tile: PanelTile, row: fly.Value) -> fly.Value:
 
 
 @dataclass(frozen=True)
-class Turner:
-    """The warpgroup that turns V's tiles, in the order in which consumers need them."""
+class Transposer:
+    """The warpgroup that transposes V's tiles, in the order in which consumers need them."""
 
     schedule: Schedule
     buffers: Buffers
@@ -132,27 +132,27 @@ class Turner:
 
     def run(self) -> None:
         """All of the block's tiles."""
-        board = self.buffers.board
-        work, board_at = board.read(Position.start(), self.schedule)
-        carry = (work, Position.start(), Position.start(), board_at)
-        for work, raw_at, at, board_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+        works = self.buffers.works
+        work, works_at = works.read(Position.start(), self.schedule)
+        carry = (work, Position.start(), Position.start(), works_at)
+        for work, raw_at, at, works_at in (tiles := fly.while_(carry, lambda c: c[0].exists)):
             last = work.tiles.end - 1
             for i, places in (loop := fly.range(last + 1 - work.tiles.first, carry=(raw_at, at))):
-                loop.next(*self._turn(work, last - i, *places))
-            following, board_at = board.read(board_at, self.schedule)
-            tiles.next(following, *loop.results, board_at)
+                loop.next(*self._transpose(work, last - i, *places))
+            following, works_at = works.read(works_at, self.schedule)
+            tiles.next(following, *loop.results, works_at)
 
-    def _turn(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
+    def _transpose(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
         """Key tile j."""
-        raw, turned = self.buffers.raw, self.buffers.v
+        raw, transposed = self.buffers.raw, self.buffers.v
         assert raw is not None
-        turn, memory = TileTurn(raw.tile, turned.tile), raw.at(raw_at)
+        transpose, memory = TileTranspose(raw.tile, transposed.tile), raw.at(raw_at)
         raw.ring.wait(raw_at)
         if self.schedule.cut_keys:
             clear_tail(raw.tile, memory, work.keys.keys - j * self.schedule.block_n, self.barrier)
-        words = turn.load(memory)
-        turned.ring.claim(at)
-        turn.store(turned.at(at), words)
-        turned.ring.publish(at)
+        words = transpose.load(memory)
+        transposed.ring.claim(at)
+        transpose.store(transposed.at(at), words)
+        transposed.ring.publish(at)
         raw.ring.release(raw_at)
-        return raw.ring.next(raw_at), turned.ring.next(at)
+        return raw.ring.next(raw_at), transposed.ring.next(at)

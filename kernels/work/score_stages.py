@@ -1,0 +1,64 @@
+"""The stages between a tile's products with keys and the softmax, once for all kernels: bias, modifiers and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+
+from ..problem.features import Given
+from .tile_scheduler import Work
+
+
+@dataclass(frozen=True)
+class ScoreStages:
+    """What is done to raw scores of `rows`, query indices, with tiles of `block_n` keys.
+
+    `work` tells whose they are; `given` are a call's features, with what is one number a head loaded or not. A tile
+    is the number of a key tile; with a block mask's list, `step` is where in the list one is.
+    """
+
+    work: Work
+    given: Given
+    scale_log2: fly.Value
+    rows: fly.RowVector
+    block_n: int
+
+    def bias(self, tile: Callable[[], Any]) -> fly.Fragment | None:
+        """The bias of a tile, if there is one: to be called before the products, on its way while they are."""
+        return self.given.load_bias(self.block_n, lambda: (self.rows, tile() * self.block_n, self.work))
+
+    def modify(self, scores: fly.Fragment, tile: Any, bias: fly.Fragment | None = None) -> fly.Fragment:
+        """Scores as the softmax takes them, not masked."""
+        return self.given.modify(scores, self.scale_log2, self.rows, tile * self.block_n, self.work, bias)
+
+    def limit(self, scores: fly.Fragment, tile: Any, between: Callable[[], None] | None = None) -> fly.Fragment:
+        """-inf for what lengths, causality and windows hide; `between`: see `KeyRange.apply`."""
+        return self.work.keys.apply(scores, self.rows, tile * self.block_n, between)
+
+    def hide(self, scores: fly.Fragment, tile: Any, one_by_one: bool = False) -> fly.Fragment:
+        """-inf for what a `mask_mod` hides, where there is one; `one_by_one`: see `Given.mask`."""
+        return self.given.mask(scores, self.rows, tile * self.block_n, self.work, one_by_one)
+
+    def limit_unless_whole(self, scores: fly.Fragment, tile: Any) -> fly.Fragment:
+        """`limit` of a listed tile that is not seen whole, behind a test: most are."""
+        assert self.work.seen is not None
+        limited: fly.Fragment = fly.cond(
+            self.work.seen.sees_whole(tile), lambda: scores, lambda: self.limit(scores, tile)
+        )
+        return limited
+
+    def mask_step(self, scores: fly.Fragment, step: Any, tile: Any) -> fly.Fragment:
+        """All masks of a list's step of either kind; most steps are whole, and test it once."""
+        assert self.work.seen is not None
+        whole = step < self.work.tiles.whole_end
+
+        def masked() -> fly.Fragment:
+            kept = self.limit(scores, tile)
+            hidden: fly.Fragment = fly.cond(whole, lambda: kept, lambda: self.hide(kept, tile))
+            return hidden
+
+        seen: fly.Fragment = fly.cond(whole & self.work.seen.sees_whole(tile), lambda: scores, masked)
+        return seen
