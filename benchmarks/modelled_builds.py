@@ -30,7 +30,7 @@ from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions, 
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.tiles import TILES
 from kernels.problem.block_mask import create_block_mask
-from kernels.problem.contract import Request, Tensors
+from kernels.problem.contract import Request
 from kernels.profiled import placed
 from kernels.work.launch import bind_forward
 
@@ -63,7 +63,7 @@ def build(
     def call() -> Any:
         q, k, v = tensor(length), tensor(seq_kv), tensor(seq_kv)
         out = torch.empty(1, length, 1, head_dim, dtype=torch.bfloat16).expand(batch, -1, heads, -1)
-        tensors = Tensors(q, k, v, out, None, None, None, None, None)
+        tensors = {"q": q, "k": k, "v": v, "out": out}
         request = Request(
             head_dim, "bf16", options.causal, seq_kv != length, False, batch, length, seq_kv, heads, heads,
             head_dim**-0.5, splits, q_pitch=2 * head_dim, kv_pitch=2 * head_dim,
@@ -74,10 +74,10 @@ def build(
             kernel, rows, keys, waves = flash_attn_gfx950, BLOCK_M, BLOCK_N, WAVES
         launch = bind_forward(
             kernel, tensors, request, block_m=rows, block_n=keys, threads=64 * waves, statics={"options": options},
-            splits=splits, counts_rescales=kernel is flash_attn_gfx950,
+            splits=splits,
         )  # fmt: skip
         if launch.workspace_bytes:
-            tensors = tensors._replace(workspace=torch.empty(launch.workspace_bytes, dtype=torch.uint8))
+            tensors["workspace"] = torch.empty(launch.workspace_bytes, dtype=torch.uint8)
         launch.run(tensors, None)
         return tensors
 

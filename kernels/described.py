@@ -16,8 +16,8 @@ from fly import config
 from fly.errors import ArgumentError
 from fly.runtime.prepared import Binding, bindings
 
-from .call.attention_checks import OUT_DTYPES, check_call
-from .dispatch import KERNELS, choose, prepare_function
+from .call.checks import OUT_DTYPES, check_call
+from .dispatch import KERNELS, serve
 from .flash_attn_interface import flydsl_flash_attn_func
 from .problem.block_mask import BlockMask
 from .problem.contract import Request, Tensors
@@ -145,8 +145,7 @@ def call_of(request: Request) -> tuple[Request, Tensors]:
     except (RuntimeError, MemoryError) as error:
         raise ArgumentError(f"the tensors of such a call do not fit this machine: {error}") from error
     call = check_call(q, k, v, request.causal, None, options)
-    offsets = options["cu_seqlens_q"], options["cu_seqlens_kv"]
-    return call.request, Tensors(q, k, v, out, None, *offsets, options["debug_counts"], None, call.operands)
+    return call.request, {**call.tensors, "out": out}
 
 
 def bindings_of(arch: str, request: Request, tensors: Tensors) -> list[Binding]:
@@ -159,5 +158,5 @@ def bindings_of(arch: str, request: Request, tensors: Tensors) -> list[Binding]:
         MissingPackageError: the emulator is not installed.
     """
     with config.ARCH.set_to(arch), bindings() as found:
-        prepare_function(choose(arch, request))(tensors, request)
+        serve(arch, request)(tensors, request)
     return sorted(found, key=lambda binding: not binding.kernel.name.startswith("flash_attn"))

@@ -355,3 +355,8 @@ def prepare_function(kernel: Kernel) -> Prepare:
     assert kernel.module is not None
     prepare: Prepare = importlib.import_module(kernel.module, __package__).prepare
     return prepare
+
+
+def serve(arch: str, request: Request) -> Prepare:
+    """The `prepare` of the kernel that serves `request` on `arch`; raises as `choose` does."""
+    return prepare_function(choose(arch, request))

@@ -30,10 +30,11 @@ from typing import Any
 import fly
 from fly.backends.target import Target, target
 from fly.errors import ShapeError, UnsupportedError
+from fly.runtime.device import device_of
 
 from .generic.operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from .generic.tiles import TILES
-from .problem.contract import Launch, Request, Tensors, target_of
+from .problem.contract import Launch, Request, Tensors
 from .problem.features import NO_FEATURES, Features, Given
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
@@ -334,7 +335,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one tile.
     """
     tensors, request = heads_as_rows(tensors, request)
-    description = target(target_of(tensors.q.device))
+    description = target(device_of(tensors["q"].device).target)
     options = options_for(
         description,
         request.head_dim,
@@ -353,5 +354,5 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         block_n=options.block_n,
         threads=options.waves * description.wave_size,
         statics={"options": options},
-        splits=split_count(request, tensors.q.device, options.block_m, options.block_n),
+        splits=split_count(request, tensors["q"].device, options.block_m, options.block_n),
     )

@@ -590,6 +590,5 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
         block_n=BLOCK_N,
         threads=waves * 64,
         statics={"options": options},
-        splits=split_count(request, tensors.q.device, options.block_m, BLOCK_N),
-        counts_rescales=True,
+        splits=split_count(request, tensors["q"].device, options.block_m, BLOCK_N),
     )

@@ -7,80 +7,42 @@ addresses are patched. No call synchronises the device.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fly import config
-from fly.errors import ArgumentTypeError, UnsupportedError
 
-from . import dispatch
-from .arguments.callers import OWN
-from .arguments.checks import ATTENTION, check_gradients, fail
-from .call import input_checks
-from .call.attention_checks import (
+from .arguments.checks import (
     ALIGNMENT,
-    OUT_DTYPES,
-    Call,
-    check_call,
+    ATTENTION,
+    check_gradients,
     check_no_overlap,
     check_workspace,
-    extent_bytes,
-    settled,
+    fail,
+    has_memory,
+    stream_of,
 )
-from .problem import contract
+from .call import device_values
+from .call.checks import check_call
+from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
-from .problem.catalogue import NO_WINDOW
-from .problem.contract import Launch, Tensors
-from .problem.features import Features
+from .problem.catalogue import BLOCKS, NO_WINDOW
+from .problem.contract import aux_name
 from .problem.mods import Mod
-
-MAX_PLANS = 1024
 
 # the variables that a plan depends on
 _environment = config.raw_value
 _KERNEL, _DISABLED, _ARCH = (v.raw_name for v in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH))
 _CHECK_INPUTS = config.CHECK_INPUTS.raw_name
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A prepared kind of call, without any of the caller's tensors.
-
-    `extents` are the bytes that q, k, v and out span in memory. `out` and `lse` are what a call allocates.
-    `checked`: what is on the device may have to be checked in every call.
-    """
-
-    launch: Launch
-    extents: tuple[int, ...]
-    out: _Result
-    lse: _Result
-    checked: bool
-
-
-# (shape, dtype) of a tensor, or None for one like q, which is contiguous then: a plain tuple is read in less than
-# half the time of a torch.Size
-_Result = tuple[tuple[int, ...], torch.dtype] | None
-
-
-def _allocate(q: torch.Tensor, result: _Result) -> torch.Tensor:
-    """A contiguous tensor on q's device; nothing is kept for it, so that no memory of a graph is."""
-    if result is None:
-        return torch.empty_like(q)
-    shape, dtype = result
-    return q.new_empty(shape, dtype=dtype)
-
-
-_named = tuple.__new__  # makes `Tensors` of a tuple in half the time that the class itself takes
-
-_plans: dict[tuple[Any, ...], Plan] = {}
-_plans_lock = threading.Lock()
+_NO_SCOPE: AbstractContextManager[None] = nullcontext()
+_NO_OPERANDS: dict[str, Any] = {}
+_Tensor = torch.Tensor
+_plans: dict[tuple[Any, ...], Plan] = Plans()
 
 
 def flydsl_flash_attn_func(
@@ -201,15 +163,17 @@ def flydsl_flash_attn_func(
             FLY_CHECK_INPUTS=1.
     """
     key: tuple[Any, ...] | None
-    placed: tuple[torch.Tensor | BlockMask | None, ...]
-    blocks: tuple[torch.Tensor, ...]
+    operands: dict[str, Any] = _NO_OPERANDS
     functions: tuple[Callable[..., Any] | None, ...]
     try:
+        type_q, type_k, type_v = type(q), type(k), type(v)
+        if not (type_q is type_k is type_v is _Tensor):
+            _check_memory(q, k, v)
         # fmt: off
         key = (
-            type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
-            type(k), k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
-            type(v), v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+            type_q, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
+            type_k, k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+            type_v, v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
             None if out is None else _geometry(out),
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
             dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
@@ -220,87 +184,83 @@ def flydsl_flash_attn_func(
             _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
         # fmt: on
-        operands: tuple[Any, ...] = ()
         if not (
             alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
             is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
             and softcap == 0.0 and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
-            blocks, functions = (), (score_mod, mask_mod)
+            # fmt: off
+            operands = {
+                "seqused_q": seqused_q, "seqused_kv": seqused_kv, "cache_leftpad": cache_leftpad,
+                "kv_batch_idx": kv_batch_idx, "block_table": block_table, "alibi_slopes": alibi_slopes, "bias": bias,
+                "sink": sink, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            }
+            # fmt: on
+            functions = (score_mod, mask_mod)
             if block_mask is not None:
                 tiled = for_tiles(block_mask, score_mod, aux_tensors, q)
                 block_mask, score_mod, aux_tensors = tiled
-                blocks, functions = block_mask.tensors, (score_mod, mask_mod, block_mask.mask_mod)
-                key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(blocks))
-            placed = (seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table)
-            of_scores = (alibi_slopes, bias, sink, *blocks, q_descale, k_descale, v_descale)
-            operands = (*placed, *of_scores, *aux_tensors)
-            mods = tuple(None if mod is None else Mod.of(mod) for mod in functions)
-            geometry = [None if tensor is None else _geometry(tensor) for tensor in operands]
+                operands |= zip(BLOCKS, block_mask.tensors)
+                functions = (score_mod, mask_mod, block_mask.mask_mod)
+                key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(operands))
+            if aux_tensors:
+                operands |= {aux_name(i): tensor for i, tensor in enumerate(aux_tensors)}
             key = (
                 *key,
                 _environment(_CHECK_INPUTS),
                 tuple(window_size),
                 attention_chunk,
                 softcap,
-                *mods,
-                *geometry,
+                *[None if mod is None else Mod.of(mod) for mod in functions],
+                *[None if tensor is None else _geometry(tensor) for tensor in operands.values()],
             )
-            operands = tuple(operand for operand in operands if operand is not None)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         # something here is no tensor, or one without strides or memory, or an array: the checks below say what
         key = plan = None
 
     if plan is None:
-        given = locals()
-        options = {name: given[name] for name in _OPTIONS}
-        call = check_call(q, k, v, causal, out, options)
-        kernel = _kernel_for(call)
-        extents = tuple(extent_bytes(t) for t in (q, k, v, q if out is None else out))
-        out_result, lse_result = _results(q, v)
-        placed = (cu_seqlens_q, seqused_q, seqused_kv, cache_leftpad, kv_batch_idx, block_table, block_mask)
-        checked = any(x is not None for x in placed) and (q.device.type == "cpu" or input_checks.on(q.device))
+        names = locals()
+        call = check_call(q, k, v, causal, out, {name: names[name] for name in _OPTIONS})
+        extents, reads_device = call.extents, call.reads_device
     else:
-        extents, out_result, lse_result, checked = plan.extents, plan.out, plan.lse, plan.checked
+        extents, reads_device = plan.extents, plan.reads_device
 
     # what the key does not hold is checked every time
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
         check_gradients({"q": q, "k": k, "v": v, "out": out})
     if out is not None:
-        _check_aliasing(q, k, v, out, extents)
-    handle, scope = (None, _NO_SCOPE) if stream is None else _resolve_stream(stream, q.device)
+        check_no_overlap(out, {"q": q, "k": k, "v": v}, extents)
+    if workspace is not None:
+        check_workspace(workspace, {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}))
+    handle, scope = (None, _NO_SCOPE) if stream is None else stream_of(stream, q.device)
 
     with scope:  # so that torch's allocator knows which stream the results belong to
-        if checked and input_checks.on(q.device):
-            on_device = {
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_kv": cu_seqlens_kv,
-                "seqused_q": seqused_q,
-                "seqused_kv": seqused_kv,
-                "cache_leftpad": cache_leftpad,
-                "kv_batch_idx": kv_batch_idx,
-                "block_table": block_table,
-            }
+        if reads_device and device_values.on(q.device):
+            offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
             longest = (max_seqlen_q, max_seqlen_kv)
-            input_checks.check_attention(ATTENTION, q, k, on_device, block_mask, longest, handle)
-        if out is None:
-            out = _allocate(q, out_result)
-        lse = _allocate(q, lse_result) if return_lse else None
+            device_values.check_attention(ATTENTION, q, k, offsets | operands, block_mask, longest, handle)
         if plan is None:
-            if workspace is not None:
-                check_workspace(workspace, 0, {"q": q, "k": k, "v": v, "out": out})
-            operands = call.operands
-            tensors = Tensors(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-            plan = Plan(_prepare(kernel, call, tensors), extents, out_result, lse_result, checked)
-            _remember(key, plan)
+            plan = plan_of(call)
+            if key is not None:
+                _plans[key] = plan
+        # contiguous, and nothing is kept for them, so that no memory of a graph is
+        if out is None:
+            out = torch.empty_like(q) if plan.out is None else q.new_empty(plan.out[0], dtype=plan.out[1])
+        lse = q.new_empty(plan.lse, dtype=torch.float32) if return_lse else None
         launch = plan.launch
-        if workspace is not None:
-            check_workspace(workspace, launch.workspace_bytes, {"q": q, "k": k, "v": v, "out": out})
-        elif launch.workspace_bytes:
-            workspace = _allocate(q, ((launch.workspace_bytes,), torch.uint8))
-        fields = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, debug_counts, workspace, operands)
-        launch.run(_named(Tensors, fields), handle)
+        if size := launch.workspace_bytes:
+            if workspace is None:
+                workspace = q.new_empty(size, dtype=torch.uint8)
+            elif (given := workspace.nbytes) < size:
+                fail(f"workspace has {given} bytes, this call needs {size} (flydsl_flash_attn_workspace tells)")
+        # fmt: off
+        tensors = {
+            "q": q, "k": k, "v": v, "out": out, "lse": lse, "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv, "debug_counts": debug_counts, "workspace": workspace, **operands,
+        }
+        # fmt: on
+        launch.run(tensors, handle)
     return out if lse is None else (out, lse)
 
 
@@ -316,101 +276,20 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "aux_tensors")
         options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
-    call = check_call(q, k, v, causal, out, options)
-    kernel = _kernel_for(call)
-    out_result, lse_result = _results(q, v)
-    out = _allocate(q, out_result) if out is None else out
-    lse = _allocate(q, lse_result) if call.request.return_lse else None
-    offsets = (options["cu_seqlens_q"], options["cu_seqlens_kv"])
-    tensors = Tensors(q, k, v, out, lse, *offsets, options["debug_counts"], operands=call.operands)
-    return _prepare(kernel, call, tensors).workspace_bytes
-
-
-_NO_SCOPE: AbstractContextManager[None] = nullcontext()
-
-
-def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[_Result, _Result]:
-    """out and lse."""
-    *batch, seq_len, heads, _ = q.shape
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype), device="meta")
-    like_q = (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
-    return None if like_q else (tuple(out.shape), out.dtype), ((*batch, heads, seq_len), torch.float32)
+    return plan_of(check_call(q, k, v, causal, out, options)).launch.workspace_bytes
 
 
 # keyword arguments, as checks get them
 _OPTIONS = tuple(inspect.signature(flydsl_flash_attn_func).parameters)[4:]
 
 
+def _check_memory(*tensors: Any) -> None:
+    """Raise `TypeError` for what only stands for a tensor, before it is asked for its address."""
+    if not all(has_memory(type(tensor)) for tensor in tensors):
+        raise TypeError("no memory")
+
+
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
+    if type(t) is not _Tensor:
+        _check_memory(t)
     return type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
-
-
-def _check_aliasing(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extents: tuple[int, ...]
-) -> None:
-    start = out.data_ptr()
-    end = start + extents[3]
-    for tensor, size in zip((q, k, v), extents):
-        address = tensor.data_ptr()
-        if address < end and start < address + size:
-            check_no_overlap(out, {"q": q, "k": k, "v": v})
-            return
-
-
-def _resolve_stream(stream: Any, device: torch.device) -> tuple[int, AbstractContextManager[Any]]:
-    """A stream argument's raw handle, and the scope in which torch allocates for it."""
-    if device.type != "cuda":
-        fail(f"stream is for GPU tensors, but q is on '{device}': leave it out")
-    if isinstance(stream, torch.cuda.Stream):
-        if stream.device != device:
-            fail(f"stream belongs to {stream.device}, but q is on {device}")
-    elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        # the legacy default stream has handle 0, which torch does not take as an external one
-        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        fail(
-            f"stream must be a torch.cuda.Stream or an int handle, got {stream!r} ({type(stream).__name__})",
-            ArgumentTypeError,
-        )
-    return stream.cuda_stream, torch.cuda.stream(stream)
-
-
-def _kernel_for(call: Call) -> dispatch.Kernel:
-    try:
-        return dispatch.choose(contract.target_of(call.device), call.request)
-    except UnsupportedError as error:
-        OWN.tell(error)
-        raise
-
-
-def _prepare(kernel: dispatch.Kernel, call: Call, tensors: Tensors) -> Launch:
-    """A launch of `call` on `kernel`; it may compile."""
-    if call.empty:
-        return Launch(functools.partial(_fill, call.request.asked))
-    q, k, v, out = map(settled, tensors[:4])
-    tensors = tensors._replace(q=q, k=k, v=v, out=out)
-    try:
-        return dispatch.prepare_function(kernel)(tensors, call.request)
-    except UnsupportedError as error:
-        OWN.tell(error)
-        raise
-
-
-def _fill(asked: Features, tensors: Tensors, handle: int | None) -> None:
-    """The result of a call in which no query sees a key; nothing is queued for an empty one."""
-    scope = _NO_SCOPE if handle is None else _resolve_stream(handle, tensors.out.device)[1]
-    with scope:
-        tensors.out.zero_()
-        if tensors.lse is not None:
-            tensors.lse.fill_(-torch.inf)
-            if "sink" in asked.operands:
-                tensors.lse.copy_(asked.tensor(tensors.operands, "sink").unsqueeze(-1))
-
-
-def _remember(key: tuple[Any, ...] | None, plan: Plan) -> None:
-    if key is None:
-        return
-    with _plans_lock:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = plan

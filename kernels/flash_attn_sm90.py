@@ -35,8 +35,9 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position, init_all
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
+from fly.runtime.device import device_of
 
-from .problem.contract import Launch, Request, Tensors, device_of
+from .problem.contract import Launch, Request, Tensors
 from .problem.features import Given
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
@@ -544,7 +545,7 @@ def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
-    units = device_of(tensors.q.device).compute_units
-    seen = replace(request, seq_len_kv=keys_seen(request, tensors.operands))
+    units = device_of(tensors["q"].device).compute_units
+    seen = replace(request, seq_len_kv=keys_seen(request, tensors))
     options, splits = build_for(seen, units, typical_lengths(tensors, request))
-    return bind_build(flash_attn_sm90, tensors, request, options, splits)
+    return bind_build(flash_attn_sm90, tensors, request, options, splits).launch()

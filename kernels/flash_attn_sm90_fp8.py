@@ -29,17 +29,17 @@ from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import FirstRows, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import bind
+from fly.runtime.device import device_of
 
 from .flash_attn_sm90 import ConsumerOf, OfHead, State, run_block
-from .problem.contract import Launch, Request, Tensors, device_of
+from .problem.contract import Launch, Request, Tensors
 from .problem.online_softmax import OnlineSoftmax
 from .sm90.builds import Key, Sm90Options, build_for
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
 from .sm90.transposer import Transposer
+from .work.steps import bind_kernel
 from .work.tile_scheduler import Work, fold_grid, slice_of_block
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
@@ -390,32 +390,19 @@ def has_first_rows(request: Request, options: Fp8Options) -> bool:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
-    units = device_of(tensors.q.device).compute_units
+    units = device_of(tensors["q"].device).compute_units
     typical = typical_lengths(tensors, request)
     options, splits = build_for(request, units, typical, table=TILES, kind=Fp8Options)
     assert isinstance(options, Fp8Options)
     if options.transposed_stages:
         options = replace(options, first_rows=has_first_rows(request, options))
-        return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
-    batch, keys, kv_heads, head_dim = tensors.v.shape
-    # only its sizes and strides matter here
-    transposed = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=tensors.v.device)
-    size = transposed.numel()
-    start = size + -size % 256
+        return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits).launch()
+    v = tensors["v"]
+    batch, keys, kv_heads, head_dim = v.shape
+    # only its sizes and strides matter here, and the workspace's are for others
+    transposed = torch.empty(batch, kv_heads, head_dim, keys + -keys % KEYS, dtype=DTYPE, device=v.device)
+    tensors = {**tensors, "transposed": transposed, "workspace": None}
     grid, fold = fold_grid((-(-keys // keys_of_block(head_dim)), kv_heads, batch))
-    statics = {"head_dim": head_dim, **fold}
-    transpose = bind(transpose_values, grid, TRANSPOSE_THREADS, (tensors.v, transposed), statics, compile_kernel)
-    forward = bind_build(
-        flash_attn_sm90_fp8, tensors._replace(v=transposed, workspace=None), request, options, splits
-    )
-    current_stream = transpose.entry.current_stream
-
-    def run(tensors: Tensors, stream: int | None) -> None:
-        memory: torch.Tensor = tensors.workspace  # type: ignore[assignment]  # `workspace_bytes` is not 0
-        if stream is None:
-            stream = current_stream()
-        transpose.launch((tensors.v.data_ptr(), memory.data_ptr()), stream)
-        parts = memory.reshape(-1).view(torch.uint8)[start:] if forward.workspace_bytes else None
-        forward.run(tensors._replace(v=memory, workspace=parts), stream)
-
-    return Launch(run, start + forward.workspace_bytes)
+    transpose = bind_kernel(transpose_values, grid, TRANSPOSE_THREADS, tensors, {"head_dim": head_dim, **fold})
+    forward = bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
+    return forward.behind(transpose, "transposed", transposed.numel()).launch()

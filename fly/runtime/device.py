@@ -128,6 +128,18 @@ def device_for(key: DeviceKey) -> Device:
     return device
 
 
+class Place(Protocol):
+    """A `torch.device`, as far as it tells where tensors are."""
+
+    type: str
+    index: int
+
+
+def device_of(place: Place) -> Device:
+    """What runs kernels on tensors that are on a `torch.device`; raises as `device_for` does."""
+    return device_for((place.type, place.index or 0))
+
+
 def _open(kind: str, ordinal: int) -> Device:
     device: Device
     if kind == "cpu":

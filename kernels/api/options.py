@@ -17,7 +17,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedEr
 
 from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
-from ..call.attention_checks import check_out
+from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
 from .checks import HINTS, check_dense, check_dropout, splits_of, window_of
 from .torch_ops import attention

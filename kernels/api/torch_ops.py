@@ -19,7 +19,7 @@ from fly.errors import FlyError
 from ..arguments.callers import CALLERS, Caller
 from ..arguments.checks import Checks
 from ..cache.kv_cache import append_to_cache
-from ..call.attention_checks import OUT_DTYPES
+from ..call.checks import OUT_DTYPES
 from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
 

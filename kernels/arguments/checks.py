@@ -1,4 +1,7 @@
-"""What checks of a caller's arguments share: how a mistake is reported, and what a tensor or number must be."""
+"""What checks of a caller's arguments share: how a mistake is reported, and what a tensor, number or stream must be.
+
+Checks of memory ask tensors for their address: only of tensors that `Checks.plain` accepts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,6 +22,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedEr
 from .callers import arg, problem, written
 
 DEVICE_TYPES = ("cuda", "cpu")
+ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -33,8 +38,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is a dense tensor with memory of its own, of which torch tells shape and strides."""
-    of_its_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return of_its_own and is_dense(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    dense = has_memory(type(tensor)) and is_dense(tensor)
+    return dense and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Checks:
         """It is a plain dense tensor in memory that kernels reach."""
         if not isinstance(value, torch.Tensor):
             self.fail(f"{arg(name)} must be a torch.Tensor, got {type(value).__name__}", ArgumentTypeError)
-        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if not has_memory(type(value)):
             self.fail(
                 f"{arg(name)} is a {type(value).__name__}, which has no memory of its own; pass a plain torch.Tensor "
                 "(torch.compile sees through the functions of fly_attention.flash_attn_api)",
@@ -150,3 +155,110 @@ class Checks:
 ATTENTION = Checks("flydsl_flash_attn_func")
 fail, flag, whole = ATTENTION.fail, ATTENTION.flag, ATTENTION.whole
 check_tensor, check_last_stride, check_gradients = ATTENTION.plain, ATTENTION.unit_last_stride, ATTENTION.no_gradients
+
+
+def has_memory(kind: type) -> bool:
+    """Whether tensors of this class have memory, whose address they may be asked for; others only stand for one."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]  # of tensors
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes of memory a tensor spans, from its first to its last element."""
+    if not tensor.numel():
+        return 0
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    return (last + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may be at one address."""
+    # sorted by stride, each dimension must step past everything that the smaller ones span
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
+class _NoTouch:
+    """Describes a tensor's memory to numpy, which reads only addresses and strides from it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element at one address; also when that is too hard to find out."""
+    try:
+        return np.shares_memory(
+            np.asarray(_NoTouch(a)),
+            np.asarray(_NoTouch(b)),
+            max_work=100_000,  # type: ignore[arg-type]  # numpy's stubs know two limits only
+        )
+    except np.exceptions.TooHardError:
+        return True
+
+
+def check_no_overlap(
+    out: torch.Tensor, inputs: Mapping[str, torch.Tensor], extents: Sequence[int] = (), what: str = "out"
+) -> None:
+    """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine.
+
+    `extents`: `extent_bytes` of the inputs and of out, where they are known.
+    """
+    extents = extents or [extent_bytes(tensor) for tensor in (*inputs.values(), out)]
+    start = out.data_ptr()
+    end = start + extents[-1]
+    for (name, tensor), size in zip(inputs.items(), extents):
+        address = tensor.data_ptr()
+        if address < end and start < address + size and shares_memory(out, tensor):
+            fail(f"{arg(what)} must not share memory with {arg(name)}; pass {arg(what)}=None or a separate tensor")
+
+
+def check_workspace(workspace: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check a caller's workspace, which must not share memory with `tensors`; its size is for the launch to say.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it is no memory that kernels can use.
+    """
+    check_tensor("workspace", workspace)
+    device = tensors["q"].device
+    if workspace.device != device:
+        fail(f"workspace must be on q's device {device}, got {workspace.device}")
+    if not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+        fail(
+            f"workspace must be contiguous and {ALIGNMENT}-byte aligned, got strides {workspace.stride()} at "
+            f"address {workspace.data_ptr():#x}: use torch.empty(size, dtype=torch.uint8, device=q.device)"
+        )
+    check_no_overlap(workspace, tensors, what="workspace")
+
+
+def stream_of(stream: Any, device: torch.device) -> tuple[int, AbstractContextManager[Any]]:
+    """The raw handle of a caller's `stream`, and the scope in which torch allocates for it.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it is no stream of this device, which has to be a GPU.
+    """
+    if device.type != "cuda":
+        fail(f"stream is for GPU tensors, but q is on '{device}': leave it out")
+    if isinstance(stream, torch.cuda.Stream):
+        if stream.device != device:
+            fail(f"stream belongs to {stream.device}, but q is on {device}")
+    elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        # the legacy default stream has handle 0, which torch does not take as an external one
+        stream = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        fail(
+            f"stream must be a torch.cuda.Stream or an int handle, got {stream!r} ({type(stream).__name__})",
+            ArgumentTypeError,
+        )
+    return stream.cuda_stream, torch.cuda.stream(stream)

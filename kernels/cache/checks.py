@@ -12,8 +12,7 @@ import torch
 from fly.errors import ArgumentTypeError, UnsupportedError
 
 from ..arguments.callers import arg
-from ..arguments.checks import Checks
-from ..call.attention_checks import overlaps_itself, shares_memory
+from ..arguments.checks import Checks, overlaps_itself, shares_memory
 from .rotary import DIM_STEP
 
 CHECKS = Checks("append_to_cache")

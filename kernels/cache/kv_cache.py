@@ -12,13 +12,12 @@ position L + i:
 | pages (num_pages, page_size, Hkv, D) | block_table[b or cache_batch_idx[b], position // page_size] | the remainder |
 
 Lengths, indices and pages are read on the device. A position that the cache or the rotary tables do not have is not
-written, nor is one whose entry does not exist; `input_checks` says so, where it is asked to look.
+written, nor is one whose entry does not exist; `device_values` says so, where it is asked to look.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,17 +28,17 @@ import torch
 
 import fly
 from fly import config
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import Prepared, bind
 
-from ..call import input_checks
-from ..call.attention_checks import ALIGNMENT, extent_bytes
+from ..arguments.checks import ALIGNMENT, extent_bytes, has_memory
+from ..call import device_values
+from ..call.plan import Plans
+from ..problem.contract import Launch, Tensors
+from ..work.steps import Steps, bind_kernel
 from ..work.tile_scheduler import fold_grid, slice_of_block
 from .checks import CHECKS, Arguments, check_append, check_gradients, check_length, check_memory
 from .rotary import VECTOR, Rotary
 
 THREADS = 256
-MAX_PLANS = 1024
 
 # the variables that a plan depends on
 _environment, _ARCH, _CHECK_INPUTS = config.raw_value, config.ARCH.raw_name, config.CHECK_INPUTS.raw_name
@@ -218,13 +217,12 @@ class Plan:
     checked in every call.
     """
 
-    launch: Prepared | None
+    launch: Launch | None
     extents: tuple[int, ...]
     checked: bool
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-_plans_lock = threading.Lock()
+_plans: dict[tuple[Any, ...], Plan] = Plans()
 
 
 def append_to_cache(
@@ -296,6 +294,8 @@ def append_to_cache(
             if isinstance(x, int):
                 geometry.append(x.__class__)
                 continue
+            if x.__class__ is not torch.Tensor and not has_memory(x.__class__):
+                raise TypeError("no memory")
             address = x.data_ptr()
             geometry += (x.__class__, x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT)
             addresses.append(address)
@@ -308,7 +308,7 @@ def append_to_cache(
         arguments = Arguments(*given)
         check_append(arguments, rotary_interleaved, rotate_each_query)
         extents = tuple(extent_bytes(x) for x in given if isinstance(x, torch.Tensor))
-        checked = q.device.type == "cpu" or input_checks.on(q.device)
+        checked = q.device.type == "cpu" or device_values.on(q.device)
     else:
         extents, checked = plan.extents, plan.checked
     if k is None:
@@ -322,27 +322,28 @@ def append_to_cache(
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    if checked and input_checks.on(q.device):
+    if checked and device_values.on(q.device):
         on_device = {
             "cache_seqlens": cache_seqlens,
             "cache_leftpad": cache_leftpad,
             "cache_batch_idx": cache_batch_idx,
             "block_table": block_table,
         }
-        input_checks.check_append(CHECKS, q, k_cache, k, rotary_cos, on_device, rotate_each_query)
+        device_values.check_append(CHECKS, q, k_cache, k, rotary_cos, on_device, rotate_each_query)
     rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     # fmt: off
-    operands = (
-        q if rotated is not None else None, rotated, k, v, k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens,
-        cache_batch_idx, block_table,
-    )
+    tensors = {
+        "q": None if rotated is None else q, "q_rotated": rotated, "k": k, "v": v, "k_cache": k_cache,
+        "v_cache": v_cache, "cos": rotary_cos, "sin": rotary_sin, "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx, "block_table": block_table,
+    }
     # fmt: on
     if plan is None:
-        plan = Plan(_prepare(operands, rotary_interleaved, rotate_each_query), extents, checked)
-        _remember(key, plan)
-    launch = plan.launch
-    if launch is not None:
-        launch.launch([x.data_ptr() for x in operands if x is not None], launch.entry.current_stream())
+        plan = Plan(_prepare(tensors, rotary_interleaved, rotate_each_query), extents, checked)
+        if key is not None:
+            _plans[key] = plan
+    if plan.launch is not None:
+        plan.launch.run(tensors, None)
     return q if rotated is None else rotated
 
 
@@ -357,10 +358,9 @@ def _may_overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
     return False
 
 
-def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each_query: bool) -> Prepared | None:
-    """The launch for tensors in the kernel's order; None when nothing is written."""
-    q, _, k, v, _, _, cos, *_ = arguments
-    assert k is not None and v is not None
+def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | None:
+    """The launch for tensors as the kernel names them; None when nothing is written."""
+    q, k, v, cos = (tensors[name] for name in ("q", "k", "v", "cos"))
     batch, tokens, kv_heads, head_dim = k.shape
     head_dim_v = v.shape[-1]
     blocks = sum(Heads(columns).blocks(tokens, kv_heads) for columns in (head_dim, head_dim_v))
@@ -375,13 +375,4 @@ def _prepare(arguments: tuple[torch.Tensor | None, ...], interleaved: bool, each
         "each_query": each_query,
     }
     grid, fold = fold_grid((blocks, batch, 1))
-    return bind(rotate_and_append, grid, THREADS, arguments, {**statics, **fold}, compile_kernel)
-
-
-def _remember(key: tuple[Any, ...] | None, plan: Plan) -> None:
-    if key is None:
-        return
-    with _plans_lock:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = plan
+    return Steps((bind_kernel(rotate_and_append, grid, THREADS, tensors, {**statics, **fold}),)).launch()

@@ -15,7 +15,7 @@ import torch
 from fly.errors import ArgumentError
 
 from ..arguments.checks import Checks
-from ..call import input_checks
+from ..call import device_values
 
 NOWHERE = -1  # an entry, and a position, that no cache has
 
@@ -136,7 +136,7 @@ def append_packed(
         )
     caches, tables = (k_cache, v_cache), (rotary_cos, rotary_sin)
     device = q.device
-    if not torch.compiler.is_compiling() and input_checks.on(device):
+    if not torch.compiler.is_compiling() and device_values.on(device):
         count = len(cache_seqlens)
         on_device = {
             "cu_seqlens_q": cu_seqlens_q,
@@ -156,7 +156,7 @@ def append_packed(
             for name, x in on_device.items()
         )
         if good and (rotary_cos is None or (_is_plain(rotary_cos) and rotary_cos.dim() == 2)):
-            input_checks.check_append(Checks(function), q, k_cache, k, rotary_cos, on_device, rotate_each_query)
+            device_values.check_append(Checks(function), q, k_cache, k, rotary_cos, on_device, rotate_each_query)
 
     def tokens(tensor: torch.Tensor, offsets: torch.Tensor | None) -> Tokens:
         if offsets is None:

@@ -21,7 +21,7 @@ from .mods import Mod, dependencies
 from .scores import Place, ScoreTile
 
 if TYPE_CHECKING:
-    from ..arguments.asked import Asked
+    from ..call.features import CallArguments
     from .features import Given
 
 NO_WINDOW = (-1, -1)
@@ -59,7 +59,7 @@ class Feature:
     operands: tuple[str, ...] = ()
     numbers: bool = False
     implied: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Asked], Found] | None = None
+    check: Callable[[CallArguments], Found] | None = None
     load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
     modify: Callable[[Given, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
     raw: bool = False
@@ -69,48 +69,48 @@ class Feature:
         """What it is called, and what to do instead."""
         return self.what, self.instead
 
-    def asked(self, found: Found) -> bool:
+    def used_by(self, found: Found) -> bool:
         """Whether a call asks for it, given what all checks found."""
         told = (n for n in self.operands if n in found and self.implied.get(n) not in found)
         return any(told) or found.get(self.name) is not None
 
 
-def _lengths(asked: Asked) -> Found:
-    names = (name for name in ("seqused_q", "seqused_kv") if asked[name] is not None)
-    return {name: asked.counts(name) for name in names}
+def _lengths(call: CallArguments) -> Found:
+    names = (name for name in ("seqused_q", "seqused_kv") if call[name] is not None)
+    return {name: call.counts(name) for name in names}
 
 
-def _of_cache(name: str, asked: Asked) -> Found:
-    if asked[name] is None:
+def _of_cache(name: str, call: CallArguments) -> Found:
+    if call[name] is None:
         return {}
-    counts = asked.counts(name)
-    if asked["cu_seqlens_kv"] is not None and asked["block_table"] is None:
-        asked.checks.fail(
+    counts = call.counts(name)
+    if call["cu_seqlens_kv"] is not None and call["block_table"] is None:
+        call.checks.fail(
             f"{arg(name)} is for (B, S, Hkv, D) keys; packed ones have {arg.cu_seqlens_kv} and {arg.seqused_kv}"
         )
     return {name: counts}
 
 
-def _pages(asked: Asked) -> Found:
-    table, fail = asked["block_table"], asked.checks.fail
+def _pages(call: CallArguments) -> Found:
+    table, fail = call["block_table"], call.checks.fail
     if table is None:
         return {}
-    if asked["kv_batch_idx"] is None and table.shape[0] != asked.batch:
-        fail(f"{arg.block_table} must have a row for each of {asked.batch} sequences, got shape {tuple(table.shape)}")
-    if asked["seqused_kv"] is None and asked["cu_seqlens_kv"] is None:
+    if call["kv_batch_idx"] is None and table.shape[0] != call.batch:
+        fail(f"{arg.block_table} must have a row for each of {call.batch} sequences, got shape {tuple(table.shape)}")
+    if call["seqused_kv"] is None and call["cu_seqlens_kv"] is None:
         fail(f"{arg.block_table} needs the sequences' lengths: pass {arg.seqused_kv}, (B,) int32")
-    if asked["cu_seqlens_kv"] is not None and asked["cu_seqlens_q"] is None:
+    if call["cu_seqlens_kv"] is not None and call["cu_seqlens_q"] is None:
         fail(
             f"{arg.cu_seqlens_kv} with {arg.block_table} is for packed queries ({arg.cu_seqlens_q}); pass "
             f"{arg.seqused_kv}, (B,) int32"
         )
-    if not asked.k.shape[1]:
-        fail(f"pages of {arg.k} and {arg.v} must have at least one key, got shape {tuple(asked.k.shape)}")
+    if not call.k.shape[1]:
+        fail(f"pages of {arg.k} and {arg.v} must have at least one key, got shape {tuple(call.k.shape)}")
     return {"block_table": table}
 
 
-def _window(asked: Asked) -> Found:
-    size, fail = asked["window_size"], asked.checks.fail
+def _window(call: CallArguments) -> Found:
+    size, fail = call["window_size"], call.checks.fail
     good = isinstance(size, Sequence) and len(size) == 2
     if not good or any(isinstance(side, bool) or not isinstance(side, int) for side in size):
         fail(f"{arg.window_size} must be two ints (left, right), got {written(size)}", ArgumentTypeError)
@@ -120,19 +120,19 @@ def _window(asked: Asked) -> Found:
             fail(f"{arg.window_size} must have {wanted}, got {written(tuple(size))}")
     left, right = size
     # no further than there are keys to the left and queries to the right: positions plus a side stay below 2**31
-    sides = {"window_left": min(left, asked.keys), "window_right": min(right, asked.queries)}
-    return {name: side for name, side in sides.items() if side >= 0 and not (name == "window_right" and asked.causal)}
+    sides = {"window_left": min(left, call.keys), "window_right": min(right, call.queries)}
+    return {name: side for name, side in sides.items() if side >= 0 and not (name == "window_right" and call.causal)}
 
 
-def _chunk(asked: Asked) -> Found:
-    chunk = asked["attention_chunk"]
-    asked.checks.whole("attention_chunk", chunk, 0, 2**31 - 1)
+def _chunk(call: CallArguments) -> Found:
+    chunk = call["attention_chunk"]
+    call.checks.whole("attention_chunk", chunk, 0, 2**31 - 1)
     return {"attention_chunk": chunk} if chunk else {}
 
 
-def _softcap(asked: Asked) -> Found:
+def _softcap(call: CallArguments) -> Found:
     accepted = "a finite positive number, or 0 for none"
-    cap = asked.checks.number("softcap", asked["softcap"], accepted, lambda cap: cap >= 0)
+    cap = call.checks.number("softcap", call["softcap"], accepted, lambda cap: cap >= 0)
     if not cap:
         return {}
     # of float32 scores, larger caps leave all as they are, and smaller ones none
@@ -140,26 +140,26 @@ def _softcap(asked: Asked) -> Found:
     return {"softcap": cap, "wide_softcap": cap >= WIDE_SOFTCAP}
 
 
-def _slopes(asked: Asked) -> Found:
-    if asked["alibi_slopes"] is None:
+def _slopes(call: CallArguments) -> Found:
+    if call["alibi_slopes"] is None:
         return {}
-    slopes, batch, heads = asked.single("alibi_slopes"), asked.batch, asked.heads
+    slopes, batch, heads = call.single("alibi_slopes"), call.batch, call.heads
     if slopes.shape not in ((heads,), (batch, heads)):
-        asked.checks.fail(
+        call.checks.fail(
             f"{arg.alibi_slopes} must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
         )
-    asked.checks.unit_last_stride("alibi_slopes", slopes)
+    call.checks.unit_last_stride("alibi_slopes", slopes)
     return {"alibi_slopes": slopes.expand(batch, heads)}
 
 
-def _bias(asked: Asked) -> Found:
+def _bias(call: CallArguments) -> Found:
     """(B, H, Sq, Skv), or (B, H, Skv) where it is not by query."""
-    if asked["bias"] is None:
+    if call["bias"] is None:
         return {}
-    bias, fail = asked.floats("bias"), asked.checks.fail
-    if asked.packed:
+    bias, fail = call.floats("bias"), call.checks.fail
+    if call.packed:
         fail(f"{arg.bias} is for (B, S, H, D) tensors; for packed sequences pass a score_mod with aux_tensors")
-    shape = (asked.batch, asked.heads, asked.queries, asked.keys)
+    shape = (call.batch, call.heads, call.queries, call.keys)
     if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape))):
         fail(f"{arg.bias} must broadcast to (B, H, Sq, Skv) = {shape}, got shape {tuple(bias.shape)}")
     if bias.dim() < 2 or bias.shape[-2] == 1:
@@ -169,56 +169,56 @@ def _bias(asked: Asked) -> Found:
     return {"bias": bias.expand(shape)}
 
 
-def _sink(asked: Asked) -> Found:
-    if asked["sink"] is None:
+def _sink(call: CallArguments) -> Found:
+    if call["sink"] is None:
         return {}
-    sink = asked.floats("sink")
-    if sink.shape != (asked.heads,):
-        wanted = f"one entry a query head, shape ({asked.heads},)"
-        asked.checks.fail(f"{arg.sink} must have {wanted}, got {tuple(sink.shape)}")
-    asked.checks.unit_last_stride("sink", sink)
+    sink = call.floats("sink")
+    if sink.shape != (call.heads,):
+        wanted = f"one entry a query head, shape ({call.heads},)"
+        call.checks.fail(f"{arg.sink} must have {wanted}, got {tuple(sink.shape)}")
+    call.checks.unit_last_stride("sink", sink)
     return {"sink": sink}
 
 
-def _descales(asked: Asked) -> Found:
+def _descales(call: CallArguments) -> Found:
     found = {}
     for name in DESCALES:
-        if asked[name] is not None:
-            scales, shape = asked.single(name), (asked.batch, asked.kv_heads)
+        if call[name] is not None:
+            scales, shape = call.single(name), (call.batch, call.kv_heads)
             if scales.shape not in ((), (1,), shape):
                 wanted = f"shape (), (1,) or (B, Hkv) = {shape}"
-                asked.checks.fail(f"{arg(name)} must have {wanted}, got {tuple(scales.shape)}")
+                call.checks.fail(f"{arg(name)} must have {wanted}, got {tuple(scales.shape)}")
             found[name] = scales.expand(shape)
     return found
 
 
-def _function(name: str, asked: Asked) -> Found:
-    function = asked[name]
-    return {} if function is None else {name: Mod.of(asked.function(name, function, dependencies))}
+def _function(name: str, call: CallArguments) -> Found:
+    function = call[name]
+    return {} if function is None else {name: Mod.of(call.function(name, function, dependencies))}
 
 
 BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
 
 
-def _blocks(asked: Asked) -> Found:
+def _blocks(call: CallArguments) -> Found:
     from .block_mask import BlockMask  # torch's, which those do not load that only read this table
 
-    mask, fail = asked["block_mask"], asked.checks.fail
+    mask, fail = call["block_mask"], call.checks.fail
     if mask is None:
         return {}
-    if asked["block_table"] is not None:
+    if call["block_table"] is not None:
         fail("block_mask is for k and v without block_table: for keys in pages pass its mask_mod as mask_mod")
     if not isinstance(mask, BlockMask):
         hint = "; pass fly_attention.BlockMask.of(it)" if type(mask).__name__ == "BlockMask" else ""
         fail(f"block_mask must be a fly_attention.BlockMask, got {type(mask).__name__}{hint}", ArgumentTypeError)
-    if asked.packed:
+    if call.packed:
         fail("block_mask is for (B, S, H, D) tensors; for packed sequences pass its mask_mod as mask_mod")
-    if asked["mask_mod"] is not None:
+    if call["mask_mod"] is not None:
         fail("block_mask has a mask_mod of its own: leave mask_mod out, or build a block mask of both")
-    lists = mask.check(asked.batch, asked.heads, (asked.queries, asked.k.shape[-3]), asked.device)
+    lists = mask.check(call.batch, call.heads, (call.queries, call.k.shape[-3]), call.device)
     found: dict[str, Any] = dict(zip(BLOCKS, lists)) | {"block_size": tuple(mask.BLOCK_SIZE)}
     if mask.mask_mod is not None:
-        found["mask_mod"] = Mod.of(asked.function("block_mask.mask_mod", mask.mask_mod, dependencies))
+        found["mask_mod"] = Mod.of(call.function("block_mask.mask_mod", mask.mask_mod, dependencies))
     return found
 
 

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from fly.runtime.device import Device, device_for
+from typing import Any
 
 from .features import NO_FEATURES, Features
 from .scores import LOG2_E
 
-if TYPE_CHECKING:
-    import torch
-
 LARGEST_SCALE = 2.0**127
 
 
-class Tensors(NamedTuple):
-    """The tensors of a call, in the order in which kernels take them; None where the call has none.
+Tensors = Mapping[str, Any]
+"""What a call gives to kernels, by name; a name that is not there, or None, is what the call does not have.
 
-    Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D),
-    k, v (total_kv, Hkv, D), lse (H, total_q), `cu_seqlens_*` (B + 1,) int32. With pages, either form's q, out and
-    lse, and k, v (pages, page_size, Hkv, D). v and out may have another D than q and k. `debug_counts`: (2,)
-    float32. `workspace` is memory for split keys, of any dtype. `operands`: tensors and numbers of the request's
-    `asked` features, then auxiliary tensors.
-    """
+Dense: q, out (B, Sq, H, D), k, v (B, Skv, Hkv, D), lse (B, H, Sq) float32. Packed: q, out (total_q, H, D), k, v
+(total_kv, Hkv, D), lse (H, total_q), cu_seqlens_q, cu_seqlens_kv (B + 1,) int32. With pages, either form's q, out and
+lse, and k, v (pages, page_size, Hkv, D). v and out may have another D than q and k. debug_counts: (2,) float32.
+workspace: memory of any dtype, see `Launch`. Then `Request.operands`: tensors, and to prepare a kernel with, numbers.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_kv: torch.Tensor | None = None
-    debug_counts: torch.Tensor | None = None
-    workspace: torch.Tensor | None = None
-    operands: tuple[Any, ...] = ()
+A kernel takes what its parameters name (`work.steps`); what another kernel takes besides is one more name here.
+"""
+
+
+def aux_name(index: int) -> str:
+    """What an auxiliary tensor of `score_mod` and `mask_mod` is called among a call's tensors."""
+    return f"aux{index}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Request:
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
     two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
-    v and out, None when it is `head_dim`. `asked`: what the operands are.
+    v and out, None when it is `head_dim`. `asked`: what the operands are; `aux_tensors` follow them.
     """
 
     head_dim: int
@@ -73,6 +63,12 @@ class Request:
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim_v: int | None = None
     asked: Features = NO_FEATURES
+    aux_tensors: int = 0
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What kernels take after their own parameters, by its names among a call's `Tensors`, in order."""
+        return (*self.asked.operands, *map(aux_name, range(self.aux_tensors)))
 
     @property
     def value_dim(self) -> int:
@@ -101,17 +97,3 @@ class Launch:
 
 Prepare = Callable[[Tensors, Request], Launch]
 """What a kernel's module has as `prepare`: it compiles and binds; a workspace may be missing at that time."""
-
-
-def device_of(device: torch.device) -> Device:
-    """What runs kernels on `device`'s tensors; the emulated GPU for the CPU.
-
-    Raises:
-        DeviceError: the device has no driver, or the CPU has no emulator.
-    """
-    return device_for((device.type, device.index or 0))
-
-
-def target_of(device: torch.device) -> str:
-    """The architecture that runs kernels for `device`'s tensors, e.g. "sm_90a"; see `device_of`."""
-    return device_of(device).target

@@ -14,7 +14,7 @@ from typing import Any
 import fly
 
 from . import scores
-from .catalogue import MODIFIERS, NUMBERS, Feature
+from .catalogue import MODIFIERS, Feature
 from .mask import KeyRange
 from .mods import Mod
 from .score_bias import BiasTile
@@ -36,14 +36,6 @@ class Features:
     block_size: tuple[int, int] | None = None
     one_query: bool = False
     wide_softcap: bool = False
-
-    def place(self, name: str) -> int:
-        """Where operand `name` is among those of a call's operands that are tensors."""
-        return [n for n in self.operands if n not in NUMBERS].index(name)
-
-    def tensor(self, operands: Iterable[Any], name: str) -> Any:
-        """The tensor of operand `name` among a call's `operands`, from which numbers may be left out."""
-        return [value for value in operands if not isinstance(value, int | float)][self.place(name)]
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""

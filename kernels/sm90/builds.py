@@ -282,10 +282,9 @@ def _plain_build_for(
     return replace(options_of(key, table[key], kind), pack_gqa=packing(key).pack), splits
 
 
-def keys_seen(request: Request, operands: tuple[Any, ...]) -> int:
-    """How many keys the queries of a sequence see together at most, given the request's operands."""
-    asked = request.asked.operands
-    reaches = (operands[asked.index(name)] for name in ("window_left", "attention_chunk") if name in asked)
+def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
+    """How many keys the queries of a sequence see together at most, with the request's operands `given` by name."""
+    reaches = (given[name] for name in ("window_left", "attention_chunk") if name in request.asked.operands)
     most: int = min((request.seq_len_kv, *(reach + request.seq_len for reach in reaches)))
     return most
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fly.errors import UnsupportedError
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import Prepared, bind
+from fly.runtime.device import device_of
 
 from ..arguments.callers import arg, problem
-from ..problem.contract import Launch, Request, Tensors, device_of
+from ..problem.contract import Launch, Request, Tensors
 from . import split_combine
+from .split_combine import PARTIALS, Partials
+from .steps import BoundKernel, Steps, bind_kernel
 from .tile_scheduler import automatic_splits, fold_grid, grid
 
 
@@ -54,22 +55,21 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return unflattened(tensor, 2, sets).select(1, 0).transpose(1, 2)
 
-    q, out = rows(tensors.q), rows(tensors.out)
-    lse = None if tensors.lse is None else unflattened(tensors.lse, 1, sets).squeeze(-1)
-    operands = tuple(
-        unflattened(value, 0, sets) if name == "sink" else value
-        for name, value in zip(asked.operands, tensors.operands, strict=True)
-    )
+    seen = {"q": rows(tensors["q"]), "out": rows(tensors["out"])}
+    if (lse := tensors.get("lse")) is not None:
+        seen["lse"] = unflattened(lse, 1, sets).squeeze(-1)
+    if "sink" in asked.operands:
+        seen["sink"] = unflattened(tensors["sink"], 0, sets)
     changed = replace(
         request,
         causal=False,
         cross_seqlen=True,
         seq_len=group,
         num_heads=request.num_kv_heads,
-        q_pitch=max(t.stride(1) * t.element_size() for t in (q, out)),
+        q_pitch=max(seen[name].stride(1) * seen[name].element_size() for name in ("q", "out")),
         asked=replace(asked, one_query=any(f in request.features for f in _OF_ONE_QUERY)),
     )
-    return tensors._replace(q=q, out=out, lse=lse, operands=operands), changed
+    return {**tensors, **seen}, changed
 
 
 def unflattened(tensor: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
@@ -88,13 +88,11 @@ def bind_forward(
     threads: int,
     statics: Mapping[str, Any],
     splits: int = 1,
-    counts_rescales: bool = False,
 ) -> Launch:
     """A launch of a forward kernel on the grid of `tile_scheduler`, which tells it if that is `folded`.
 
-    `kernel` takes q, k, v, out, lse, scale_log2, cu_seqlens_q, cu_seqlens_kv, if it `counts_rescales` debug_counts,
-    and then the operands of the request's features. `block_m` query rows and `threads` a block, keys in tiles of
-    `block_n`.
+    `kernel` takes what it names of `tensors`, `scale_log2`, and then the operands of the request. `block_m` query
+    rows and `threads` a block, keys in tiles of `block_n`.
 
     Raises:
         UnsupportedError: rows of a tensor are so far apart that 32-bit offsets do not reach over a block's, or there
@@ -102,82 +100,51 @@ def bind_forward(
     """
     _check_pitch(request, max(block_m, block_n), kernel.name)
     blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, block_m, splits))
-    counts = (tensors.debug_counts,) if counts_rescales else ()
 
-    def bound(out: torch.Tensor, lse: torch.Tensor | None) -> Prepared:
-        arguments = (*tensors[:3], out, lse, request.scale_log2, *tensors[5:7], *counts, *tensors.operands)
-        return bind(kernel, blocks, threads, arguments, {**statics, **fold}, compile_kernel)
+    def bound(tensors: Tensors, called: Mapping[str, str]) -> BoundKernel:
+        arguments, static = {**tensors, "scale_log2": request.scale_log2}, {**statics, **fold}
+        return bind_kernel(kernel, blocks, threads, arguments, static, called=called, operands=request.operands)
 
-    return launch_of(bound, tensors, request, splits)
+    return forward_steps(bound, tensors, request, splits).launch()
 
 
-def launch_of(
-    bound: Callable[[torch.Tensor, torch.Tensor | None], Prepared],
+def forward_steps(
+    bound: Callable[[Tensors, Mapping[str, str]], BoundKernel],
     tensors: Tensors,
     request: Request,
     splits: int,
-    last: Callable[[int], int] | None = None,
     combines: bool = False,
-) -> Launch:
-    """A launch of a forward kernel, and with split keys of the combination after it, unless the kernel `combines`.
+) -> Steps:
+    """A forward kernel, and with split keys the combination after it, unless the kernel `combines`.
 
-    `bound(out, lse)` binds the kernel, whose addresses are q, k, v, out and, when the call has them, lse, the
-    offsets, `debug_counts`, what `last(stream)` gives, if it `combines` the whole out and lse, and the operands that
-    are tensors.
+    `bound(tensors, called)` binds the kernel. With split keys its out and lse are partial_out and partial_lse, parts
+    of the workspace, and if it `combines`, the call's out and lse are its whole_out and whole_lse.
     """
     if splits == 1:
-        forward = bound(tensors.out, tensors.lse)
-        current_stream = forward.entry.current_stream
-        optional = [i for i, tensor in enumerate(tensors[:8]) if i >= 4 and tensor is not None]
-
-        def run(tensors: Tensors, stream: int | None) -> None:
-            if stream is None:
-                stream = current_stream()
-            q, k, v, out, *_, operands = tensors
-            addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
-            if optional:
-                addresses += [tensors[i].data_ptr() for i in optional]  # type: ignore[union-attr]  # only tensors
-            if last is not None:
-                addresses.append(last(stream))
-            if operands:
-                addresses += _addresses(operands)
-            forward.launch(addresses, stream)
-
-        return Launch(run)
-
-    partials = split_combine.Partials.of(tensors, splits)
-    memory = tensors.workspace
+        return Steps((bound(tensors, {}),))
+    partials = Partials.of(tensors["out"], splits)
+    memory = tensors.get("workspace")
     if memory is None or memory.numel() * memory.element_size() < partials.bytes:
         # only its sizes and strides matter here
-        memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors.q.device)
-    out, lse = partials.views(memory)
-    forward = bound(out, lse)
-    combine = None if combines else split_combine.prepare(out, lse, tensors, request)
-    lse_offset, places = partials.lse_offset, split_combine.operand_places(request)
-    current_stream = forward.entry.current_stream
-
-    def run_split(tensors: Tensors, stream: int | None) -> None:
-        if stream is None:
-            stream = current_stream()
-        q, k, v, out, lse, cu_seqlens_q, *rest, workspace, operands = tensors
-        given = _addresses(operands)
-        partial = workspace.data_ptr()  # type: ignore[union-attr]  # such a call has one
-        partials = (partial, partial + lse_offset)
-        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *partials, *_addresses((cu_seqlens_q, *rest))]
-        if last is not None:
-            addresses.append(last(stream))
-        if combine is None:
-            forward.launch([*addresses, *_addresses((out, lse)), *given], stream)
-            return
-        forward.launch(addresses + given, stream)
-        combine.launch([*partials, *_addresses((out, lse, cu_seqlens_q)), *[given[i] for i in places]], stream)
-
-    return Launch(run_split, partials.bytes)
+        memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors["q"].device)
+    tensors = {**tensors, **dict(zip(PARTIALS, partials.views(memory)))}
+    called = dict(zip(("out", "lse"), PARTIALS))
+    kernels = (
+        (bound(tensors, called | {"whole_out": "out", "whole_lse": "lse"}),)
+        if combines
+        else (bound(tensors, called), _combination(tensors, request))
+    )
+    return Steps(kernels, dict(zip(PARTIALS, (0, partials.lse_offset))), partials.bytes)
 
 
-def _addresses(values: Iterable[Any]) -> list[int]:
-    """Of the tensors among them."""
-    return [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
+def _combination(tensors: Tensors, request: Request) -> BoundKernel:
+    """The kernel that puts partial_out and partial_lse together to out and lse."""
+    features = request.asked.only(split_combine.OPERANDS)
+    rows = split_combine.rows_of_block(request.value_dim)
+    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, rows))
+    statics = {"head_dim": request.value_dim, "features": features, **fold}
+    kernel, threads = split_combine.split_combine, split_combine.THREADS
+    return bind_kernel(kernel, blocks, threads, tensors, statics, operands=features.operands)
 
 
 def _check_pitch(request: Request, rows: int, kernel: str) -> None:

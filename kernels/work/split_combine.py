@@ -20,20 +20,18 @@ from typing import Any
 import torch
 
 import fly
-from fly.runtime.compile import compile_kernel
-from fly.runtime.prepared import Prepared, bind
 
-from ..problem.contract import Request, Tensors
 from ..problem.features import NO_FEATURES, Features
 from ..problem.scores import LOG2_E
 from .sequences import Sequence, sequences_of, tokens_of
-from .tile_scheduler import fold_grid, grid, part, slice_of_block
+from .steps import aligned
+from .tile_scheduler import part, slice_of_block
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
 AT_A_TIME = 4  # splits whose loads are on their way together
 OPERANDS = ("seqused_q", "sink")
-_ALIGNMENT = 256
+PARTIALS = ("partial_out", "partial_lse")  # what the splits' results are called among a call's tensors
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,15 @@ class Partials:
     head_dim: int
 
     @staticmethod
-    def of(tensors: Tensors, splits: int) -> Partials:
-        """Of a call's tensors."""
-        *batch, tokens, heads, head_dim = tensors.out.shape
+    def of(out: torch.Tensor, splits: int) -> Partials:
+        """Of a call's result."""
+        *batch, tokens, heads, head_dim = out.shape
         return Partials(splits, (*batch, heads, tokens), head_dim)
 
     @property
     def lse_offset(self) -> int:
         """Bytes before the log-sum-exps."""
-        outputs = 4 * self.splits * math.prod(self.rows) * self.head_dim
-        return outputs + -outputs % _ALIGNMENT
+        return aligned(4 * self.splits * math.prod(self.rows) * self.head_dim)
 
     @property
     def bytes(self) -> int:
@@ -161,29 +158,3 @@ def combined(
     inverse = fly.select(total == 0.0, 0.0, fly.rcp(total))
     lse = fly.select(total == 0.0, -math.inf, maximum + fly.log2(total) * (1 / LOG2_E))
     return output * fly.broadcast(inverse, VECTOR), lse if sink is None else fly.maximum(lse, sink)
-
-
-def operand_places(request: Request) -> tuple[int, ...]:
-    """Which the combination takes of a call's operands that are tensors."""
-    asked = request.asked
-    return tuple(asked.place(name) for name in asked.only(OPERANDS).operands)
-
-
-def prepare(partial_out: torch.Tensor, partial_lse: torch.Tensor, tensors: Tensors, request: Request) -> Prepared:
-    """Compile and bind the combination.
-
-    Its addresses are partial_out, partial_lse, out, lse, cu_seqlens_q, and those at `operand_places`.
-    """
-    asked = request.asked.only(OPERANDS)
-    rows = rows_of_block(request.value_dim)
-    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, rows))
-    statics = {"head_dim": request.value_dim, "features": asked, **fold}
-    arguments = (
-        partial_out,
-        partial_lse,
-        tensors.out,
-        tensors.lse,
-        tensors.cu_seqlens_q,
-        *(request.asked.tensor(tensors.operands, name) for name in asked.operands),
-    )
-    return bind(split_combine, blocks, THREADS, arguments, statics, compile_kernel)

@@ -17,9 +17,9 @@ import torch
 from benchmarks.shapes import SETS, SMALL_LENGTHS, Kind, kinds
 from benchmarks.workload import Workload
 from fly import config
+from fly.runtime.device import device_of
 from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.problem import contract
 from tests.kernels.reference import MAX_SCORES, check, reference
 
 KINDS = kinds(head_dims=(64, 128))
@@ -56,7 +56,7 @@ class Run:
         if self.arch is None:
             if not torch.cuda.is_available():
                 return "torch sees no GPU"
-            target = contract.target_of(torch.device("cuda"))
+            target = device_of(torch.device("cuda")).target
             if not any(target in row.archs for row in self.rows):
                 return f"the {self.kernel} kernel is not for {target}"
         return None

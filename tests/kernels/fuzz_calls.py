@@ -29,8 +29,8 @@ import torch
 
 from fly import config
 from fly.errors import UnsupportedError
+from fly.runtime.device import device_of
 from kernels.flash_attn_interface import flydsl_flash_attn_workspace
-from kernels.problem.contract import target_of
 from tests.kernels import fp8_reference
 from tests.kernels.cache.kv_cache_cases import Case, failures
 from tests.kernels.cache.kv_cache_cases import Problem as AppendProblem
@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--ordinary", action="store_true", help="numbers of ordinary magnitude only")
     parser.add_argument("--most", type=int, default=Setting.most, help="tokens of the longest sequence")
     given = parser.parse_args()
-    arch = given.arch if given.device == "cpu" else target_of(torch.device(given.device))
+    arch = given.arch if given.device == "cpu" else device_of(torch.device(given.device)).target
     setting = Setting(given.seed, arch, given.device, given.most, not given.ordinary)
     print(f"seed {given.seed}, {arch}", flush=True)
     for make, index in ((several, given.only), (mistakes, given.only_invalid)):

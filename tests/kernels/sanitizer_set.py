@@ -20,9 +20,9 @@ if not __package__:
 import torch
 
 from fly import config
+from fly.runtime.device import device_of
 from kernels import dispatch
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.problem import contract
 from kernels.problem.block_mask import create_block_mask
 from tests.kernels.cache.kv_cache_cases import Case, Problem
 from tests.kernels.feature_cases import FEATURES, Inputs
@@ -159,7 +159,7 @@ SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
 
 def run(device: str) -> None:
     """Every kernel that the device has, and appending to caches."""
-    target = contract.target_of(torch.device(device))
+    target = device_of(torch.device(device)).target
     for kernel in dispatch.KERNELS:
         if target not in kernel.archs:
             continue

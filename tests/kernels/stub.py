@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import dispatch, flash_attn_interface
-from kernels.problem import contract
+from kernels.call import plan
 from kernels.problem.contract import Launch, Request, Tensors
 from tests.kernels.packed import packed_attention
 from tests.kernels.reference import attention
@@ -30,16 +30,16 @@ class StubKernel:
 
         def run(tensors: Tensors, stream: int | None) -> None:
             self.launches.append(stream)
-            self.workspaces.append(tensors.workspace)
+            self.workspaces.append(tensors["workspace"])
             options = {"causal": request.causal, "softmax_scale": request.softmax_scale}
-            offsets = [tensors.cu_seqlens_q, tensors.cu_seqlens_kv]
+            inputs, offsets = ([tensors[n] for n in names] for names in ("qkv", ("cu_seqlens_q", "cu_seqlens_kv")))
             if offsets[0] is None:
-                result, result_lse = attention(*tensors[:3], **options)
+                result, result_lse = attention(*inputs, **options)
             else:
-                result, result_lse = packed_attention(*tensors[:3], *offsets, **options)
-            tensors.out.copy_(result)
-            if tensors.lse is not None:
-                tensors.lse.copy_(result_lse)
+                result, result_lse = packed_attention(*inputs, *offsets, **options)
+            tensors["out"].copy_(result)
+            if tensors["lse"] is not None:
+                tensors["lse"].copy_(result_lse)
 
         return Launch(run, self.workspace_bytes)
 
@@ -56,7 +56,7 @@ def install(monkeypatch: pytest.MonkeyPatch, target: str = "gfx950") -> StubKern
     stub = StubKernel()
     monkeypatch.setattr(dispatch, "KERNELS", rows())
     monkeypatch.setitem(sys.modules, "kernels.flash_attn_generic", SimpleNamespace(prepare=stub.prepare))
-    monkeypatch.setattr(contract, "target_of", lambda device: target)
+    monkeypatch.setattr(plan, "device_of", lambda place: SimpleNamespace(target=target))
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP", "FLY_ARCH"):
         monkeypatch.delenv(variable, raising=False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.shapes import SMALL_LENGTHS, Kind
 from kernels import dispatch
-from kernels.problem import contract
 from tests.kernels import acceptance
 from tests.kernels.acceptance import EMULATED, KINDS, REDUCED_LENGTHS, Run
 from tests.kernels.reference import attention
@@ -142,7 +142,7 @@ def test_runs_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Run("generic").unavailable() == "torch sees no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(contract, "target_of", lambda device: "gfx942")
+    monkeypatch.setattr(acceptance, "device_of", lambda place: SimpleNamespace(target="gfx942"))
     assert Run("generic").unavailable() is None and Run("").unavailable() is None
     monkeypatch.setattr(dispatch, "KERNELS", (replace(row(), archs=("gfx950",)),))
     assert Run("generic").unavailable() == "the generic kernel is not for gfx942"

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, FlyError, ShapeError, UnsupportedError
 from kernels.arguments.checks import Checks
@@ -261,6 +261,15 @@ def test_mistake(name):
     with pytest.raises(error, match=re.escape(message)) as raised:
         append_to_cache(**(good() | changes))
     assert type(raised.value) is error and str(raised.value).startswith("append_to_cache: ")
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v", "cache_seqlens"])
+def test_what_only_stands_for_a_tensor_is_not_asked_for_its_address(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FakeTensor, "data_ptr", asked.append, raising=False)
+    with pytest.raises(TYPE, match=f"{name} is a FakeTensor, which has no memory of its own"):
+        append_to_cache(**(good() | {name: fake_tensor()}))
+    assert not asked
 
 
 def test_errors_are_the_standard_ones_too():

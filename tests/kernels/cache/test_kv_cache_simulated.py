@@ -16,6 +16,7 @@ import torch
 from fly.backends.target import target
 from kernels.cache import kv_cache
 from kernels.cache.kv_cache import THREADS, rotate_and_append
+from kernels.work import steps
 from tests.kernels.cache.kv_cache_cases import Case, Problem, failures
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
@@ -66,5 +67,5 @@ class Simulated:
 def test_append(arch, case, monkeypatch):
     seed = secrets.randbits(31)
     monkeypatch.setattr(kv_cache, "_plans", {})
-    monkeypatch.setattr(kv_cache, "bind", Simulated(arch).bind)
+    monkeypatch.setattr(steps, "bind", Simulated(arch).bind)
     assert failures(Problem(case, seed)) == [], f"seed {seed}"

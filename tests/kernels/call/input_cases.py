@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import flash_attn_interface
+from kernels import dispatch, flash_attn_interface
 from kernels.cache import kv_cache
 from kernels.cache.kv_cache import append_to_cache
 from kernels.flash_attn_api import flash_attn_with_kvcache
@@ -24,7 +24,8 @@ def run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are checked, and then nothing is compiled or launched."""
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     monkeypatch.setattr(kv_cache, "_plans", {})
-    monkeypatch.setattr(flash_attn_interface, "_prepare", lambda *_: Launch(lambda tensors, stream: None))
+    launch = Launch(lambda tensors, stream: None)
+    monkeypatch.setattr(dispatch, "prepare_function", lambda kernel: lambda tensors, request: launch)
     monkeypatch.setattr(kv_cache, "_prepare", lambda *_: None)
 
 

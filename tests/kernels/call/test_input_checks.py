@@ -16,9 +16,9 @@ from fly.backends.target import target
 from fly.errors import ArgumentError, ConfigError
 from fly.lang.signature import ScalarSpec
 from kernels.arguments.callers import plain
-from kernels.call import input_checks
-from kernels.call.input_checks import THREADS, check_inputs
-from kernels.call.input_rules import RULES
+from kernels.call import device_values
+from kernels.call.device_rules import RULES
+from kernels.call.device_values import THREADS, check_inputs
 from kernels.flash_attn_api import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.backends.builds import run_ptxas
@@ -46,7 +46,7 @@ def inputs_of(nothing_runs, monkeypatch):
             found.append((rules, {name: tensor.clone() for name, tensor in tensors.items()}, known))
 
         with monkeypatch.context() as patch:
-            patch.setattr(input_checks, "find_on_host", keep)
+            patch.setattr(device_values, "find_on_host", keep)
             function(**arguments)
         return found[0]
 
@@ -84,7 +84,7 @@ def test_good_calls_are_left_alone(call, nothing_runs, inputs_of):
     function, good = GOOD[call]
     function(**good("cpu"))
     rules, tensors, known = inputs_of(function, good("cpu"))
-    assert input_checks.find_on_host(rules, tensors, known) is None
+    assert device_values.find_on_host(rules, tensors, known) is None
 
 
 def test_every_rule_has_a_mistake(inputs_of):
@@ -92,7 +92,7 @@ def test_every_rule_has_a_mistake(inputs_of):
     broken = set()
     for mistake in MISTAKES.values():
         rules, tensors, known = inputs_of(*mistake.arguments())
-        broken.add(input_checks.find_on_host(rules, tensors, known).rule)
+        broken.add(device_values.find_on_host(rules, tensors, known).rule)
     assert broken == {rule for rules in RULES.values() for rule in rules}
 
 
@@ -102,9 +102,9 @@ def test_the_kernel_finds_what_the_host_finds(arch, inputs_of, monkeypatch):
     monkeypatch.setenv("FLY_ARCH", arch)
     for name, mistake in MISTAKES.items():
         inputs = inputs_of(*mistake.arguments())
-        assert plain(str(input_checks.find_on_device(*inputs))) == mistake.message, name
+        assert plain(str(device_values.find_on_device(*inputs))) == mistake.message, name
     for function, good in GOOD.values():
-        assert input_checks.find_on_device(*inputs_of(function, good("cpu"))) is None
+        assert device_values.find_on_device(*inputs_of(function, good("cpu"))) is None
 
 
 def nonsense(inputs, draw):
@@ -125,13 +125,13 @@ def test_random_nonsense_is_found_alike(arch, inputs_of, monkeypatch, seed):
     if arch.startswith("gfx"):
         monkeypatch.setenv("FLY_ARCH", arch)
     else:
-        monkeypatch.setattr(input_checks, "check_inputs", simulated(arch))
+        monkeypatch.setattr(device_values, "check_inputs", simulated(arch))
     draw, found = random.Random(seed), []
     for name, (function, good) in GOOD.items():
         inputs = inputs_of(function, good("cpu"))
         for _ in range(12 if arch.startswith("gfx") else 4):
             wrong = nonsense(inputs, draw)
-            expected, got = (find(*wrong) for find in (input_checks.find_on_host, input_checks.find_on_device))
+            expected, got = (find(*wrong) for find in (device_values.find_on_host, device_values.find_on_device))
             assert got == expected, f"seed {seed}, {name}: {got} instead of {expected}"
             found.append(expected)
     assert None in found and len(set(map(str, found))) > 5, f"seed {seed}"
@@ -139,7 +139,7 @@ def test_random_nonsense_is_found_alike(arch, inputs_of, monkeypatch, seed):
 
 def test_the_first_of_many_places_is_found(monkeypatch, seed):
     """More places than threads of a launch, two blocks of them; in the emulator."""
-    monkeypatch.setattr(input_checks, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(device_values, "MAX_BLOCKS", 2)
     draw = random.Random(seed)
     batch, pages = 300, 7
     table = torch.randint(0, 50, (batch, pages), dtype=torch.int32)
@@ -147,7 +147,7 @@ def test_the_first_of_many_places_is_found(monkeypatch, seed):
     known = {"batch": batch, "queries": 1, "pages": 50, "page_size": 16, "table_pages": pages, "table_columns": pages}
     wrong = sorted(draw.sample(range(batch * pages), 4))
     table.view(-1)[wrong] = 50
-    found = input_checks.find_on_device("attention", {"seqused_kv": lengths, "block_table": table}, known)
+    found = device_values.find_on_device("attention", {"seqused_kv": lengths, "block_table": table}, known)
     assert (found.row, found.column, found.value) == (*divmod(wrong[0], pages), 50), f"seed {seed}"
 
 
@@ -239,4 +239,4 @@ def test_messages_are_in_the_names_of_the_call(nothing_runs):
 def test_a_tensor_without_memory_is_for_other_checks_to_name():
     with FakeTensorMode():
         table = torch.zeros(1, 3, dtype=torch.int32)
-    assert input_checks.find_on_host("attention", {"block_table": table}, {}) is None
+    assert device_values.find_on_host("attention", {"block_table": table}, {}) is None

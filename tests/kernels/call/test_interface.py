@@ -11,6 +11,7 @@ import torch
 
 from fly.errors import ArgumentError, UnsupportedError
 from kernels import dispatch, flash_attn_interface
+from kernels.call import plan
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 from tests.kernels.packed import offsets, packed_attention
@@ -103,7 +104,8 @@ def test_environment_is_part_of_the_plan(stub, monkeypatch, variable, value):
 
 
 def test_plans_are_bounded_and_the_oldest_goes(stub, monkeypatch):
-    monkeypatch.setattr(flash_attn_interface, "MAX_PLANS", 3)
+    monkeypatch.setattr(plan, "MAX_PLANS", 3)
+    monkeypatch.setattr(flash_attn_interface, "_plans", plan.Plans())
     for seq_len in (1, 2, 3, 4, 4, 3, 2, 1):
         flydsl_flash_attn_func(*inputs(seq_len=seq_len, seq_len_kv=4))
         assert len(flash_attn_interface._plans) <= 3

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, ConfigError, FlyError, UnsupportedError
 from kernels.arguments import checks as argument_checks
+from kernels.arguments.checks import stream_of
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 
@@ -372,7 +373,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name, monkeypatch):
     stub = stubs.install(monkeypatch)
@@ -383,6 +383,17 @@ def test_mistake(name, monkeypatch):
     if error is not UNSUPPORTED:
         assert type(caught.value) is error and str(caught.value).startswith("flydsl_flash_attn_func: ")
     assert not stub.prepared
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "bias", "sink", "seqused_kv", "cu_seqlens_q", "workspace"])
+def test_what_only_stands_for_a_tensor_is_not_asked_for_its_address(name, monkeypatch):
+    stubs.install(monkeypatch)
+    flydsl_flash_attn_func(**good())  # a plan for what is right about the call
+    asked = []
+    monkeypatch.setattr(FakeTensor, "data_ptr", asked.append, raising=False)
+    with pytest.raises(ArgumentTypeError, match=f"{name} is a FakeTensor, which has no memory of its own"):
+        flydsl_flash_attn_func(**(good() | {name: fake_tensor()}))
+    assert not asked
 
 
 def test_the_good_calls_are_good(monkeypatch):
@@ -453,10 +464,8 @@ def test_vmap(monkeypatch):
     ],
 )
 def test_bad_stream(stream, message):
-    from kernels.flash_attn_interface import _resolve_stream
-
     with pytest.raises(ArgumentTypeError, match=message):
-        _resolve_stream(stream, SimpleNamespace(type="cuda"))
+        stream_of(stream, SimpleNamespace(type="cuda"))
 
 
 @pytest.mark.parametrize(

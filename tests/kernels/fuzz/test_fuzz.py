@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.problem.contract import target_of
+from fly.runtime.device import device_of
 from tests.kernels.fuzz_calls import CALLS, Setting, mistakes, several
 
 BUILDS, CALLS_OF_A_BUILD = 5, 3
@@ -31,7 +31,7 @@ def test_random_valid_calls_are_right(arch, group, seed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("group", range(20))
 def test_random_valid_calls_are_right_on_a_gpu(group, seed):
-    setting = Setting(seed, target_of(torch.device("cuda")), "cuda", most=1500)
+    setting = Setting(seed, device_of(torch.device("cuda")).target, "cuda", most=1500)
     outcomes = several(setting, range(group * CALLS, (group + 1) * CALLS))
     found = failed(outcomes, f"--seed {seed} --device cuda --most 1500 --only")
     assert not found, found

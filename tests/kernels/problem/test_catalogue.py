@@ -9,8 +9,7 @@ import torch
 
 from kernels import flash_attn_interface
 from kernels.api.options import AVAILABLE
-from kernels.arguments.asked import Asked
-from kernels.call.feature_checks import check_features
+from kernels.call.features import CallArguments, check_features
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.catalogue import BY_NAME, FEATURES, MODIFIERS, NUMBERS, OPERANDS
 from kernels.problem.features import NO_FEATURES, Features
@@ -27,7 +26,7 @@ DEFAULTS = {name: parameter.default for name, parameter in PARAMETERS.items()}
 
 def asked(**options):
     q = torch.zeros(2, 4, 2, 64)
-    return Asked(q, q, False, 2, False, DEFAULTS | options)
+    return CallArguments(q, q, False, 2, False, DEFAULTS | options)
 
 
 def test_the_function_takes_what_the_records_say():
@@ -52,7 +51,7 @@ def test_names_of_flash_attention_lead_to_keywords():
 
 
 def test_nothing_is_asked_for_by_default():
-    assert check_features(asked()) == (NO_FEATURES, (), ())
+    assert check_features(asked()) == (NO_FEATURES, {}, ())
 
 
 @pytest.mark.parametrize("feature", [feature for feature in FEATURES if feature.operands], ids=lambda f: f.name)
@@ -68,7 +67,8 @@ def test_lengths_of_pages_are_not_asked_for():
     table = torch.zeros(2, 1, dtype=torch.int32)
     features, operands, wanted = check_features(asked(seqused_kv=used, block_table=table))
     assert wanted == ("paged",) and features.operands == ("seqused_kv", "block_table")
-    assert [x is y for x, y in zip(operands, (used, table), strict=True)] == [True, True]
+    assert list(operands) == ["seqused_kv", "block_table"]
+    assert operands["seqused_kv"] is used and operands["block_table"] is table
 
 
 def test_a_plan_finds_operands_where_the_records_put_them(monkeypatch):

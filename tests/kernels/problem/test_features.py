@@ -18,7 +18,7 @@ from kernels import dispatch, flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.contract import Launch
 from kernels.problem.mods import Mod
-from kernels.work import launch as attention_launch
+from kernels.work import steps
 from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, Pair, by_head, compare, document_mask, stripes
 from tests.kernels.feature_reference import check_used, feature_reference
 
@@ -210,8 +210,8 @@ def compiled(monkeypatch):
         names.append(kernel.name)
         return bind(kernel, *arguments)
 
-    bind = attention_launch.bind
-    monkeypatch.setattr(attention_launch, "bind", counting)
+    bind = steps.bind
+    monkeypatch.setattr(steps, "bind", counting)
     return names
 
 
@@ -235,7 +235,7 @@ def test_other_tensors_of_the_same_shapes_are_not_compiled_again(compiled, seed)
         options = {"bias": inputs.floats(5, 20), "sink": inputs.floats(2), "score_mod": by_head}
         report = compare(*inputs.tensors(), True, 2, aux_tensors=[inputs.floats(2, 20)], **options)
         assert report.ok, f"seed {seed}: {report}"
-    assert compiled == ["flash_attn_generic"]
+    assert compiled == ["flash_attn_generic", "split_combine"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fly.runtime.launch import Compile, Launcher
 from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8
 from kernels.cache import kv_cache
 from kernels.sm90 import launch as sm90_launch
+from kernels.work import steps
 from tests.runtime.fake_cuda import FakeDriver
 
 
@@ -97,8 +98,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
     monkeypatch.setattr(fly, "tensor_map", tensor_map)
     monkeypatch.setattr(sm90_launch, "counters_of", counters_of)
-    for module in (flash_attn_sm90_fp8, sm90_launch):
-        monkeypatch.setattr(module, "bind", bind)
+    monkeypatch.setattr(steps, "bind", bind)
     for module in (flash_attn_sm90, flash_attn_sm90_fp8, sm90_launch):
         monkeypatch.setattr(module, "device_of", lambda device: SimpleNamespace(compute_units=UNITS))
     return made

@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from kernels import dispatch, flash_attn_sm90_fp8
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, transpose_values
 from kernels.problem.catalogue import DESCALES
-from kernels.problem.contract import Request, Tensors
+from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
 from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
 from kernels.sm90.transposer import Transposer
@@ -361,10 +360,7 @@ def test_out_is_bf16():
 @pytest.fixture
 def made(monkeypatch):
     """What is made of launches that launch nothing."""
-    made = hopper_stub.record(monkeypatch)
-    combined = lambda addresses, stream: made.launched.append(("combine", tuple(addresses), stream))  # noqa: E731
-    monkeypatch.setattr("kernels.work.split_combine.prepare", lambda *_: SimpleNamespace(launch=combined))
-    return made
+    return hopper_stub.record(monkeypatch)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -374,9 +370,10 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
     request = replace(REQUEST, num_kv_splits=splits)
-    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+    tensors = {"q": q, "k": k, "v": v, "out": out, **dict.fromkeys(DESCALES, scales)}
+    launch = flash_attn_sm90_fp8.prepare(tensors, request)
 
-    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _) = made.bound
+    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _), *_ = made.bound
     assert (turn.name, grid, threads, statics) == ("transpose_values", (2, 2, 2), 128, {"head_dim": 128})
     assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
     options = forward["options"]
@@ -385,7 +382,7 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
 
     turned = 2 * 2 * 128 * 304
     workspace = torch.empty(launch.workspace_bytes // 4, dtype=torch.float32)
-    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    launch.run({**tensors, "workspace": workspace}, 7)
     at = workspace.data_ptr()
     first, second, *rest = made.launched
     assert first == ("transpose_values", (v.data_ptr(), at), 7)
@@ -399,7 +396,7 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
         assert launch.workspace_bytes == turned and not rest
     else:
         assert results[0] == at + turned and results[1] < at + launch.workspace_bytes
-        assert rest[0][:2] == ("combine", (*results, out.data_ptr()))
+        assert rest[0][:2] == ("split_combine", (*results, out.data_ptr()))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -409,7 +406,8 @@ def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
     request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
-    launch = flash_attn_sm90_fp8.prepare(Tensors(q, k, v, out, operands=(scales,) * 3), request)
+    tensors = {"q": q, "k": k, "v": v, "out": out, **dict.fromkeys(DESCALES, scales)}
+    launch = flash_attn_sm90_fp8.prepare(tensors, request)
     ((kernel, _, threads, _, statics, _),) = made.bound
     options = statics["options"]
     assert (kernel.name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
@@ -418,7 +416,7 @@ def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
     parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
     assert parts <= launch.workspace_bytes < parts + 256
     workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
-    launch.run(Tensors(q, k, v, out, None, workspace=workspace, operands=(scales,) * 3), 7)
+    launch.run({**tensors, "workspace": workspace}, 7)
     ((_, addresses, stream),) = made.launched
     assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
     assert addresses[-4:] == ("counters of 7" if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)

@@ -15,7 +15,7 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
 from kernels.problem.catalogue import BY_NAME
-from kernels.problem.contract import Request, Tensors
+from kernels.problem.contract import Request
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod
 from kernels.sm90.builds import (
@@ -211,7 +211,7 @@ def test_what_a_kernel_that_combines_gets(monkeypatch, lse):
     )
     results = (out, torch.empty(2, 16, 1)) if lse else (out, None)
     workspace = torch.empty(2 * 16 * 4 * 129, dtype=torch.float32)
-    tensors = Tensors(q, k, v, *results, workspace=workspace)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": results[1], "workspace": workspace}
     launch = flash_attn_sm90.prepare(tensors, request(1, 300, 16, 2, 2, num_kv_splits=4))
     assert launch.workspace_bytes == 4 * workspace.numel()
     ((_, grid, _, arguments, _, _),) = made.bound
@@ -366,7 +366,7 @@ def test_packed_heads_are_bound(monkeypatch):
     """What a call would launch: the query map's sizes and box, the grid, and how many sets share a key head."""
     made = hopper_stub.record(monkeypatch)
     q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((9, 48), (300, 2)))
-    flash_attn_sm90.prepare(Tensors(q, k, k, q), request(9, 300, 48, 2, 2, num_kv_splits=1))
+    flash_attn_sm90.prepare({"q": q, "k": k, "v": k, "out": q}, request(9, 300, 48, 2, 2, num_kv_splits=1))
     ((_, grid, threads, arguments, statics, _),) = made.bound
     options = statics["options"]
     assert (options.pack_gqa, options.consumers) == (8, 1)

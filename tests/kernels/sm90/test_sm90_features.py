@@ -338,8 +338,8 @@ def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
 def test_a_window_leaves_few_keys_to_split():
     asked = Features(("seqused_kv", "window_left", "sink"))
     request = Request(128, "bf16", True, True, False, 1, 4, 131072, 64, 8, 1.0, num_kv_splits=0, asked=asked)
-    assert keys_seen(request, ("counts", 256, "sinks")) == 260
-    assert keys_seen(replace(request, asked=Features()), ()) == 131072
+    assert keys_seen(request, {"seqused_kv": "counts", "window_left": 256, "sink": "sinks"}) == 260
+    assert keys_seen(replace(request, asked=Features()), {}) == 131072
     assert build_for(request, 132)[1] > 4 >= build_for(replace(request, seq_len_kv=260), 132)[1]
 
 

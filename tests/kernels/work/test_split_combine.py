@@ -9,14 +9,13 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
-from kernels.problem.contract import Tensors
 from kernels.work.split_combine import Partials
 from tests.kernels import stub as stubs
 
 
 def partials(*shape: int, splits: int) -> Partials:
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    return Partials.of(Tensors(q, q, q, q), splits)
+    return Partials.of(q, splits)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 64), (7, 3, 64), (1, 1, 1, 8)])

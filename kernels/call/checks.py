@@ -11,18 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from fly import config
 from fly.errors import ArgumentTypeError
 
-from ..arguments.asked import Asked
 from ..arguments.callers import arg
-from ..arguments.checks import ATTENTION, check_last_stride, check_tensor, fail, flag, whole
+from ..arguments.checks import (
+    ALIGNMENT,
+    ATTENTION,
+    check_last_stride,
+    check_tensor,
+    extent_bytes,
+    fail,
+    flag,
+    overlaps_itself,
+    whole,
+)
 from ..dispatch import DUALWAVE
-from ..problem.contract import Request
+from ..problem.contract import Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
-from .feature_checks import check_features, check_table
+from .features import CallArguments, check_features
 
 DTYPES = {
     torch.bfloat16: "bf16",
@@ -33,20 +42,30 @@ DTYPES = {
 OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
-ALIGNMENT = 16  # the largest alignment of an address, in bytes, that a kernel may rely on
+# what is on the device may be no such thing as the shapes allow
+ON_DEVICE = ("cu_seqlens_q", "seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", "block_table", "block_mask")
+
+# (shape, dtype) of a tensor, or None for one like q, which is contiguous then: a plain tuple is read in less than
+# half the time of a torch.Size
+Result = tuple[tuple[int, ...], torch.dtype] | None
 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call: what decides the kernel and what the kernel takes; `empty` when no query has a key.
+    """A checked call: what decides its kernel, and what a plan keeps of it; `empty` when no query has a key.
 
-    `operands`: those of `request.asked`, and auxiliary tensors.
+    `tensors`: all that it was given for kernels, by name. `extents`: the bytes that q, k, v and out span in memory.
+    `out`: what it allocates, and `lse`: the shape of that. `reads_device`: what is on the device may have to be
+    checked in every such call.
     """
 
     request: Request
+    tensors: Tensors
     empty: bool
-    device: torch.device
-    operands: tuple[Any, ...]
+    extents: tuple[int, ...]
+    out: Result
+    lse: tuple[int, ...]
+    reads_device: bool
 
 
 def _check_ranks(
@@ -92,26 +111,6 @@ def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
 
 
-def extent_bytes(tensor: torch.Tensor) -> int:
-    """How many bytes of memory a tensor spans, from its first to its last element."""
-    if not tensor.numel():
-        return 0
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
-    return (last + 1) * tensor.element_size()
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may be at one address."""
-    # sorted by stride, each dimension must step past everything that the smaller ones span
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1:
-            if stride <= span:
-                return True
-            span += stride * (size - 1)
-    return False
-
-
 def check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     """Check the result's tensor of a call with these queries and values.
 
@@ -131,39 +130,6 @@ def check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:
     check_last_stride("out", out)
     if out.numel() and overlaps_itself(out):
         fail(f"{arg.out} must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
-
-
-class _NoTouch:
-    """Describes a tensor's memory to numpy, which reads only addresses and strides from it."""
-
-    def __init__(self, tensor: torch.Tensor):
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-            "data": (tensor.data_ptr(), False),
-        }
-
-
-def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have an element at one address; also when that is too hard to find out."""
-    try:
-        return np.shares_memory(
-            np.asarray(_NoTouch(a)),
-            np.asarray(_NoTouch(b)),
-            max_work=100_000,  # type: ignore[arg-type]  # numpy's stubs know two limits only
-        )
-    except np.exceptions.TooHardError:
-        return True
-
-
-def check_no_overlap(out: torch.Tensor, inputs: Mapping[str, torch.Tensor], what: str = "out") -> None:
-    """Raise `ArgumentError` when `out` (called `what`) shares memory with an input; interleaved views are fine."""
-    for name, tensor in inputs.items():
-        if shares_memory(out, tensor):
-            fail(f"{arg(what)} must not share memory with {arg(name)}; pass {arg(what)}=None or a separate tensor")
 
 
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
@@ -259,30 +225,15 @@ def _check_debug_counts(counts: Any, q: torch.Tensor) -> None:
         )
 
 
-def check_workspace(workspace: Any, size: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check a caller's workspace for split keys against the `size` in bytes that the call needs.
-
-    `tensors` are what it must not share memory with.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: it is no such memory.
-    """
-    check_tensor("workspace", workspace)
-    device = tensors["q"].device
-    if workspace.device != device:
-        fail(f"workspace must be on q's device {device}, got {workspace.device}")
-    if not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+def _check_table(table: Any, device: torch.device) -> None:
+    """It is a table of pages: (B, pages of a sequence) int32, each row contiguous."""
+    check_tensor("block_table", table)
+    if table.dim() != 2 or table.dtype != torch.int32 or table.device != device:
         fail(
-            f"workspace must be contiguous and {ALIGNMENT}-byte aligned, got strides {workspace.stride()} at "
-            f"address {workspace.data_ptr():#x}: use torch.empty(size, dtype=torch.uint8, device=q.device)"
+            f"{arg.block_table} must be (B, pages of a sequence) int32 on {device}, got shape {tuple(table.shape)}, "
+            f"dtype {table.dtype} on {table.device}"
         )
-    given = workspace.numel() * workspace.element_size()
-    if given < size:
-        fail(f"workspace has {given} bytes, this call needs {size} (flydsl_flash_attn_workspace tells)")
-    start, end = workspace.data_ptr(), workspace.data_ptr() + given
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() < end and start < tensor.data_ptr() + extent_bytes(tensor):
-            check_no_overlap(workspace, {name: tensor}, "workspace")
+    check_last_stride("block_table", table)
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,7 +275,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         check_tensor(name, tensor)
     table = options["block_table"]
     if paged := table is not None:
-        check_table(table, q.device)
+        _check_table(table, q.device)
     apart = paged or (k.dim() == 4 and options["cu_seqlens_q"] is not None and options["cu_seqlens_kv"] is None)
     packed = _check_packed(q, options, apart)
     packed_keys = packed and not apart
@@ -349,62 +300,69 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
     whole("num_kv_splits", options["num_kv_splits"], 0, MAX_SPLITS)
+    longest = options["max_seqlen_q"], options["max_seqlen_kv"]
     if packed:
-        batch, seq_len, seq_len_kv = (
-            len(options["cu_seqlens_q"]) - 1,
-            options["max_seqlen_q"],
-            options["max_seqlen_kv"],
-        )
         # a bound may be far above what there is, and grids follow it
-        seq_len = min(seq_len, q.shape[0])
-        if packed_keys:
-            longest = options["max_seqlen_q"], options["max_seqlen_kv"]
-            lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": longest}
-            seq_len_kv = min(seq_len_kv, k.shape[0])
-        elif not paged:
-            lengths, seq_len_kv = {}, k.shape[1] if seq_len_kv is None else min(seq_len_kv, k.shape[1])
-            if options["kv_batch_idx"] is None and k.shape[0] != batch:
-                fail(f"{arg.k} must have a batch entry for each of {batch} sequences, got shape {tuple(k.shape)}")
+        batch, seq_len = len(options["cu_seqlens_q"]) - 1, min(longest[0], q.shape[0])
+        seq_len_kv = k.shape[0] if packed_keys else k.shape[1]
+        lengths = {"tokens": (q.shape[0], k.shape[0]), "tokens at most in a sequence": longest} if packed_keys else {}
+        if apart and not paged and options["kv_batch_idx"] is None and k.shape[0] != batch:
+            fail(f"{arg.k} must have a batch entry for each of {batch} sequences, got shape {tuple(k.shape)}")
     else:
         batch, seq_len, seq_len_kv = q.shape[0], q.shape[1], k.shape[1]
-        lengths = {"tokens": (seq_len, seq_len_kv)}
+        lengths = {} if paged else {"tokens": (seq_len, seq_len_kv)}
     if paged:
-        most = options["max_seqlen_kv"]
-        seq_len_kv, lengths = table.shape[1] * k.shape[1], {}
-        seq_len_kv = seq_len_kv if most is None else min(seq_len_kv, most)
-    asked, operands, wanted = check_features(Asked(q, k, causal, batch, packed, options))
-    features = {
+        seq_len_kv = table.shape[1] * k.shape[1]
+    if (packed or paged) and longest[1] is not None:
+        seq_len_kv = min(seq_len_kv, longest[1])
+    inputs = [*map(settled, (q, k, v) if out is None else (q, k, v, out))]
+    queries, keys = (inputs[0], *inputs[3:]), inputs[1:3]
+    alignments, pitches = [_alignment(*inputs), _alignment(*keys)], [_pitch(*queries), _pitch(*keys)]
+    found = CallArguments(q, k, causal, batch, packed, options)
+    features, operands, wanted = check_features(found)
+    aux = found.aux_tensors(used=features.score_mod is not None or features.mask_mod is not None)
+    others = {
         "packed": packed,
         "split_kv": options["num_kv_splits"] > 1,
         "debug_counts": options["debug_counts"] is not None,
     }
     unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted or paged
-    q, k, v, *results = map(settled, (q, k, v) if out is None else (q, k, v, out))
-    return Call(
-        request=Request(
-            head_dim=head_dim,
-            dtype=DTYPES[q.dtype],
-            causal=causal,
-            cross_seqlen=_check_cross(options["cross_seqlen"], unknown, lengths),
-            return_lse=options["return_lse"],
-            batch=batch,
-            seq_len=seq_len,
-            seq_len_kv=seq_len_kv,
-            num_heads=heads,
-            num_kv_heads=k.shape[-2],
-            softmax_scale=_check_scale(options["softmax_scale"], head_dim),
-            num_kv_splits=options["num_kv_splits"],
-            alignment=_alignment(q, k, v, *results),
-            kv_alignment=_alignment(k, v),
-            q_pitch=_pitch(q, *results),
-            kv_pitch=_pitch(k, v),
-            page_size=k.shape[1] if paged else None,
-            features=(*(name for name, given in features.items() if given), *wanted),
-            tuning=_check_tuning(options),
-            head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
-            asked=asked,
-        ),
-        empty=0 in (batch, seq_len, *(tensor.numel() for tensor in (q, k, v, *([table] if paged else [])))),
-        device=q.device,
-        operands=operands,
+    request = Request(
+        head_dim=head_dim,
+        dtype=DTYPES[q.dtype],
+        causal=causal,
+        cross_seqlen=_check_cross(options["cross_seqlen"], unknown, lengths),
+        return_lse=options["return_lse"],
+        batch=batch,
+        seq_len=seq_len,
+        seq_len_kv=seq_len_kv,
+        num_heads=heads,
+        num_kv_heads=k.shape[-2],
+        softmax_scale=_check_scale(options["softmax_scale"], head_dim),
+        num_kv_splits=options["num_kv_splits"],
+        alignment=alignments[0],
+        kv_alignment=alignments[1],
+        q_pitch=pitches[0],
+        kv_pitch=pitches[1],
+        page_size=k.shape[1] if paged else None,
+        features=(*(name for name, given in others.items() if given), *wanted),
+        tuning=_check_tuning(options),
+        head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
+        asked=features,
+        aux_tensors=len(aux),
     )
+    tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}
+    tensors |= {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "debug_counts")}
+    extents = tuple(map(extent_bytes, (q, k, v, q if out is None else out)))
+    empty = 0 in (batch, seq_len, *(x.numel() for x in (q, k, v, *([table] if paged else []))))
+    looked_at = any(options[name] is not None for name in ON_DEVICE)
+    checked = looked_at and (q.device.type == "cpu" or bool(config.CHECK_INPUTS.get()))
+    lse = (*q.shape[:-3], heads, q.shape[-3])
+    return Call(request, tensors, empty, extents, _result(q, v), lse, checked)
+
+
+def _result(q: torch.Tensor, v: torch.Tensor) -> Result:
+    """What out is allocated as."""
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype), device="meta")
+    like_q = (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
+    return None if like_q else (tuple(out.shape), out.dtype)

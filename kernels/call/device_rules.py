@@ -2,7 +2,7 @@
 
 A rule says between which bounds a number of the caller's lies, for each sequence or each entry of a table. It is a
 Python function of `Inputs`, so that numpy evaluates it for tensors of the CPU, and a kernel for those of a GPU
-(`input_checks`). Numbers have 64 bits: what is compared does not overflow.
+(`device_values`). Numbers have 64 bits: what is compared does not overflow.
 
 A list is in order of what its rules rely on: of several broken rules the first one is reported.
 """

@@ -1,4 +1,4 @@
-"""A call's keyword arguments as the checks of features see them (`problem.catalogue`)."""
+"""The features that a call asks for: from keyword arguments to `Features` and the operands that a kernel takes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import torch
 
 from fly.errors import ArgumentTypeError
 
-from .callers import arg
-from .checks import ATTENTION, Checks, fail
+from ..arguments.callers import arg
+from ..arguments.checks import ATTENTION, Checks, fail
+from ..problem.catalogue import FEATURES, OPERANDS
+from ..problem.features import Features
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """q and k, whose ranks and shapes are checked, and the keyword arguments by name (`options`)."""
+class CallArguments:
+    """A call as the checks of features see it (`problem.catalogue`).
+
+    q and k, whose ranks and shapes are checked, and the keyword arguments by name (`options`).
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -106,3 +111,19 @@ class Asked:
         if tensors and not used:
             fail("aux_tensors are for score_mod and mask_mod, and neither is given: leave them out")
         return tuple(tensors)
+
+
+def check_features(call: CallArguments) -> tuple[Features, dict[str, Any], tuple[str, ...]]:
+    """(static features, operands by name, names of the features) that a call asks for; no auxiliary tensors.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a mistake of the caller.
+    """
+    found: dict[str, Any] = {}
+    for feature in FEATURES:
+        if feature.check is not None:
+            found |= feature.check(call)
+    operands = {name: found[name] for name in OPERANDS if name in found}
+    static = {name: value for name, value in found.items() if name not in operands}
+    wanted = tuple(feature.name for feature in FEATURES if feature.used_by(found))
+    return Features(tuple(operands), **static), operands, wanted

@@ -1,6 +1,6 @@
 """Checks of what is on the device: offsets, lengths, entries and pages (`FLY_CHECK_INPUTS`).
 
-The rules are those of `input_rules`. For tensors of the CPU numpy evaluates them, always where the emulator's
+The rules are those of `device_rules`. For tensors of the CPU numpy evaluates them, always where the emulator's
 checks are on. For those of a GPU it is a debug mode: a kernel evaluates them and writes what it finds into a report,
 which the host waits for.
 """
@@ -19,15 +19,20 @@ import fly
 from fly import config
 from fly.errors import UnsupportedError
 
-from ..arguments.checks import Checks
+from ..arguments.checks import Checks, has_memory
 from ..problem.block_mask import BlockMask
-from .input_rules import RULES, Finding, Rule
+from .device_rules import RULES, Finding, Rule
 
 THREADS = 256
 MAX_BLOCKS = 64
 FIELDS = 6  # of a report's row: rule, place, and `at`, value, low, high of `Finding`
 NOTHING_FOUND = 2**31 - 1  # the rule of a thread that found nothing
 OPEN = 2**62  # a bound that is none
+# tensors of a call of attention that say where its sequences lie; lists of a block mask are looked at too
+OF_ATTENTION = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv"),
+    *("cache_leftpad", "kv_batch_idx", "block_table"),
+)
 
 
 def on(device: torch.device) -> bool:
@@ -133,7 +138,7 @@ def find_on_host(rules: str, tensors: Mapping[str, torch.Tensor], numbers: Mappi
 
     None of a call with a tensor that has no memory of its own: what such a call lacks is for other checks to say.
     """
-    if any(type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for x in tensors.values()):
+    if not all(has_memory(type(x)) for x in tensors.values()):
         return None
     inputs = OnHost({name: tensor.numpy() for name, tensor in tensors.items()}, numbers)
     for rule in RULES[rules]:
@@ -227,15 +232,16 @@ def check_attention(
     checks: Checks,
     q: torch.Tensor,
     k: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor | None],
+    given: Mapping[str, torch.Tensor | None],
     block_mask: BlockMask | None,
     longest: tuple[int | None, int | None],
     stream: int | None,
 ) -> None:
-    """Check a call of flash attention whose shapes are right: its `tensors` by name, (max_seqlen_q, max_seqlen_kv).
+    """Check a call of flash attention whose shapes are right: its tensors by name, (max_seqlen_q, max_seqlen_kv).
 
     Raises as `check` does.
     """
+    tensors = {name: given.get(name) for name in OF_ATTENTION}
     table, offsets, packed_keys = tensors["block_table"], tensors["cu_seqlens_q"], k.dim() == 3
     numbers: dict[str, int | None] = {
         "batch": q.shape[0] if offsets is None else len(offsets) - 1,

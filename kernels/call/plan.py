@@ -1,0 +1,83 @@
+"""Plans: a kind of call, checked and prepared once, that later calls of the kind are run by."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from fly.errors import UnsupportedError
+from fly.runtime.device import device_of
+
+from .. import dispatch
+from ..arguments.callers import OWN
+from ..arguments.checks import stream_of
+from ..problem.contract import Launch, Tensors
+from .checks import Call, Result
+
+MAX_PLANS = 1024
+
+K = TypeVar("K")
+P = TypeVar("P")
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prepared kind of call, without any of the caller's tensors; other fields as of `Call`."""
+
+    launch: Launch
+    extents: tuple[int, ...]
+    out: Result
+    lse: tuple[int, ...]
+    reads_device: bool
+
+
+class Plans(dict[K, P]):
+    """Plans by the keys of their calls, `MAX_PLANS` of them: one more takes the place of the oldest."""
+
+    def __setitem__(self, key: K, plan: P) -> None:
+        with _lock:
+            while len(self) >= MAX_PLANS:
+                del self[next(iter(self))]
+            super().__setitem__(key, plan)
+
+
+def plan_of(call: Call) -> Plan:
+    """Choose a kernel for a checked call and prepare its launch, which may compile; nothing is computed.
+
+    Raises:
+        UnsupportedError: no kernel serves the call.
+    """
+    tensors, request = dict(call.tensors), call.request
+    q = tensors["q"]
+    try:
+        prepare = dispatch.serve(device_of(q.device).target, request)
+        if call.empty:
+            launch = Launch(functools.partial(_fill, "sink" in request.asked.operands))
+            return Plan(launch, call.extents, call.out, call.lse, call.reads_device)
+        # like the results that calls will have: only sizes and strides matter
+        if "out" not in tensors:
+            tensors["out"] = torch.empty_like(q) if call.out is None else q.new_empty(call.out[0], dtype=call.out[1])
+        if request.return_lse:
+            tensors["lse"] = q.new_empty(call.lse, dtype=torch.float32)
+        launch = prepare(tensors, request)
+    except UnsupportedError as error:
+        OWN.tell(error)
+        raise
+    return Plan(launch, call.extents, call.out, call.lse, call.reads_device)
+
+
+def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:
+    """The result of a call in which no query sees a key, with `sinks` or without; none of it is a kernel's."""
+    out, lse = tensors["out"], tensors["lse"]
+    with nullcontext() if stream is None else stream_of(stream, out.device)[1]:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+            if sinks:
+                lse.copy_(tensors["sink"].unsqueeze(-1))
