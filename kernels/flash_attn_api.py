@@ -37,7 +37,7 @@ from typing import Any, Unpack
 
 import torch
 
-from .api.checks import check_cache, lengths_of
+from .api.conversions import check_cache, lengths_of
 from .api.options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of, with_rows
 from .api.torch_ops import append
 from .arguments.callers import (
@@ -67,11 +67,10 @@ def _attend(
     options: dict[str, Any],
     return_attn_probs: bool,
 ) -> Result:
-    if return_attn_probs is False:
-        return attend(caller, q, k, v, causal, options)
-    Checks(caller.function).flag("return_attn_probs", return_attn_probs)
-    out, lse = attend(caller, q, k, v, causal, options, return_lse=True)
-    return out, lse, q.new_empty(0)
+    if return_attn_probs is not False:
+        Checks(caller.function).flag("return_attn_probs", return_attn_probs)
+    out, lse = attend(caller, q, k, v, causal, options, return_lse=return_attn_probs)
+    return out if lse is None else (out, lse, q.new_empty(0))
 
 
 def flash_attn_func(
@@ -93,16 +92,7 @@ def flash_attn_func(
     H is a multiple of Hkv; head h reads head h·Hkv//H. The other arguments, and what is raised: see the module.
     """
     options = options_of(
-        FUNC,
-        DENSE,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        FUNC, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     return _attend(FUNC, q, k, v, causal, options, return_attn_probs)
 
@@ -123,16 +113,7 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` of q (B, Sq, H, D) and k, v stacked in kv (B, Skv, 2, Hkv, D), which is not copied."""
     k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 2, 2, "(B, S, 2, Hkv, D)")
     options = options_of(
-        KVPACKED,
-        DENSE,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        KVPACKED, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     return _attend(KVPACKED, q, k, v, causal, options, return_attn_probs)
 
@@ -152,16 +133,7 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of q, k, v stacked in qkv (B, S, 3, H, D), which is not copied."""
     q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 3, 2, "(B, S, 3, H, D)")
     options = options_of(
-        QKVPACKED,
-        DENSE,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        QKVPACKED, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     return _attend(QKVPACKED, q, k, v, causal, options, return_attn_probs)
 
@@ -195,16 +167,7 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # keywords of FlashAttention-
     """
     caller = VARLEN.given(extras)
     options = options_of(
-        caller,
-        PACKED,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        caller, PACKED, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     add_packing(caller, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     return _attend(caller, q, k, v, causal, options, return_attn_probs)
@@ -231,16 +194,7 @@ def flash_attn_varlen_kvpacked_func(  # type: ignore[misc]  # the same
     k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 1, "(total, 2, Hkv, D)")
     caller = VARLEN_KVPACKED.given(extras)
     options = options_of(
-        caller,
-        PACKED,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        caller, PACKED, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     add_packing(caller, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None)
     return _attend(caller, q, k, v, causal, options, return_attn_probs)
@@ -264,16 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 1, "(total, 3, H, D)")
     caller = VARLEN_QKVPACKED.given(extras)
     options = options_of(
-        caller,
-        PACKED,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        extras,
+        caller, PACKED, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     add_packing(caller, options, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None)
     return _attend(caller, q, k, v, causal, options, return_attn_probs)
@@ -325,17 +270,7 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
     if rotary_interleaved is not True:
         Checks(name).flag("rotary_interleaved", rotary_interleaved)
     options = options_of(
-        caller,
-        CACHE,
-        0.0,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        False,
-        extras,
-        num_splits,
+        caller, CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, extras, num_splits
     )
     cu_seqlens_k_new = options.pop("cu_seqlens_k_new", None)
     packed = not (cu_seqlens_q is None and cu_seqlens_k_new is None)
@@ -350,16 +285,21 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
         cache_seqlens = lengths_of(name, cache_seqlens, batch, q.device)
     if any(tensor is not None for tensor in (k, v, rotary_cos, rotary_sin)):
         rotate_each_query = causal or "window_size" in options or "attention_chunk" in options
-        new = (with_rows(q), k_cache, v_cache, with_rows(k), with_rows(v), rotary_cos, rotary_sin, cache_seqlens)
-        places = (cache_batch_idx, cache_leftpad, pages, rotary_interleaved)
-        appender = APPEND.given(extras)
+        # fmt: off
+        given = {
+            "q": with_rows(q), "k_cache": k_cache, "v_cache": v_cache, "k": with_rows(k), "v": with_rows(v),
+            "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
+            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": pages,
+        }
+        # fmt: on
+        appended = functools.partial(append, APPEND.given(extras), rotary_interleaved)
         if packed:
             offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-            one = functools.partial(append, appender)
-            q = append_packed(name, one, *new, *places, **offsets, rotate_each_query=rotate_each_query)
+            q = append_packed(name, appended, rotate_each_query, given, offsets)
         else:
-            q = append(appender, *new, *places, rotate_each_query=rotate_each_query)
+            q = appended(rotate_each_query, given)
         cache_seqlens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())  # type: ignore[operator, union-attr]  # `append` has checked both
-    given = {"seqused_kv": cache_seqlens, "kv_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
-    options |= {key: value for key, value in given.items() if value is not None}
-    return attend(caller, q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)
+    placed = {"seqused_kv": cache_seqlens, "kv_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    options |= {key: value for key, value in placed.items() if value is not None}
+    out, lse = attend(caller, q, k_cache, v_cache, causal, options, return_lse=return_softmax_lse)
+    return out if lse is None else (out, lse)

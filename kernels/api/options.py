@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, TypedDict
 
 import torch
 
@@ -19,7 +19,7 @@ from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
-from .checks import HINTS, check_dense, check_dropout, splits_of, window_of
+from .conversions import HINTS, check_dense, check_dropout, splits_of, window_of
 from .torch_ops import attention
 
 
@@ -259,34 +259,6 @@ def _needs_copies(q: Any, k: Any, v: Any) -> bool:
         return False  # what has no such sizes and strides is refused by name later
 
 
-@overload
-def attend(
-    caller: Caller,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    options: dict[str, Any],
-    *,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def attend(
-    caller: Caller,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    options: dict[str, Any],
-    *,
-    out: torch.Tensor | None = None,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def attend(
     caller: Caller,
     q: torch.Tensor,
@@ -297,11 +269,11 @@ def attend(
     *,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of tensors as FlashAttention takes them: any last stride, head dimensions from 1.
 
     Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
-    tensor then, both as in FlashAttention-2. Returns out, or (out, lse) with `return_lse`; errors name the `caller`.
+    tensor then, both as in FlashAttention-2. Returns (out, lse or None); errors name the `caller`.
     """
     if not _needs_copies(q, k, v):
         return attention(caller, q, k, v, causal, options, out, return_lse)
@@ -319,9 +291,6 @@ def attend(
         except FlyError as error:
             caller.tell(error)
             raise
-    result = attention(caller, q, k, v, causal, options, return_lse=return_lse)
-    wide = result[0] if isinstance(result, tuple) else result
+    wide, lse = attention(caller, q, k, v, causal, options, return_lse=return_lse)
     narrow = wide[..., :value_dim]
-    if out is not None:
-        narrow = out.copy_(narrow)
-    return (narrow, result[1]) if isinstance(result, tuple) else narrow
+    return narrow if out is None else out.copy_(narrow), lse

@@ -8,7 +8,7 @@ microseconds on the host and is gone through only where a compiler traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -60,17 +60,18 @@ def attention(
     options: dict[str, Any],
     out: torch.Tensor | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`flydsl_flash_attn_func`, and the same as an operation while torch compiles or exports.
 
-    `options`: its keywords that are tensors or numbers. Returns and raises as it does, in the `caller`'s names.
+    `options`: its keywords that are tensors or numbers. Returns (out, lse or None); errors have the `caller`'s names.
     """
     if not torch.compiler.is_compiling():
         try:
-            return flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
+            result = flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
         except FlyError as error:
             caller.tell(error)
             raise
+        return result if isinstance(result, tuple) else (result, None)
     if torch.is_grad_enabled():
         named = zip(("q", "k", "v", "out"), (q, k, v, out))
         Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
@@ -79,30 +80,23 @@ def attention(
         out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse, caller=key, **options)
     else:
         lse = torch.ops.fly.flash_attn_out(q, k, v, causal, out=out, return_lse=return_lse, caller=key, **options)
-    return (out, lse) if return_lse else out
+    return out, lse if return_lse else None
 
 
 def append(
-    caller: Caller,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    *places: Any,
-    rotate_each_query: bool,
+    caller: Caller, rotary_interleaved: bool, rotate_each_query: bool, given: Mapping[str, Any]
 ) -> torch.Tensor:
-    """`append_to_cache`, and the same as an operation while torch compiles or exports."""
-    arguments = (q, k_cache, v_cache, k, v, rotary_cos, *places)
+    """`append_to_cache` of what is `given` by name, and the same as an operation while torch compiles or exports."""
+    options: Any = {"rotary_interleaved": rotary_interleaved, "rotate_each_query": rotate_each_query}
     if not torch.compiler.is_compiling():
         try:
-            return append_to_cache(*arguments, rotate_each_query=rotate_each_query)
+            return append_to_cache(**given, **options)
         except FlyError as error:
             caller.tell(error)
             raise
-    rotated = torch.ops.fly.append_to_cache(*arguments, rotate_each_query=rotate_each_query, caller=caller.key)
-    return q if rotary_cos is None else rotated
+    rotated: torch.Tensor = torch.ops.fly.append_to_cache(**given, **options, caller=caller.key)
+    q: torch.Tensor = given["q"]
+    return q if given["rotary_cos"] is None else rotated
 
 
 @contextmanager

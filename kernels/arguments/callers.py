@@ -114,11 +114,7 @@ _COMMON = _SCORES | _names(
 )
 _DENSE = _COMMON | _names("q", "k", "v", "seqused_q")
 _VARLEN = _DENSE | _names(
-    "cu_seqlens_q",
-    "max_seqlen_q",
-    "block_table",
-    cu_seqlens_kv="cu_seqlens_k",
-    max_seqlen_kv="max_seqlen_k",
+    "cu_seqlens_q", "max_seqlen_q", "block_table", cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"
 )
 _PAGES = {"block_table": "page_table"}
 _CACHE = _COMMON | _names(

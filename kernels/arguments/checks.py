@@ -86,6 +86,18 @@ class Checks:
         if value.dim() != rank:
             self.fail(f"{arg(name)} must have {rank} dimensions {wanted}, got shape {tuple(value.shape)}")
 
+    def vector(
+        self, name: str, value: Any, dtype: torch.dtype, device: torch.device, what: str, length: int | None = None
+    ) -> None:
+        """It is such a tensor of one dimension, contiguous, of `length` or of any but 0; `what` says so in words."""
+        self.plain(name, value)
+        good = value.dim() == 1 and value.dtype == dtype and value.is_contiguous() and value.device == device
+        if not good or (not len(value) if length is None else len(value) != length):
+            self.fail(
+                f"{arg(name)} must hold {what} on {device}, got shape {tuple(value.shape)}, strides "
+                f"{value.stride()}, dtype {value.dtype} on {value.device}"
+            )
+
     def unit_last_stride(self, name: str, tensor: torch.Tensor) -> None:
         """Elements along its last dimension are next to each other."""
         if tensor.shape[-1] > 1 and tensor.numel() and tensor.stride(-1) != 1:

@@ -5,7 +5,8 @@ Every check names the argument, the value and what is accepted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -24,21 +25,8 @@ HEAD_TENSORS = ("q", "k_cache", "v_cache", "k", "v")
 TABLES = ("rotary_cos", "rotary_sin")
 INDICES = ("cache_batch_idx", "cache_leftpad")
 
-
-class Arguments(NamedTuple):
-    """The arguments of `append_to_cache` that hold tensors, under their names and in their order."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    rotary_cos: torch.Tensor | None
-    rotary_sin: torch.Tensor | None
-    cache_seqlens: int | torch.Tensor | None
-    cache_batch_idx: torch.Tensor | None
-    cache_leftpad: torch.Tensor | None
-    block_table: torch.Tensor | None
+Arguments = Mapping[str, Any]
+"""The arguments of `append_to_cache` that hold tensors, all of them, by name."""
 
 
 def check_append(given: Arguments, interleaved: object, each_query: object) -> None:
@@ -49,71 +37,68 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
     """
     CHECKS.flag("rotary_interleaved", interleaved)
     CHECKS.flag("rotate_each_query", each_query)
-    named = given._asdict()
     _check_pairs(given)
-    paged = given.block_table is not None
+    paged = given["block_table"] is not None
     cache = "(num_pages, page_size, Hkv, D)" if paged else "(B_cache, S_cache, Hkv, D)"
     shapes = dict.fromkeys(("k_cache", "v_cache"), cache) | {"q": "(B, Sq, H, D)"}
-    if isinstance(given.q, torch.Tensor) and given.q.dtype in EIGHT_BITS:
+    if isinstance(given["q"], torch.Tensor) and given["q"].dtype in EIGHT_BITS:
         CHECKS.fail(
-            f"q has dtype {given.q.dtype}, and appending 8-bit keys is not available: write them into k_cache and "
+            f"q has dtype {given['q'].dtype}, and appending 8-bit keys is not available: write them into k_cache and "
             "v_cache",
             UnsupportedError,
         )
     for name in HEAD_TENSORS:
-        if named[name] is not None or name not in ("k", "v"):
-            CHECKS.tensor(name, named[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
-            CHECKS.unit_last_stride(name, named[name])
+        if given[name] is not None or name not in ("k", "v"):
+            CHECKS.tensor(name, given[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
+            CHECKS.unit_last_stride(name, given[name])
     for name in TABLES:
-        if named[name] is not None:
-            CHECKS.tensor(name, named[name], DTYPES, 2, "(positions, rotary_dim / 2)")
-            CHECKS.unit_last_stride(name, named[name])
+        if given[name] is not None:
+            CHECKS.tensor(name, given[name], DTYPES, 2, "(positions, rotary_dim / 2)")
+            CHECKS.unit_last_stride(name, given[name])
     for name in (*HEAD_TENSORS, *TABLES):
-        if named[name] is not None and named[name].dtype != given.q.dtype:
-            CHECKS.fail(f"{name} must have q's dtype {given.q.dtype}, got {named[name].dtype}", ArgumentTypeError)
+        if given[name] is not None and given[name].dtype != given["q"].dtype:
+            CHECKS.fail(f"{name} must have q's dtype {given['q'].dtype}, got {given[name].dtype}", ArgumentTypeError)
     _check_per_sequence(given)
-    for name, value in named.items():
-        if isinstance(value, torch.Tensor) and value.device != given.q.device:
-            CHECKS.fail(f"{name} must be on q's device {given.q.device}, got {value.device}")
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.device != given["q"].device:
+            CHECKS.fail(f"{name} must be on q's device {given['q'].device}, got {value.device}")
     _check_shapes(given, paged)
-    if given.rotary_cos is not None and given.rotary_sin is not None:
-        _check_tables(given.rotary_cos, given.rotary_sin, given.q.shape[-1])
+    if given["rotary_cos"] is not None and given["rotary_sin"] is not None:
+        _check_tables(given["rotary_cos"], given["rotary_sin"], given["q"].shape[-1])
 
 
 def _check_pairs(given: Arguments) -> None:
     """What goes together, or does not."""
-    named = given._asdict()
     for pair in (("k", "v"), TABLES):
-        present = [name for name in pair if named[name] is not None]
+        present = [name for name in pair if given[name] is not None]
         if len(present) == 1:
             CHECKS.fail(f"{pair[0]} and {pair[1]} go together, got only {present[0]}")
-    if given.rotary_cos is not None and given.k is None:
+    if given["rotary_cos"] is not None and given["k"] is None:
         CHECKS.fail("rotary_cos and rotary_sin need k and v: without new tokens, where queries are is not told")
-    if given.k is not None and given.cache_seqlens is None:
+    if given["k"] is not None and given["cache_seqlens"] is None:
         CHECKS.fail("k and v need cache_seqlens, the tokens that sequences have so far: (B,) int32 or an int")
 
 
 def _check_per_sequence(given: Arguments) -> None:
     """Lengths, indices and pages: int32, one entry or one row a sequence."""
-    batch = given.q.shape[0]
-    named = given._asdict()
-    names = [name for name in INDICES if named[name] is not None]
-    if isinstance(given.cache_seqlens, int):
-        check_length(given.cache_seqlens)
-    elif given.cache_seqlens is not None:
+    batch = given["q"].shape[0]
+    names = [name for name in INDICES if given[name] is not None]
+    if isinstance(given["cache_seqlens"], int):
+        check_length(given["cache_seqlens"])
+    elif given["cache_seqlens"] is not None:
         names.append("cache_seqlens")
     for name in names:
-        CHECKS.tensor(name, named[name], (torch.int32,), 1, "(B,)")
-        if len(named[name]) != batch:
-            CHECKS.fail(f"{name} must have q's batch of {batch} entries, got {len(named[name])}")
-    if given.block_table is not None:
-        CHECKS.tensor("block_table", given.block_table, (torch.int32,), 2, "(B, pages of a sequence)")
-        if given.cache_batch_idx is None and given.block_table.shape[0] != batch:
-            CHECKS.fail(f"{arg.block_table} must have q's batch of {batch} rows, got {given.block_table.shape[0]}")
+        CHECKS.tensor(name, given[name], (torch.int32,), 1, "(B,)")
+        if len(given[name]) != batch:
+            CHECKS.fail(f"{name} must have q's batch of {batch} entries, got {len(given[name])}")
+    if given["block_table"] is not None:
+        CHECKS.tensor("block_table", given["block_table"], (torch.int32,), 2, "(B, pages of a sequence)")
+        if given["cache_batch_idx"] is None and given["block_table"].shape[0] != batch:
+            CHECKS.fail(f"{arg.block_table} must have q's batch of {batch} rows, got {given['block_table'].shape[0]}")
 
 
 def _check_shapes(given: Arguments, paged: bool) -> None:
-    q, k_cache, v_cache, k, v = given[:5]
+    q, k_cache, v_cache, k, v = (given[name] for name in HEAD_TENSORS)
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
         CHECKS.fail(
             "k_cache and v_cache must have the same shape up to head_dim, got k_cache "
@@ -163,12 +148,12 @@ def check_length(length: int) -> None:
 
 def check_gradients(given: Arguments) -> None:
     """Raise `UnsupportedError` when a tensor requires a gradient (call it only in grad mode)."""
-    CHECKS.no_gradients(given._asdict())
+    CHECKS.no_gradients(given)
 
 
 def check_memory(given: Arguments) -> None:
     """What is written shares no memory with anything else; interleaved views are fine."""
-    named = {name: value for name, value in given._asdict().items() if isinstance(value, torch.Tensor)}
+    named = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     for name in ("k_cache", "v_cache"):
         cache = named.pop(name)
         for other, tensor in named.items():

@@ -18,7 +18,7 @@ written, nor is one whose entry does not exist; `device_values` says so, where i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from ..call.plan import Plans
 from ..problem.contract import Launch, Tensors
 from ..work.steps import Steps, bind_kernel
 from ..work.tile_scheduler import fold_grid, slice_of_block
-from .checks import CHECKS, Arguments, check_append, check_gradients, check_length, check_memory
+from .checks import CHECKS, check_append, check_gradients, check_length, check_memory
 from .rotary import VECTOR, Rotary
 
 THREADS = 256
@@ -218,7 +218,7 @@ class Plan:
     """
 
     launch: Launch | None
-    extents: tuple[int, ...]
+    extents: Mapping[str, int]
     checked: bool
 
 
@@ -278,16 +278,19 @@ def append_to_cache(
         UnsupportedError: a tensor that needs a gradient; a graph capture with FLY_CHECK_INPUTS=1.
     """
     # fmt: off
-    given = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-    )
+    given = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "block_table": block_table,
+    }
     # fmt: on
     geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH), _environment(_CHECK_INPUTS)]
-    addresses: list[int] = []
+    addresses: dict[str, int] = {}
     needs_gradient = False
+    extents: Mapping[str, int]
     key: tuple[Any, ...] | None
     try:
-        for x in given:
+        for name, x in given.items():
             if x is None:
                 geometry.append(x)
                 continue
@@ -298,16 +301,15 @@ def append_to_cache(
                 raise TypeError("no memory")
             address = x.data_ptr()
             geometry += (x.__class__, x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT)
-            addresses.append(address)
+            addresses[name] = address
             needs_gradient |= x.requires_grad
         key = tuple(geometry)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = plan = None  # something here is no tensor, or one without memory: the checks say what
     if plan is None:
-        arguments = Arguments(*given)
-        check_append(arguments, rotary_interleaved, rotate_each_query)
-        extents = tuple(extent_bytes(x) for x in given if isinstance(x, torch.Tensor))
+        check_append(given, rotary_interleaved, rotate_each_query)
+        extents = {name: extent_bytes(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
         checked = q.device.type == "cpu" or device_values.on(q.device)
     else:
         extents, checked = plan.extents, plan.checked
@@ -316,28 +318,17 @@ def append_to_cache(
 
     # what the key does not hold is checked every time
     if needs_gradient and torch.is_grad_enabled():
-        check_gradients(Arguments(*given))
+        check_gradients(given)
     if _may_overlap(addresses, extents):
-        check_memory(Arguments(*given))
+        check_memory(given)
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if checked and device_values.on(q.device):
-        on_device = {
-            "cache_seqlens": cache_seqlens,
-            "cache_leftpad": cache_leftpad,
-            "cache_batch_idx": cache_batch_idx,
-            "block_table": block_table,
-        }
+        on_device = given | {"cache_seqlens": cache_seqlens}
         device_values.check_append(CHECKS, q, k_cache, k, rotary_cos, on_device, rotate_each_query)
     rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    # fmt: off
-    tensors = {
-        "q": None if rotated is None else q, "q_rotated": rotated, "k": k, "v": v, "k_cache": k_cache,
-        "v_cache": v_cache, "cos": rotary_cos, "sin": rotary_sin, "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx, "block_table": block_table,
-    }
-    # fmt: on
+    tensors = {**given, "cache_seqlens": cache_seqlens, "q_rotated": rotated}
     if plan is None:
         plan = Plan(_prepare(tensors, rotary_interleaved, rotate_each_query), extents, checked)
         if key is not None:
@@ -347,20 +338,21 @@ def append_to_cache(
     return q if rotated is None else rotated
 
 
-def _may_overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
-    """Whether a cache, second or third of the tensors, lies within the span of another tensor."""
-    for cache in (1, 2):
+def _may_overlap(addresses: Mapping[str, int], extents: Mapping[str, int]) -> bool:
+    """Whether a cache lies within the span of another tensor."""
+    for cache in ("k_cache", "v_cache"):
         start = addresses[cache]
         end = start + extents[cache]
-        for i, address in enumerate(addresses):
-            if address < end and start < address + extents[i] and i != cache:
+        for name, address in addresses.items():
+            if address < end and start < address + extents[name] and name != cache:
                 return True
     return False
 
 
 def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | None:
-    """The launch for tensors as the kernel names them; None when nothing is written."""
-    q, k, v, cos = (tensors[name] for name in ("q", "k", "v", "cos"))
+    """The launch for the arguments by name, and the result as q_rotated; None when nothing is written."""
+    k, v, cos = (tensors[name] for name in ("k", "v", "rotary_cos"))
+    q = None if cos is None else tensors["q"]
     batch, tokens, kv_heads, head_dim = k.shape
     head_dim_v = v.shape[-1]
     blocks = sum(Heads(columns).blocks(tokens, kv_heads) for columns in (head_dim, head_dim_v))
@@ -375,4 +367,7 @@ def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | 
         "each_query": each_query,
     }
     grid, fold = fold_grid((blocks, batch, 1))
-    return Steps((bind_kernel(rotate_and_append, grid, THREADS, tensors, {**statics, **fold}),)).launch()
+    called = {"cos": "rotary_cos", "sin": "rotary_sin"}
+    arguments = {**tensors, "q": q}
+    kernel = bind_kernel(rotate_and_append, grid, THREADS, arguments, {**statics, **fold}, called=called)
+    return Steps((kernel,)).launch()

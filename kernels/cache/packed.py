@@ -6,7 +6,7 @@ of the table. Which sequence that is, is found on the device: nothing is read on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from fly.errors import ArgumentError
 
-from ..arguments.checks import Checks
+from ..arguments.checks import Checks, is_dense
 from ..call import device_values
 
 NOWHERE = -1  # an entry, and a position, that no cache has
@@ -32,13 +32,7 @@ def batch_of(function: str, q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k_new
     for name, value in offsets.items():
         if value is None:
             continue
-        Checks(function).plain(name, value)
-        good = value.dim() == 1 and len(value) > 0 and value.dtype == torch.int32 and value.is_contiguous()
-        if not good or value.device != q.device:
-            raise ArgumentError(
-                f"{function}: {name} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape "
-                f"{tuple(value.shape)}, dtype {value.dtype} on {value.device}"
-            )
+        Checks(function).vector(name, value, torch.int32, q.device, "batch + 1 contiguous int32 offsets")
         if name == "cu_seqlens_q":
             batch = len(value) - 1
         elif len(value) != batch + 1:
@@ -75,38 +69,29 @@ class Tokens:
 
 def _is_plain(value: Any) -> bool:
     """Whether it is a dense tensor, whose shape torch tells and whose elements can be read."""
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.layout is torch.strided
+    return isinstance(value, torch.Tensor) and is_dense(value)
 
 
 def append_packed(
     function: str,
-    append: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    rotary_interleaved: bool,
-    *,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor | None,
+    append: Callable[[bool, Mapping[str, Any]], torch.Tensor],
     rotate_each_query: bool,
+    given: Mapping[str, Any],
+    offsets: Mapping[str, torch.Tensor | None],
 ) -> torch.Tensor:
-    """`kv_cache.append_to_cache`, called as `append`, where q or k and v are packed; the result is as q.
+    """`append(rotate_each_query, given)`, an append to a cache, where q or k and v are packed; the result is as q.
 
-    q: (total_q, H, D) with `cu_seqlens_q`, else (B, Sq, H, D); k, v: (total_new, Hkv, D) with `cu_seqlens_k_new`,
-    else (B, S_new, Hkv, D). `cache_seqlens`: (B,) int32; `cache_leftpad` changes nothing. The others are
-    `append_to_cache`'s.
+    `given`: the arguments of `kv_cache.append_to_cache` that hold tensors. q: (total_q, H, D) if `offsets` have
+    cu_seqlens_q, else (B, Sq, H, D); k, v: (total_new, Hkv, D) with cu_seqlens_k_new, else (B, S_new, Hkv, D);
+    cache_seqlens: (B,) int32; cache_leftpad changes nothing.
 
     Raises:
         ArgumentError, ArgumentTypeError: what `function` was given is not that.
     """
+    q: torch.Tensor = given["q"]
+    k, v, cache_seqlens = (given[name] for name in ("k", "v", "cache_seqlens"))
+    cache_batch_idx, block_table, rotary_cos = (given[n] for n in ("cache_batch_idx", "block_table", "rotary_cos"))
+    cu_seqlens_q, cu_seqlens_k_new = offsets["cu_seqlens_q"], offsets["cu_seqlens_k_new"]
     rank = 4 if cu_seqlens_k_new is None else 3
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
@@ -134,18 +119,10 @@ def append_packed(
             f"{function}: block_table must have a row for each of {len(cache_seqlens)} sequences, got shape "
             f"{tuple(pages.shape)}"
         )
-    caches, tables = (k_cache, v_cache), (rotary_cos, rotary_sin)
     device = q.device
     if not torch.compiler.is_compiling() and device_values.on(device):
         count = len(cache_seqlens)
-        on_device = {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k_new": cu_seqlens_k_new,
-            "cache_seqlens": cache_seqlens,
-            "cache_leftpad": cache_leftpad,
-            "cache_batch_idx": cache_batch_idx,
-            "block_table": block_table,
-        }
+        on_device = {name: {**given, **offsets}[name] for name in device_values.OF_APPEND}
         shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(on_device, (count,))
         shapes |= {"cu_seqlens_q": (count + 1,), "cu_seqlens_k_new": (count + 1,), "block_table": None}
         if pages is not None:
@@ -156,7 +133,9 @@ def append_packed(
             for name, x in on_device.items()
         )
         if good and (rotary_cos is None or (_is_plain(rotary_cos) and rotary_cos.dim() == 2)):
-            device_values.check_append(Checks(function), q, k_cache, k, rotary_cos, on_device, rotate_each_query)
+            device_values.check_append(
+                Checks(function), q, given["k_cache"], k, rotary_cos, on_device, rotate_each_query
+            )
 
     def tokens(tensor: torch.Tensor, offsets: torch.Tensor | None) -> Tokens:
         if offsets is None:
@@ -172,8 +151,8 @@ def append_packed(
         entries = of.sequence if cache_batch_idx is None else cache_batch_idx[of.sequence.long()]
         entries = torch.where(of.used, entries, NOWHERE)
         positions = torch.where(of.used, positions, NOWHERE)
-        arguments = (*caches, k, v, *tables, positions, entries, None, block_table, rotary_interleaved)
-        return append(q, *arguments, rotate_each_query=True)
+        places = {"cache_seqlens": positions, "cache_batch_idx": entries, "cache_leftpad": None}
+        return append(True, {**given, "q": q, "k": k, "v": v, **places})
 
     new = tokens(k, cu_seqlens_k_new)
     key, value = alone(k, cu_seqlens_k_new), alone(v, cu_seqlens_k_new)

@@ -33,12 +33,7 @@ from ..problem.contract import Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
 
-DTYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2",
-}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
@@ -160,14 +155,7 @@ def _check_packed(q: torch.Tensor, options: Mapping[str, Any], paged: bool) -> b
     if len(given) == 1 and not paged:
         fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} go together, got only {arg(given[0])}")
     for name in given:
-        value = offsets[name]
-        check_tensor(name, value)
-        good = value.dim() == 1 and value.dtype == torch.int32 and value.is_contiguous() and len(value) > 0
-        if not good or value.device != q.device:
-            fail(
-                f"{arg(name)} must hold batch + 1 contiguous int32 offsets on {q.device}, got shape "
-                f"{tuple(value.shape)}, strides {value.stride()}, dtype {value.dtype} on {value.device}"
-            )
+        ATTENTION.vector(name, offsets[name], torch.int32, q.device, "batch + 1 contiguous int32 offsets")
     if len(given) == 2 and len(offsets["cu_seqlens_q"]) != len(offsets["cu_seqlens_kv"]):
         counts = " and ".join(str(len(value)) for value in offsets.values())
         fail(f"{arg.cu_seqlens_q} and {arg.cu_seqlens_kv} must have the same length, got {counts}")
@@ -213,16 +201,6 @@ def _check_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flag(name, value)
     return tuning
-
-
-def _check_debug_counts(counts: Any, q: torch.Tensor) -> None:
-    check_tensor("debug_counts", counts)
-    good = counts.shape == (2,) and counts.dtype == torch.float32 and counts.is_contiguous()
-    if not good or counts.device != q.device:
-        fail(
-            f"debug_counts must hold 2 float32 counters on {q.device}, got shape {tuple(counts.shape)}, dtype "
-            f"{counts.dtype} on {counts.device}"
-        )
 
 
 def _check_table(table: Any, device: torch.device) -> None:
@@ -292,8 +270,8 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         check_last_stride(name, tensor)
     if out is not None:
         check_out(out, q, v)
-    if options["debug_counts"] is not None:
-        _check_debug_counts(options["debug_counts"], q)
+    if (counts := options["debug_counts"]) is not None:
+        ATTENTION.vector("debug_counts", counts, torch.float32, q.device, "2 float32 counters", 2)
 
     flag("causal", causal)
     flag("return_lse", options["return_lse"])

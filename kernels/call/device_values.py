@@ -28,10 +28,14 @@ MAX_BLOCKS = 64
 FIELDS = 6  # of a report's row: rule, place, and `at`, value, low, high of `Finding`
 NOTHING_FOUND = 2**31 - 1  # the rule of a thread that found nothing
 OPEN = 2**62  # a bound that is none
-# tensors of a call of attention that say where its sequences lie; lists of a block mask are looked at too
+# tensors that say where a call's sequences lie; of attention, lists of a block mask are looked at too
 OF_ATTENTION = (
     *("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv"),
     *("cache_leftpad", "kv_batch_idx", "block_table"),
+)
+OF_APPEND = (
+    *("cu_seqlens_q", "cu_seqlens_k_new"),
+    *("cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table"),
 )
 
 
@@ -275,14 +279,15 @@ def check_append(
     k_cache: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor | None,
-    tensors: Mapping[str, torch.Tensor | None],
+    given: Mapping[str, Any],
     each_query: bool,
 ) -> None:
-    """Check an append to a cache whose shapes are right: its `tensors` by name, and what their bounds are.
+    """Check an append to a cache whose shapes are right: its tensors by name, and what their bounds are.
 
     q and k are (B, S, heads, D), or packed (total, heads, D) where there are `cu_seqlens_q` and `cu_seqlens_k_new`.
     Raises as `check` does.
     """
+    tensors = {name: given.get(name) for name in OF_APPEND}
     table = tensors["block_table"]
     numbers: dict[str, int] = {
         "batch": len(cast(torch.Tensor, tensors["cache_seqlens"])),

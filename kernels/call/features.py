@@ -78,15 +78,9 @@ class CallArguments:
 
     def counts(self, name: str) -> Any:
         """A keyword argument that is one int32 number a sequence."""
-        value = self[name]
-        self.checks.plain(name, value)
-        good = value.shape == (self.batch,) and value.dtype == torch.int32 and value.is_contiguous()
-        if not good or value.device != self.device:
-            fail(
-                f"{arg(name)} must hold {self.batch} contiguous int32 numbers on {self.device}, got shape "
-                f"{tuple(value.shape)}, dtype {value.dtype} on {value.device}"
-            )
-        return value
+        what = f"{self.batch} contiguous int32 numbers"
+        self.checks.vector(name, self[name], torch.int32, self.device, what, self.batch)
+        return self[name]
 
     def function(self, name: str, function: Any, dependencies: Callable[[Any], Any]) -> Any:
         """A function that captures no tensor; `dependencies`: (name, value) of what it captures."""

@@ -17,7 +17,7 @@ import torch
 
 from fly.errors import ArgumentError, UnsupportedError
 
-from ..api.checks import check_dense, check_dropout
+from ..api.conversions import check_dense, check_dropout
 from ..api.options import attend
 from ..arguments.callers import TRANSFORMERS
 from ..arguments.checks import Checks
@@ -97,7 +97,7 @@ def attention_forward(
         CHECKS.whole("sliding_window", window, 1, 2**31 - 1)
         options["window_size"] = (window - 1, -1) if is_causal else (window, window)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return attend(TRANSFORMERS, q, k, v, causal, options), None
+    return attend(TRANSFORMERS, q, k, v, causal, options)[0], None
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, keys: int) -> torch.Tensor:

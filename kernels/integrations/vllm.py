@@ -14,7 +14,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-from ..api.checks import check_dense
+from ..api.conversions import check_dense
 from ..api.options import PACKED, add_packing, attend, options_of, refuse
 from ..arguments.callers import VLLM
 from ..arguments.checks import Checks
@@ -112,7 +112,8 @@ def flash_attn_varlen_func(
         num_splits,
     )
     add_packing(VLLM, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
+    out, lse = attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
+    return out if lse is None else (out, lse)
 
 
 def _refuse_ranks(cp_world_size: Any, cp_rank: Any, cp_tot_seqused_k: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels import flash_attn_api as api
 from kernels.api import torch_ops
-from kernels.api.checks import HINTS as HINT_CHECKS
-from kernels.api.checks import lengths_of
+from kernels.api.conversions import HINTS as HINT_CHECKS
+from kernels.api.conversions import lengths_of
 from kernels.api.options import AVAILABLE, UNAVAILABLE, Extras
 from kernels.arguments.checks import Checks
 from kernels.flash_attn_interface import flydsl_flash_attn_func

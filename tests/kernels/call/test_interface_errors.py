@@ -277,12 +277,12 @@ MISTAKES = {
     "debug_counts of 3": (
         {"debug_counts": torch.zeros(3)},
         VALUE,
-        "debug_counts must hold 2 float32 counters on cpu, got shape (3,), dtype torch.float32 on cpu",
+        "debug_counts must hold 2 float32 counters on cpu, got shape (3,), strides (1,), dtype torch.float32 on cpu",
     ),
     "debug_counts of ints": (
         {"debug_counts": torch.zeros(2, dtype=torch.int32)},
         VALUE,
-        "debug_counts must hold 2 float32 counters on cpu, got shape (2,), dtype torch.int32 on cpu",
+        "debug_counts must hold 2 float32 counters on cpu, got shape (2,), strides (1,), dtype torch.int32 on cpu",
     ),
     "daz is a number": ({"daz": 3}, TYPE, "daz must be True or False, got 3 (int)"),
     "stream for the CPU": (
