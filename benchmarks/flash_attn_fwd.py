@@ -28,9 +28,9 @@ from benchmarks.run_record import run_record, versions
 from benchmarks.shapes import PRESETS
 from benchmarks.timing import host_microseconds, measure
 from benchmarks.workload import DTYPES, Workload
+from fly.runtime.device import device_of
 from kernels.commands import request_of
 from kernels.dispatch import choose
-from kernels.problem.contract import target_of
 
 SMALL = Workload(1, 128, 128, 2, 2, 64, "bf16", True)  # shorter on the GPU than its launch
 CEILING_SIZE = 8192
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         top = max(before, after := ceiling(args.dtype, "cuda"))
     if args.csv is not None:
         same = {"ceiling_tflops": top, "l2": "warm" if args.warm else "cold", "rounds": args.iters}
-        arch = target_of(torch.device("cuda"))
+        arch = device_of(torch.device("cuda")).target
         write_csv(args.csv, figures, same | run_record(args.preset, args.commit), partial(kernel_of, arch=arch))
     if args.plot is not None and any(plottable(figure.workload) for figure in figures):
         plot(args.plot, figures, top, f"Flash attention forward, {args.dtype}, {device}")

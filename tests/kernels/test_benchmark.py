@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,7 +236,7 @@ def test_a_run(monkeypatch, capsys, tmp_path, timed):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
     monkeypatch.setattr(benchmark, "named", lambda names: [idle(name) for name in names])
     monkeypatch.setattr(benchmark, "ceiling", lambda dtype, device: 700.0)
-    monkeypatch.setattr(benchmark, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(benchmark, "device_of", lambda place: SimpleNamespace(target="sm_90a"))
     monkeypatch.setattr(Workload, "tensors", lambda workload, seed, device: (None,) * 3)
     path = tmp_path / "figures.csv"
     cells = ["--seq_len", "64", "--head_dim", "64", "--causal"]
