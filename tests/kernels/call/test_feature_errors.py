@@ -159,7 +159,8 @@ MISTAKES = {
         f"{name} of 3": (
             {name: counts(3)},
             VALUE,
-            f"{name} must hold 2 contiguous int32 numbers on cpu, got shape (3,), dtype torch.int32 on cpu",
+            f"{name} must hold 2 contiguous int32 numbers on cpu, got shape (3,), strides (1,), dtype "
+            "torch.int32 on cpu",
         )
         for name in COUNTS
     },
@@ -167,7 +168,8 @@ MISTAKES = {
         f"{name} of int64": (
             {name: counts(2, dtype=torch.int64)},
             VALUE,
-            f"{name} must hold 2 contiguous int32 numbers on cpu, got shape (2,), dtype torch.int64 on cpu",
+            f"{name} must hold 2 contiguous int32 numbers on cpu, got shape (2,), strides (1,), dtype "
+            "torch.int64 on cpu",
         )
         for name in COUNTS
     },
