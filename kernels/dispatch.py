@@ -145,7 +145,7 @@ def mask_blocks(rows: int, keys: int) -> Need:
     """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
 
     def refuses(request: Request) -> str | None:
-        size = request.asked.block_size
+        size = request.static_features.block_size
         if size is None or not (size[0] % rows or size[1] % keys):
             return None
         return (

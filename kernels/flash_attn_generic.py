@@ -35,7 +35,7 @@ from fly.runtime.device import device_of
 from .generic.operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
 from .generic.tiles import TILES
 from .problem.contract import Launch, Request, Tensors
-from .problem.features import NO_FEATURES, Features, Given
+from .problem.features import NO_FEATURES, BoundFeatures, Features
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
@@ -168,7 +168,7 @@ class WaveRows:
 
 
 def _attend(
-    work: BlockWork, scale_log2: fly.Value, given: Given, options: GenericOptions
+    work: BlockWork, scale_log2: fly.Value, given: BoundFeatures, options: GenericOptions
 ) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
     """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
@@ -343,7 +343,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.alignment,
         request.tuning,
         request.head_dim_v,
-        request.asked,
+        request.static_features,
         request.page_size,
     )
     return bind_forward(

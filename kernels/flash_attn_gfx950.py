@@ -51,7 +51,7 @@ from fly.errors import ShapeError
 
 from .gfx950.copies import TILE_KEYS, copies_of, k_tile, v_tile
 from .problem.contract import Launch, Request, Tensors
-from .problem.features import NO_FEATURES, Features, Given
+from .problem.features import NO_FEATURES, BoundFeatures, Features
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, store_lse, store_output
@@ -152,7 +152,7 @@ def flash_attn_gfx950(
 def attend(
     work: BlockWork,
     scale_log2: fly.Value,
-    given: Given,
+    given: BoundFeatures,
     debug_counts: fly.Tensor | None,
     options: DualWaveOptions,
     kind: type[Tiles],
@@ -193,7 +193,12 @@ class Tiles:
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
 
     def __init__(
-        self, work: BlockWork, row_offset: fly.Value, scale_log2: fly.Value, given: Given, options: DualWaveOptions
+        self,
+        work: BlockWork,
+        row_offset: fly.Value,
+        scale_log2: fly.Value,
+        given: BoundFeatures,
+        options: DualWaveOptions,
     ):
         self.work = work
         self.given = given
@@ -570,14 +575,14 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
-    block = request.asked.block_size
+    block = request.static_features.block_size
     waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
     options = DualWaveOptions(
         request.head_dim,
         request.causal,
         daz=bool(tuning.get("daz")),
         waves_per_eu=tuning.get("waves_per_eu") or 2,
-        features=request.asked,
+        features=request.static_features,
         page_size=request.page_size,
         waves=waves,
         **{"stagger": waves == WAVES} | {name: value for name, value in given.items() if value is not None},

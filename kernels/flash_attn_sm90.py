@@ -38,7 +38,7 @@ from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
-from .problem.features import Given
+from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
@@ -53,7 +53,7 @@ from .work.tile_scheduler import Work, part
 # first named barriers of each kind, one a consumer: who may start products, and a cleared V tile; of the
 # second kind the transposer has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
-OfHead = Given | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
+OfHead = BoundFeatures | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
 BlockTensors = tuple[
@@ -192,7 +192,7 @@ class ConsumerOf(Generic[O]):
         schedule: Schedule,
         buffers: Buffers,
         options: Sm90Options,
-        given: Given,
+        given: BoundFeatures,
         index: fly.Value,
         scale_log2: fly.Value,
         dtype: fly.DType,
@@ -312,7 +312,7 @@ class ConsumerOf(Generic[O]):
         """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
         raise NotImplementedError
 
-    def _stages(self, work: Work, given: Given | None = None) -> ScoreStages:
+    def _stages(self, work: Work, given: BoundFeatures | None = None) -> ScoreStages:
         """What is done to scores; `given`: with what the head's need."""
         queries = self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
         return ScoreStages(self.place(work), given or self.given, self.scale_log2, queries, self.options.block_n)
@@ -333,7 +333,7 @@ class ConsumerOf(Generic[O]):
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
-        assert isinstance(of_head, Given)
+        assert isinstance(of_head, BoundFeatures)
         return self._stages(work, of_head).modify(fragment, j, bias)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:

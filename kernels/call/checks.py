@@ -326,7 +326,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         features=(*(name for name, given in others.items() if given), *wanted),
         tuning=_check_tuning(options),
         head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
-        asked=features,
+        static_features=features,
         aux_tensors=len(aux),
     )
     tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}

@@ -58,7 +58,7 @@ def plan_of(call: Call) -> Plan:
     try:
         prepare = dispatch.serve(device_of(q.device).target, request)
         if call.empty:
-            launch = Launch(functools.partial(_fill, "sink" in request.asked.operands))
+            launch = Launch(functools.partial(_fill, "sink" in request.static_features.operands))
             return Plan(launch, call.extents, call.out, call.lse, call.reads_device)
         # like the results that calls will have: only sizes and strides matter
         if "out" not in tensors:

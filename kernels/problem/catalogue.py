@@ -22,7 +22,7 @@ from .scores import Place, ScoreTile
 
 if TYPE_CHECKING:
     from ..call.features import CallArguments
-    from .features import Given
+    from .features import BoundFeatures
 
 NO_WINDOW = (-1, -1)
 SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
@@ -61,7 +61,7 @@ class Feature:
     implied: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[CallArguments], Found] | None = None
     load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
-    modify: Callable[[Given, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
+    modify: Callable[[BoundFeatures, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
     raw: bool = False
 
     @property

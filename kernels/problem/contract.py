@@ -39,7 +39,8 @@ class Request:
     out; `kv_alignment`: those of k and v. `kv_pitch`: bytes from one row of K or V to the next, the larger of the
     two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
-    v and out, None when it is `head_dim`. `asked`: what the operands are; `aux_tensors` follow them.
+    v and out, None when it is `head_dim`. `static_features`: what kernels are built with for the features, and
+    `aux_tensors`: how many of these their functions have.
     """
 
     head_dim: int
@@ -62,13 +63,13 @@ class Request:
     features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim_v: int | None = None
-    asked: Features = NO_FEATURES
+    static_features: Features = NO_FEATURES
     aux_tensors: int = 0
 
     @property
     def operands(self) -> tuple[str, ...]:
         """What kernels take after their own parameters, by its names among a call's `Tensors`, in order."""
-        return (*self.asked.operands, *map(aux_name, range(self.aux_tensors)))
+        return (*self.static_features.operands, *map(aux_name, range(self.aux_tensors)))
 
     @property
     def value_dim(self) -> int:

@@ -92,14 +92,14 @@ class Features:
         """Whether scores may be -inf in tiles that need no mask, or right after ones that do."""
         return self.score_mod is not None or self.windowed or self.block_size is not None or "bias" in self.operands
 
-    def bind(self, values: tuple[Any, ...]) -> Given:
+    def bind(self, values: tuple[Any, ...]) -> BoundFeatures:
         """The traced side, with the values of the operands."""
         count = len(self.operands)
-        return Given(self, dict(zip(self.operands, values[:count], strict=True)), tuple(values[count:]))
+        return BoundFeatures(self, dict(zip(self.operands, values[:count], strict=True)), tuple(values[count:]))
 
 
 @dataclass(frozen=True)
-class Given:
+class BoundFeatures:
     """Operands of `features` in a kernel, by name, and the auxiliary tensors of its functions."""
 
     features: Features
@@ -144,7 +144,7 @@ class Given:
         loaded: fly.Value = sink.load(*place).to(fly.f32)
         return loaded
 
-    def at(self, place: Place) -> Given:
+    def at(self, place: Place) -> BoundFeatures:
         """With what is one number for the head loaded: for before a loop in which `modify` is."""
         loaded = {
             feature.operands[0]: self._value(feature, place)

@@ -225,7 +225,7 @@ def build_for(
     `typical`: (queries, keys) of packed sequences on average, which decide about packing heads: one long sequence
     among many short ones loses nothing by it.
     """
-    asked = request.asked
+    asked = request.static_features
     rows = _of_length(table, 0 if asked.block_size is not None else request.seq_len_kv)
     table = {key: row for key, row in rows.items() if _serves(key, row, request)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
@@ -244,9 +244,9 @@ def build_for(
 
 def _serves(key: Key, row: Mapping[str, Any], request: Request) -> bool:
     """Whether a row is for a request's features."""
-    if request.asked.block_size is not None:
+    if request.static_features.block_size is not None:
         consumers: int = key[3]
-        return consumers < 3 and request.asked.block_size[0] % (64 * consumers) == 0
+        return consumers < 3 and request.static_features.block_size[0] % (64 * consumers) == 0
     return not set(row.get("without", ())).intersection(request.features)
 
 
@@ -260,7 +260,7 @@ def _plain_build_for(
     """The same without features and pages."""
     dims, lengths = (request.head_dim, request.value_dim), typical or (request.seq_len, request.seq_len_kv)
     group, keys = request.num_heads // request.num_kv_heads, request.seq_len_kv
-    if request.asked.block_size is not None:
+    if request.static_features.block_size is not None:
         group, keys = 1, 0  # heads may have lists of their own, and lists are short
 
     @cache
@@ -284,7 +284,7 @@ def _plain_build_for(
 
 def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
     """How many keys the queries of a sequence see together at most, with the request's operands `given` by name."""
-    reaches = (given[name] for name in ("window_left", "attention_chunk") if name in request.asked.operands)
+    reaches = (given[name] for name in ("window_left", "attention_chunk") if name in request.static_features.operands)
     most: int = min((request.seq_len_kv, *(reach + request.seq_len for reach in reaches)))
     return most
 
@@ -392,7 +392,7 @@ def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
     Causal tiles differ in length: with fewer than 32 heads a section ends with too few blocks at work. Measured on an
     H200 for 512 to 16384 keys. Those of block masks are taken to differ as well.
     """
-    uneven = request.causal or request.asked.block_size is not None
+    uneven = request.causal or request.static_features.block_size is not None
     heads = request.batch * request.num_heads // pack_gqa
     element_bytes = 1 if request.dtype.startswith("f8") else 2
     head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)

@@ -13,7 +13,7 @@ import fly
 from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_any, barrier_sync
 from fly.ir import memory
 
-from ..problem.features import Given
+from ..problem.features import BoundFeatures
 from ..work.split_combine import VECTOR, combined
 from ..work.tile_scheduler import Work, part
 from .counters import FIRST_ARRIVAL
@@ -31,7 +31,7 @@ class Combination:
     """
 
     schedule: Schedule
-    given: Given
+    given: BoundFeatures
     parts: tuple[fly.Tensor, fly.Tensor]
     results: tuple[fly.Tensor, fly.Tensor | None]
     pack: int

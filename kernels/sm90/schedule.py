@@ -14,7 +14,7 @@ from typing import Any
 import fly
 from fly.backends.nvvm.mbarrier import Position, Ring
 
-from ..problem.features import NOTHING, Given
+from ..problem.features import NOTHING, BoundFeatures
 from ..work.sequences import PagedSequence, Sequence, alone, existing, keys_of
 from ..work.tile_list import PARTIAL
 from ..work.tile_scheduler import STOP, Work
@@ -47,7 +47,7 @@ class Schedule:
     causal: bool
     block_m: int
     block_n: int
-    given: Given = NOTHING
+    given: BoundFeatures = NOTHING
     page_size: int | None = None
     takes_late: bool = False
 

@@ -41,7 +41,7 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
     that this does not suit are returned as they are.
     """
     group = request.num_heads // request.num_kv_heads
-    asked = request.asked
+    asked = request.static_features
     if (
         request.seq_len != 1
         or group == 1
@@ -67,7 +67,7 @@ def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]
         seq_len=group,
         num_heads=request.num_kv_heads,
         q_pitch=max(seen[name].stride(1) * seen[name].element_size() for name in ("q", "out")),
-        asked=replace(asked, one_query=any(f in request.features for f in _OF_ONE_QUERY)),
+        static_features=replace(asked, one_query=any(f in request.features for f in _OF_ONE_QUERY)),
     )
     return {**tensors, **seen}, changed
 
@@ -139,7 +139,7 @@ def forward_steps(
 
 def _combination(tensors: Tensors, request: Request) -> BoundKernel:
     """The kernel that puts partial_out and partial_lse together to out and lse."""
-    features = request.asked.only(split_combine.OPERANDS)
+    features = request.static_features.only(split_combine.OPERANDS)
     rows = split_combine.rows_of_block(request.value_dim)
     blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, rows))
     statics = {"head_dim": request.value_dim, "features": features, **fold}

@@ -8,7 +8,7 @@ from typing import Any
 
 import fly
 
-from ..problem.features import Given
+from ..problem.features import BoundFeatures
 from .tile_scheduler import Work
 
 
@@ -21,7 +21,7 @@ class ScoreStages:
     """
 
     work: Work
-    given: Given
+    given: BoundFeatures
     scale_log2: fly.Value
     rows: fly.RowVector
     block_n: int
@@ -39,7 +39,7 @@ class ScoreStages:
         return self.work.keys.apply(scores, self.rows, tile * self.block_n, between)
 
     def hide(self, scores: fly.Fragment, tile: Any, one_by_one: bool = False) -> fly.Fragment:
-        """-inf for what a `mask_mod` hides, where there is one; `one_by_one`: see `Given.mask`."""
+        """-inf for what a `mask_mod` hides, where there is one; `one_by_one`: see `BoundFeatures.mask`."""
         return self.given.mask(scores, self.rows, tile * self.block_n, self.work, one_by_one)
 
     def limit_unless_whole(self, scores: fly.Fragment, tile: Any) -> fly.Fragment:

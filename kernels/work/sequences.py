@@ -8,7 +8,7 @@ from typing import Any
 
 import fly
 
-from ..problem.features import Given
+from ..problem.features import BoundFeatures
 
 # Tells the compiler that what is loaded is the same in every lane of a wave: `fly.first_lane`, or for a thread that
 # works alone, `alone`.
@@ -157,7 +157,7 @@ class PagedSequence:
 
 
 def keys_of(
-    given: Given,
+    given: BoundFeatures,
     tokens: Any,
     offsets: fly.Tensor | None,
     index: Any,

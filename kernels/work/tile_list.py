@@ -8,7 +8,7 @@ from typing import Any
 import fly
 from fly.ir import memory
 
-from ..problem.features import Given
+from ..problem.features import BoundFeatures
 from .sequences import Uniform
 
 # counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
@@ -25,7 +25,7 @@ class BlockRow:
     count: fly.Value
 
     @staticmethod
-    def of(given: Given, names: tuple[str, str], place: tuple[Any, ...], uniform: Uniform) -> BlockRow | None:
+    def of(given: BoundFeatures, names: tuple[str, str], place: tuple[Any, ...], uniform: Uniform) -> BlockRow | None:
         """None where the mask has no such blocks."""
         counts, indices = map(given.get, names)
         if counts is None:
@@ -70,7 +70,7 @@ class TileList:
 
     @staticmethod
     def of(
-        given: Given,
+        given: BoundFeatures,
         batch: Any,
         head: Any,
         first_row: Any,

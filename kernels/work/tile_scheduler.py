@@ -24,7 +24,7 @@ from typing import Any
 import fly
 from fly.errors import UnsupportedError
 
-from ..problem.features import NOTHING, Given
+from ..problem.features import NOTHING, BoundFeatures
 from ..problem.mask import KeyRange, TileRange
 from .fragments import group_size
 from .sequences import PagedSequence, Sequence, Uniform, keys_of, sequences_of, tokens_of
@@ -66,7 +66,7 @@ class Work:
 
     @staticmethod
     def of(
-        given: Given,
+        given: BoundFeatures,
         place: tuple[Any, Any, Any, Any],
         queries: Sequence,
         kv: Sequence | PagedSequence,
@@ -136,7 +136,7 @@ def block_work(
     block_n: int,
     head_dim_v: int | None = None,
     xcds: int = 1,
-    given: Given = NOTHING,
+    given: BoundFeatures = NOTHING,
     page_size: int | None = None,
     folded: bool = False,
 ) -> BlockWork:

@@ -113,7 +113,7 @@ def request(head_dims: tuple[int, int], queries: int, page_size: int, causal: bo
         num_kv_heads=4,
         softmax_scale=1.0,
         features=("paged", "seqused"),
-        asked=FEATURES,
+        static_features=FEATURES,
         page_size=page_size,
     )
 

@@ -227,7 +227,7 @@ def test_the_paths_of_block_masks(monkeypatch):
     asked = replace(PLAIN, features=("mask_mod", "block_mask"))
 
     def of(size):
-        return replace(asked, asked=Features(LISTS, mask_mod=Mod.of(causal), block_size=size))
+        return replace(asked, static_features=Features(LISTS, mask_mod=Mod.of(causal), block_size=size))
 
     for size, kernel in (
         ((128, 128), "gfx950"),

@@ -260,7 +260,7 @@ REQUEST = Request(
     num_kv_heads=2,
     softmax_scale=0.1,
     features=("descale",),
-    asked=Features(DESCALES),
+    static_features=Features(DESCALES),
 )
 
 

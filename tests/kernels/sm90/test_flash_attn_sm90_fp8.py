@@ -303,7 +303,7 @@ REQUEST = Request(
     num_kv_heads=2,
     softmax_scale=0.1,
     features=("descale",),
-    asked=DESCALED,
+    static_features=DESCALED,
 )
 
 

@@ -50,7 +50,7 @@ def test_every_build(row, generator, monkeypatch):
 
     def build(request, units, typical, table, kind):
         pack = 2 if request.num_heads > request.num_kv_heads else 1
-        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.asked)
+        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.static_features)
         return options, request.num_kv_splits
 
     monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", build)

@@ -44,7 +44,7 @@ def force(monkeypatch):
         def build(request, units, typical=None, table=None, kind=Sm90Options):
             if kind is not Sm90Options and "block_n" in fields:
                 fields["block_n"] = 64
-            own = {"page_size": request.page_size, "features": request.asked, **fields}
+            own = {"page_size": request.page_size, "features": request.static_features, **fields}
             return kind(request.head_dim, request.value_dim, request.causal, **own), request.num_kv_splits
 
         for module in (flash_attn_sm90, flash_attn_sm90_fp8):

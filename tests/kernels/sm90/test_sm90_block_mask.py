@@ -223,7 +223,7 @@ def listed(size=(128, 128), *names: str, **functions) -> Features:
 def test_builds_divide_blocks(dims, causal, size):
     for seq_len in (4096, 100, 1):
         asked = request(seq_len, 4096, 64, 8, 2, head_dim=dims[0], head_dim_v=dims[1], causal=causal)
-        options, _ = build_for(replace(asked, asked=listed(size)), UNITS)
+        options, _ = build_for(replace(asked, static_features=listed(size)), UNITS)
         assert size[0] % options.block_m == 0 and size[1] % options.block_n == 0
         assert options.block_n >= (64 if seq_len > DECODE_ROWS else 32)
         assert options.pack_gqa == 1 and options.stages >= 2
@@ -241,13 +241,13 @@ def test_whole_blocks_keep_wide_tiles():
         listed(score_mod=Mod.of(stripes)): (2, 64, 4, 2),
     }
     for features, fields in wanted.items():
-        options, _ = build_for(replace(long, asked=features), UNITS)
+        options, _ = build_for(replace(long, static_features=features), UNITS)
         assert (options.consumers, options.block_n, options.stages, options.q_stages) == fields
 
 
 def test_lists_are_taken_to_differ_in_length():
     full, lists = (
-        section_for(request(4096, 4096, 16, 16, 4, causal=False, asked=asked), 128)
+        section_for(request(4096, 4096, 16, 16, 4, causal=False, static_features=asked), 128)
         for asked in (Features(), listed())
     )
     assert (full, lists) == (4, 32)
@@ -272,11 +272,11 @@ def test_the_paths_of_block_masks(monkeypatch):
     monkeypatch.delenv("FLY_KERNEL", raising=False)
     asked = request(4096, 4096, features=("block_mask",))
     for size, kernel in (((128, 128), "sm90"), ((64, 192), "sm90"), ((32, 64), "generic"), ((128, 32), "generic")):
-        assert dispatch.choose("sm_90a", replace(asked, asked=listed(size))).name == kernel
+        assert dispatch.choose("sm_90a", replace(asked, static_features=listed(size))).name == kernel
     monkeypatch.setenv("FLY_KERNEL", "sm90")
     message = (
         r"the sm90 kernel takes a block_mask whose BLOCK_SIZE is a multiple of \(64, 64\), not \(32, 64\): build it "
         "with such blocks, or pass its mask_mod as mask_mod"
     )
     with pytest.raises(UnsupportedError, match=message):
-        dispatch.choose("sm_90a", replace(asked, asked=listed((32, 64))))
+        dispatch.choose("sm_90a", replace(asked, static_features=listed((32, 64))))

@@ -347,12 +347,12 @@ def test_tiles_are_as_wide_as_what_is_computed_for_every_score_leaves_them(asked
         asked = replace(asked, operands=("block_table",))
     features = [*asked.operands, asked.score_mod and "score_mod", asked.mask_mod and "mask_mod"]
     call = {"seq_len": 4096, "heads": 16, "kv_heads": 16, "batch": 4, "features": (*features,)} | shape
-    assert build_for(request(**call, asked=asked), UNITS)[0].block_n == wanted
+    assert build_for(request(**call, static_features=asked), UNITS)[0].block_n == wanted
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_smaller_tiles_of_decoding_are_as_many_more(dims):
-    call = request(head_dim=dims[0], head_dim_v=dims[1], asked=Features(("bias",), score_mod=ONE))
+    call = request(head_dim=dims[0], head_dim_v=dims[1], static_features=Features(("bias",), score_mod=ONE))
     options, _ = build_for(call, UNITS)
     assert 48 << 10 < options.key_bytes * options.stages <= 80 << 10
 

@@ -337,19 +337,21 @@ def test_scores_of_packed_heads_are_those_of_their_heads(names, pack):
 
 def test_a_window_leaves_few_keys_to_split():
     asked = Features(("seqused_kv", "window_left", "sink"))
-    request = Request(128, "bf16", True, True, False, 1, 4, 131072, 64, 8, 1.0, num_kv_splits=0, asked=asked)
+    request = Request(
+        128, "bf16", True, True, False, 1, 4, 131072, 64, 8, 1.0, num_kv_splits=0, static_features=asked
+    )
     assert keys_seen(request, {"seqused_kv": "counts", "window_left": 256, "sink": "sinks"}) == 260
-    assert keys_seen(replace(request, asked=Features()), {}) == 131072
+    assert keys_seen(replace(request, static_features=Features()), {}) == 131072
     assert build_for(request, 132)[1] > 4 >= build_for(replace(request, seq_len_kv=260), 132)[1]
 
 
 def test_builds_have_the_features_asked_for_and_smaller_tiles_where_scores_have_code_of_their_own():
     asked = Features(("window_left", "sink"))
-    request = Request(128, "bf16", True, False, True, 2, 4096, 4096, 16, 16, 1.0, asked=asked)
+    request = Request(128, "bf16", True, False, True, 2, 4096, 4096, 16, 16, 1.0, static_features=asked)
     options, _ = build_for(request, 132)
     assert options.features == asked and options.block_n > 64
     functions = {"score_mod": Mod.of(shifted)}, {"mask_mod": Mod.of(pattern)}
     for asked in (Features(("bias", "sink")), *(Features(("sink",), **function) for function in functions)):
         for seq_len in (4096, 1):
-            options, _ = build_for(replace(request, seq_len=seq_len, asked=asked), 132)
+            options, _ = build_for(replace(request, seq_len=seq_len, static_features=asked), 132)
             assert options.block_n == 64 and options.features == asked

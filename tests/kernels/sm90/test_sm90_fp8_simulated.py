@@ -74,7 +74,7 @@ def test_every_build(row, splits, monkeypatch, seed):
 
     def build(request, units, typical, table, kind):
         pack = 1 if splits == 1 else 2
-        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.asked)
+        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.static_features)
         return options, request.num_kv_splits
 
     monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", build)

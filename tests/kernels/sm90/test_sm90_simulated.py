@@ -68,7 +68,7 @@ def force(monkeypatch):
 
     def take(options) -> None:
         build = lambda request, *_: (  # noqa: E731
-            replace(options, features=request.asked, page_size=request.page_size),
+            replace(options, features=request.static_features, page_size=request.page_size),
             request.num_kv_splits,
         )
         monkeypatch.setattr(flash_attn_sm90, "build_for", build)
