@@ -254,12 +254,12 @@ def flydsl_flash_attn_func(
                 workspace = q.new_empty(size, dtype=torch.uint8)
             elif (given := workspace.nbytes) < size:
                 fail(f"workspace has {given} bytes, this call needs {size} (flydsl_flash_attn_workspace tells)")
-        # fmt: off
-        tensors = {
-            "q": q, "k": k, "v": v, "out": out, "lse": lse, "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv, "debug_counts": debug_counts, "workspace": workspace, **operands,
-        }
-        # fmt: on
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out}
+        if not (lse is cu_seqlens_q is cu_seqlens_kv is debug_counts is workspace is None):
+            offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+            tensors |= {"lse": lse, "debug_counts": debug_counts, "workspace": workspace, **offsets}
+        if operands:
+            tensors |= operands
         launch.run(tensors, handle)
     return out if lse is None else (out, lse)
 

@@ -74,7 +74,7 @@ def plan_of(call: Call) -> Plan:
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:
     """The result of a call in which no query sees a key, with `sinks` or without; none of it is a kernel's."""
-    out, lse = tensors["out"], tensors["lse"]
+    out, lse = tensors["out"], tensors.get("lse")
     with nullcontext() if stream is None else stream_of(stream, out.device)[1]:
         out.zero_()
         if lse is not None:

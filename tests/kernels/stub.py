@@ -30,15 +30,17 @@ class StubKernel:
 
         def run(tensors: Tensors, stream: int | None) -> None:
             self.launches.append(stream)
-            self.workspaces.append(tensors["workspace"])
+            self.workspaces.append(tensors.get("workspace"))
             options = {"causal": request.causal, "softmax_scale": request.softmax_scale}
-            inputs, offsets = ([tensors[n] for n in names] for names in ("qkv", ("cu_seqlens_q", "cu_seqlens_kv")))
+            inputs, offsets = (
+                [tensors.get(n) for n in names] for names in ("qkv", ("cu_seqlens_q", "cu_seqlens_kv"))
+            )
             if offsets[0] is None:
                 result, result_lse = attention(*inputs, **options)
             else:
                 result, result_lse = packed_attention(*inputs, *offsets, **options)
             tensors["out"].copy_(result)
-            if tensors["lse"] is not None:
+            if tensors.get("lse") is not None:
                 tensors["lse"].copy_(result_lse)
 
         return Launch(run, self.workspace_bytes)
