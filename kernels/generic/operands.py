@@ -27,6 +27,22 @@ def _plan(link: fly.Chain, operand: str, **kwargs: Any) -> fly.OperandPlan | Non
     return fly.plan_operand(fly.target().matrix_loads, want, link.atom.values(operand))
 
 
+def transposed_plan(link: fly.Chain) -> fly.OperandPlan | None:
+    """How a tile is read turned, keys in the order in which registers of weights hold them; None: no load turns."""
+    return _plan(link, link.column_operand, transposed=True, slot_of=lambda k: link.columns[k])
+
+
+def turned_copy(
+    link: fly.Chain, rows: fly.RowView | fly.PagedRows, count: int, vector: int, plan: fly.OperandPlan
+) -> tuple[fly.SwizzledTile, fly.TransposedCopy]:
+    """(layout, copy) that stores tiles of `count` rows turned, for loads of `plan`; rows as registers hold them."""
+    dims, depth = padded(rows.columns), link.atom.k
+    layout = fly.SwizzledTile(dims, count, plan.load.granule, fold=True)
+    pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
+    vector = min(vector, _turned_vector(count, dims))
+    return layout, fly.TransposedCopy(rows, layout, vector=vector, slot_of_piece=pieces)
+
+
 def direct_queries(link: fly.Chain, window: fly.Window, offset: Any, count: int) -> Queries:
     """Operands of `count` rows, from the wave's `offset` in the block's window, straight from global memory."""
     steps = -(-window.view.columns // link.atom.k)

@@ -1,0 +1,140 @@
+"""Builds of the generic backward kernels: their static parameters, and the choice of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fly.backends.target import Target
+from fly.errors import ShapeError
+
+from ..problem.features import NO_FEATURES, Features
+from .operands import padded
+from .streams import Tiling
+
+
+@dataclass(frozen=True)
+class BackwardOptions:
+    """The static parameters of one build of either kernel.
+
+    A block has `block_m` rows, wave w those from w * block_m / waves on, and what passes by comes in tiles of
+    `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
+    "registers" or "shared". `results`: of `dkdv`, which to compute.
+
+    Raises:
+        ShapeError: a value that no build has, or some that do not go together.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    block_m: int
+    block_n: int
+    waves: int
+    stages: int
+    vector: int = 8
+    resident: str = "registers"
+    results: tuple[str, ...] = ("dk", "dv")
+    features: Features = NO_FEATURES
+    min_blocks: int | None = None
+    waves_per_eu: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vector not in (1, 2, 4, 8):
+            raise ShapeError(f"vector is {self.vector}; expected 1, 2, 4 or 8 elements")
+        if self.block_m % self.waves:
+            raise ShapeError(f"block_m {self.block_m} does not divide into {self.waves} waves")
+        if self.resident not in ("registers", "shared"):
+            raise ShapeError(f"resident is {self.resident!r}; expected 'registers' or 'shared'")
+        if self.resident == "shared" and self.stages < 2:
+            raise ShapeError(f"rows in shared memory need asynchronous copies: two stages or more, not {self.stages}")
+        if not self.results or not set(self.results) <= {"dk", "dv"}:
+            raise ShapeError(f"results is {self.results!r}; expected 'dk', 'dv' or both")
+
+    @property
+    def wave_rows(self) -> int:
+        """Rows of a wave."""
+        return self.block_m // self.waves
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the block, where no tile is stored turned as well."""
+        rows = self.stages * self.block_n + (self.block_m if self.resident == "shared" else 0)
+        return 2 * rows * (padded(self.head_dim) + padded(self.head_dim_v))
+
+    @property
+    def tiling(self) -> Tiling:
+        """Of what passes by."""
+        return Tiling(self.block_n, self.stages, self.vector)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A row of the tables: (block_m, block_n, waves) of `dkdv` and of `dq`; `vector`: of copies."""
+
+    dkdv: tuple[int, int, int]
+    dq: tuple[int, int, int]
+    vector: int = 8
+
+
+# By padded head dimension, the larger one of q's and v's. Tiles are as high as all threads have a piece of them.
+_NVIDIA = {
+    32: _Rows((128, 64, 8), (128, 64, 8)),
+    64: _Rows((128, 64, 8), (128, 32, 4)),
+    96: _Rows((128, 64, 8), (128, 64, 8)),
+    128: _Rows((128, 32, 8), (128, 32, 4)),
+    160: _Rows((64, 64, 4), (64, 64, 4)),
+    192: _Rows((64, 32, 4), (64, 32, 4)),
+    224: _Rows((64, 64, 4), (64, 64, 4)),
+    256: _Rows((64, 32, 4), (64, 32, 4)),
+}
+# Where a block has less shared memory than those take.
+_NVIDIA_SMALL = {
+    160: _Rows((64, 32, 4), (64, 32, 4)),
+    224: _Rows((64, 16, 4), (64, 16, 4), vector=4),
+    256: _Rows((64, 16, 4), (64, 16, 4)),
+}
+# A wave has 32 rows; what passes by goes through registers, so that it needs one slot.
+_AMD = {
+    32: _Rows((128, 64, 4), (128, 64, 4)),
+    64: _Rows((128, 32, 4), (128, 32, 4)),
+    96: _Rows((128, 64, 4), (128, 64, 4)),
+    128: _Rows((128, 32, 4), (128, 32, 4)),
+    160: _Rows((128, 64, 4), (128, 64, 4)),
+    192: _Rows((128, 32, 4), (128, 32, 4)),
+    224: _Rows((128, 32, 4), (128, 32, 4), vector=4),
+    256: _Rows((128, 32, 4), (128, 32, 4)),
+}
+TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
+
+
+def options_for(
+    target: Target, head_dim: int, head_dim_v: int, causal: bool, features: Features = NO_FEATURES
+) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
+    """(the builds of `dkdv`, one after the other, the build of `dq`) for a target."""
+    dim = max(padded(head_dim), padded(head_dim_v))
+    nvidia = target.backend == "nvvm"
+
+    def made(rows: _Rows, place: tuple[int, int, int], results: tuple[str, ...]) -> BackwardOptions:
+        return BackwardOptions(
+            head_dim,
+            head_dim_v,
+            causal,
+            *place,
+            stages=2 if nvidia else 1,
+            vector=rows.vector,
+            resident="shared" if nvidia else "registers",
+            results=results,
+            features=features,
+            waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER else 2,
+        )
+
+    def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
+        rows = (_NVIDIA if nvidia else _AMD)[dim]
+        options = made(rows, getattr(rows, kernel), results)
+        if nvidia and options.shared_bytes > target.shared_bytes:
+            rows = _NVIDIA_SMALL[dim]
+            options = made(rows, getattr(rows, kernel), results)
+        return options
+
+    launches: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if dim <= TOGETHER else (("dk",), ("dv",))
+    return tuple(build("dkdv", results) for results in launches), build("dq", ("dk",))

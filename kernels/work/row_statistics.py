@@ -1,0 +1,60 @@
+"""What the backward pass has to know of every query row before it starts."""
+
+from __future__ import annotations
+
+import math
+
+import fly
+
+from ..problem.scores import LOG2_E
+from .sequences import Sequence
+
+THREADS = 256
+
+
+@fly.kernel
+def row_statistics(
+    out: fly.Tensor,
+    dout: fly.Tensor,
+    lse: fly.Tensor,
+    dlse: fly.Tensor | None,
+    lse2: fly.Tensor,
+    delta: fly.Tensor,
+    *,
+    head_dim: int,
+    vector: int = 8,
+) -> None:
+    """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
+
+    out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
+    sequences are. Grid: (row blocks, H, B or 1); lanes next to each other share a row, `vector` elements at a time.
+    """
+    lanes = lanes_of_row(head_dim, vector)
+    rows = fly.block_dim()[0] // lanes
+    head, batch, first = fly.block_id.y, fly.block_id.z, fly.block_id.x * rows
+    row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
+    everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
+    sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
+    logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
+    total = fly.f32(0.0)
+    for column in range(0, head_dim, lanes * vector):
+        at = column + lane * vector
+        inside = fly.minimum(at, head_dim - vector)
+        a, b = (side.load(row, inside, vector).to(fly.f32) for side in sides)
+        part = fly.reduce_sum(a * b)
+        total = total + (part if column + lanes * vector <= head_dim else fly.select(at < head_dim, part, 0.0))
+    bits = [1 << bit for bit in range((lanes - 1).bit_length())]
+    total = fly.reduce_lanes(total, lambda a, b: a + b, bits)
+    number = first + row
+    with fly.when((lane == 0) & (number < everything.length)):
+        log = logs.load(number)
+        empty = log == -math.inf
+        if dlse is not None:
+            total = total - everything.vector(dlse, head).load(number)
+        lse2_of.store(fly.select(empty, math.inf, log * LOG2_E), number)
+        delta_of.store(fly.select(empty, 0.0, total), number)
+
+
+def lanes_of_row(head_dim: int, vector: int = 8) -> int:
+    """Lanes that share a row of the preprocessing kernel: a power of two, 16 at most."""
+    return min(16, 1 << (-(-head_dim // vector) - 1).bit_length())
