@@ -24,8 +24,8 @@ What holds for all functions here:
 
     Errors name the function that was called and its arguments.
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
-    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients, and what kernels of
-    8-bit inputs do not do, such as packed sequences.
+    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients of caches and while
+    torch compiles, and what kernels of 8-bit inputs do not do, such as packed sequences.
 
 Under torch.compile and torch.export a call becomes the operation `torch.ops.fly.flash_attn`.
 """
@@ -267,6 +267,8 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
     name, caller = KVCACHE.function, KVCACHE.given(extras)
     cu_seqlens_q = extras.get("cu_seqlens_q")
     check_cache(name, q, k_cache, v_cache, cu_seqlens_q is not None)
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        Checks(name).no_gradients({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     if rotary_interleaved is not True:
         Checks(name).flag("rotary_interleaved", rotary_interleaved)
     options = options_of(

@@ -28,6 +28,7 @@ from .arguments.checks import (
 )
 from .call import device_values
 from .call.checks import check_call
+from .call.gradients import check_operands, differentiable
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, NO_WINDOW
@@ -222,13 +223,21 @@ def flydsl_flash_attn_func(
     if plan is None:
         names = locals()
         call = check_call(q, k, v, causal, out, {name: names[name] for name in _OPTIONS})
-        extents, reads_device = call.extents, call.reads_device
+        request, extents, reads_device = call.request, call.extents, call.reads_device
     else:
-        extents, reads_device = plan.extents, plan.reads_device
+        request, extents, reads_device = plan.request, plan.extents, plan.reads_device
 
     # what the key does not hold is checked every time
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or out is not None):
-        check_gradients({"q": q, "k": k, "v": v, "out": out})
+    if torch.is_grad_enabled():
+        if out is not None:
+            check_gradients({"out": out})
+        if operands:
+            check_operands(operands)
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            passed = locals()
+            options = {name: passed[name] for name in _OPTIONS}
+            results = differentiable(flydsl_flash_attn_func, request, q, k, v, causal, options)
+            return results if return_lse else results[0]
     if out is not None:
         check_no_overlap(out, {"q": q, "k": k, "v": v}, extents)
     if workspace is not None:

@@ -45,7 +45,7 @@ FLOORS = (
     ("problem",),
     ("work",),
     ("generic", "gfx950", "sm90"),
-    ("flash_attn_generic", "flash_attn_gfx950", "flash_attn_sm90"),
+    ("flash_attn_generic", "flash_attn_generic_bwd", "flash_attn_gfx950", "flash_attn_sm90"),
     ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
     ("dispatch",),
     ("call",),

@@ -158,7 +158,7 @@ class Checks:
         for name, value in named.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self.fail(
-                    f"{arg(name)} requires a gradient, but the backward is not available; call it under "
+                    f"{arg(name)} requires a gradient, but the backward is not available here; call it under "
                     "torch.no_grad() or pass detached tensors (.detach())",
                     UnsupportedError,
                 )

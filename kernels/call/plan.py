@@ -16,7 +16,7 @@ from fly.runtime.device import device_of
 from .. import dispatch
 from ..arguments.callers import OWN
 from ..arguments.checks import stream_of
-from ..problem.contract import Launch, Tensors
+from ..problem.contract import Launch, Request, Tensors
 from .checks import Call, Result
 
 MAX_PLANS = 1024
@@ -31,6 +31,7 @@ class Plan:
     """A prepared kind of call, without any of the caller's tensors; other fields as of `Call`."""
 
     launch: Launch
+    request: Request
     extents: tuple[int, ...]
     out: Result
     lse: tuple[int, ...]
@@ -59,7 +60,7 @@ def plan_of(call: Call) -> Plan:
         prepare = dispatch.serve(device_of(q.device).target, request)
         if call.empty:
             launch = Launch(functools.partial(_fill, "sink" in request.static_features.operands))
-            return Plan(launch, call.extents, call.out, call.lse, call.reads_device)
+            return Plan(launch, request, call.extents, call.out, call.lse, call.reads_device)
         # like the results that calls will have: only sizes and strides matter
         if "out" not in tensors:
             tensors["out"] = torch.empty_like(q) if call.out is None else q.new_empty(call.out[0], dtype=call.out[1])
@@ -69,7 +70,7 @@ def plan_of(call: Call) -> Plan:
     except UnsupportedError as error:
         OWN.tell(error)
         raise
-    return Plan(launch, call.extents, call.out, call.lse, call.reads_device)
+    return Plan(launch, request, call.extents, call.out, call.lse, call.reads_device)
 
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:

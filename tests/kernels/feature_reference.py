@@ -198,8 +198,11 @@ def feature_attention(
             if sink is not None:
                 extra = sink[some].to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, extra], -1)
-            total = torch.logsumexp(scores, -1)
-            probabilities = torch.softmax(scores, -1).masked_fill((total == -math.inf)[..., None], 0.0)[..., :keys]
+            # -inf alone would be NaN in gradients, also in those of other rows
+            empty = (scores == -math.inf).all(-1)
+            scores = scores.masked_fill(empty[..., None], 0.0)
+            total = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
+            probabilities = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)[..., :keys]
             values = product(probabilities, key_heads(span.value, heads, some).to(dtype))
             place = slice(rows_used.start + rows.start, rows_used.start + rows.stop)
             out[(*entry, place, some)] = values.transpose(0, 1)

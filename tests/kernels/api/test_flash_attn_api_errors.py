@@ -138,7 +138,18 @@ MISTAKES = {
         UNSUPPORTED,
         "flash_attn_with_kvcache: q has dtype torch.float8_e4m3fn, and appending 8-bit keys is not available: write",
     ),
-    "gradient": (dense, {"q": Q.clone().requires_grad_()}, UNSUPPORTED, "q requires a gradient, but the backward is"),
+    "gradient of slopes": (
+        dense,
+        {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        UNSUPPORTED,
+        "alibi_slopes requires a gradient, and only q, k and v have one: pass it detached",
+    ),
+    "gradient of a cache": (
+        cached,
+        {"k_cache": CACHE.clone().requires_grad_()},
+        UNSUPPORTED,
+        "flash_attn_with_kvcache: k_cache requires a gradient, but the backward is not available here",
+    ),
     "no offsets of keys": (
         varlen,
         {"cu_seqlens_k": None},

@@ -98,6 +98,7 @@ ODD_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 # accepted for some arguments
 MAYBE_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "gradient": lambda x: x.detach().clone().requires_grad_() if x.is_floating_point() else x,
     "none": lambda x: None,
     "zero-d": lambda x: x.new_zeros(()),
     "rank + 1": lambda x: x[None],
@@ -122,7 +123,6 @@ MAYBE_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "columns": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x,
     "every second": lambda x: x.repeat_interleave(2)[::2] if x.dim() == 1 else x,
     "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
-    "gradient": lambda x: x.detach().clone().requires_grad_() if x.is_floating_point() else x.float(),
     "a parameter": lambda x: torch.nn.Parameter(x.detach().float(), requires_grad=True),
     "conjugate": lambda x: torch.complex(x.float(), x.float()).conj(),
 }
