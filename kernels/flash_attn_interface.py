@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from .arguments.checks import (
 )
 from .call import device_values
 from .call.checks import check_call
-from .call.gradients import check_operands, differentiable
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, NO_WINDOW
@@ -40,9 +38,9 @@ _environment = config.raw_value
 _KERNEL, _DISABLED, _ARCH = (v.raw_name for v in (config.KERNEL, config.DISABLE_DUALWAVE_SWP, config.ARCH))
 _CHECK_INPUTS = config.CHECK_INPUTS.raw_name
 
-_NO_SCOPE: AbstractContextManager[None] = nullcontext()
 _NO_OPERANDS: dict[str, Any] = {}
 _Tensor = torch.Tensor
+_grad_enabled = torch.is_grad_enabled
 _plans: dict[tuple[Any, ...], Plan] = Plans()
 
 
@@ -228,12 +226,14 @@ def flydsl_flash_attn_func(
         request, extents, reads_device = plan.request, plan.extents, plan.reads_device
 
     # what the key does not hold is checked every time
-    if torch.is_grad_enabled():
+    if _grad_enabled():
         if out is not None:
             check_gradients({"out": out})
         if operands:
-            check_operands(operands)
+            ATTENTION.no_operand_gradients(operands)
         if q.requires_grad or k.requires_grad or v.requires_grad:
+            from .call.gradients import differentiable  # inference does not wait for the backward kernels to load
+
             passed = locals()
             options = {name: passed[name] for name in _OPTIONS}
             results = differentiable(flydsl_flash_attn_func, request, q, k, v, causal, options)
@@ -242,9 +242,12 @@ def flydsl_flash_attn_func(
         check_no_overlap(out, {"q": q, "k": k, "v": v}, extents)
     if workspace is not None:
         check_workspace(workspace, {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}))
-    handle, scope = (None, _NO_SCOPE) if stream is None else stream_of(stream, q.device)
+    handle, scope = (None, None) if stream is None else stream_of(stream, q.device)
 
-    with scope:  # so that torch's allocator knows which stream the results belong to
+    # torch's allocator has to know which stream results belong to; a scope that does nothing is 0.1 µs in every call
+    if scope is not None:
+        scope.__enter__()
+    try:
         if reads_device and device_values.on(q.device):
             offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
             longest = (max_seqlen_q, max_seqlen_kv)
@@ -270,6 +273,9 @@ def flydsl_flash_attn_func(
         if operands:
             tensors |= operands
         launch.run(tensors, handle)
+    finally:
+        if scope is not None:
+            scope.__exit__(None, None, None)
     return out if lse is None else (out, lse)
 
 

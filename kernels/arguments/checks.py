@@ -163,6 +163,15 @@ class Checks:
                     UnsupportedError,
                 )
 
+    def no_operand_gradients(self, operands: Mapping[str, Any]) -> None:
+        """No operand of a feature requires a gradient (call it only in grad mode)."""
+        for name, tensor in operands.items():
+            if tensor is not None and tensor.requires_grad:
+                self.fail(
+                    f"{arg(name)} requires a gradient, and only q, k and v have one: pass it detached",
+                    UnsupportedError,
+                )
+
 
 ATTENTION = Checks("flydsl_flash_attn_func")
 fail, flag, whole = ATTENTION.fail, ATTENTION.flag, ATTENTION.whole

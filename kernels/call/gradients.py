@@ -66,15 +66,6 @@ def differentiable(
     return result
 
 
-def check_operands(operands: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` if an operand of a feature requires a gradient (call it only in grad mode)."""
-    for name, tensor in operands.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise problem(
-                UnsupportedError, f"{arg(name)} requires a gradient, and only q, k and v have one: pass it detached"
-            )
-
-
 class _Attention(torch.autograd.Function):
     """The call as autograd sees it: out and lse of q, k and v."""
 

@@ -89,10 +89,16 @@ class Steps:
         # several of them in half the time that as many subscripts take
         take = itemgetter(*given) if len(given) > 1 else lambda tensors: [tensors[name] for name in given]
 
+        # of one kernel: where among its addresses those are that the stream decides
+        places = sorted(((steps[0][1].index(n), at) for n, at in of_stream), key=itemgetter(0)) if not more else []
+
         def run_one(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
                 stream = current_stream()
-            launch_first([tensor.data_ptr() for tensor in take(tensors)], stream)
+            addresses = [tensor.data_ptr() for tensor in take(tensors)]
+            for place, address in places:
+                addresses.insert(place, address(stream))
+            launch_first(addresses, stream)
 
         def run(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
@@ -107,4 +113,4 @@ class Steps:
             for launch, takes in steps:
                 launch([addresses[name] for name in takes], stream)
 
-        return Launch(run if more or made else run_one, self.nbytes)
+        return Launch(run if more or parts else run_one, self.nbytes)

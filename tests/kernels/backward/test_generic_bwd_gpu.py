@@ -1,0 +1,98 @@
+"""The generic backward kernels on a GPU, at lengths that no emulator has time for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.backward.test_generic_bwd import by_autograd
+from tests.kernels.feature_cases import Inputs, by_head, stripes
+from tests.kernels.gradient_reference import gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+DIMS = [(32, 32), (40, 40), (64, 64), (72, 72), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128)]
+
+
+def wrong(inputs: Inputs, causal: bool, **options) -> list[str]:
+    q, k, v = inputs.tensors()
+    options |= inputs.form()
+    dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
+    found = by_autograd(q, k, v, causal, dout, dlse, **options, **longest)
+    return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_head_dimension(dims, dtype, causal, seed):
+    inputs = Inputs([1000] * 2, [1234] * 2, 4, 2, dims[0], dtype, head_dim_v=dims[1], seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "bias", "sink", "functions"])
+def test_features(name, seed):
+    inputs = Inputs([700] * 2, [900] * 2, 4, 2, 64, seed=seed, device="cuda")
+    options = {
+        "softcap": lambda: {"softcap": 5.0},
+        "window": lambda: {"window_size": (200, 30)},
+        "chunk": lambda: {"attention_chunk": 300},
+        "slopes": lambda: {"alibi_slopes": inputs.floats(2, 4).abs()},
+        "bias": lambda: {"bias": inputs.floats(2, 4, 700, 900)},
+        "sink": lambda: {"sink": inputs.floats(4)},
+        "functions": lambda: {"score_mod": by_head, "mask_mod": stripes, "aux_tensors": (inputs.floats(4, 900),)},
+    }[name]()
+    assert not wrong(inputs, False, **options), f"seed {seed}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences(head_dim, seed):
+    lengths = [0, 1, 777, 64, 2000, 129]
+    inputs = Inputs(lengths, [5, 1, 777, 300, 1500, 0], 4, 1, head_dim, packed=True, seed=seed, device="cuda")
+    assert not wrong(inputs, True), f"seed {seed}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sequences(head_dim, seed):
+    inputs = Inputs([8192], [8192], 2, 1, head_dim, seed=seed, device="cuda")
+    assert not wrong(inputs, True), f"seed {seed}"
+
+
+def test_results_are_the_same_bits_every_time(seed):
+    inputs = Inputs([1000], [1000], 8, 2, 128, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    out = flydsl_flash_attn_func(*leaves)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(1000):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_captured_step_may_be_replayed(seed):
+    inputs = Inputs([500], [500], 4, 4, 64, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    dout = torch.randn_like(leaves[0])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
