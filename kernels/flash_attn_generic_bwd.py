@@ -34,6 +34,7 @@ from fly.backends.target import target
 from fly.errors import UnsupportedError
 from fly.runtime.device import device_of
 
+from .arguments.callers import problem
 from .generic.backward import BackwardOptions, options_for
 from .generic.operands import Queries
 from .generic.streams import Resident, Stream, column_tiles
@@ -53,6 +54,7 @@ from .work.tile_scheduler import MAX_GRID_YZ, block_work
 # features of a call whose gradients of q, k and v these kernels have
 WITH_GRADIENT = (
     "packed",
+    "split_kv",
     "seqused",
     "window",
     "attention_chunk",
@@ -322,12 +324,11 @@ def check_request(request: Request) -> None:
     for name in request.features:
         if name not in WITH_GRADIENT:
             what, instead = BY_NAME[name].told
-            raise UnsupportedError(f"the backward pass does not do {what}: {instead}")
+            raise problem(UnsupportedError, f"the backward pass does not do {what}: {instead}")
     for what, count in (("heads", request.num_heads), ("sequences", request.batch)):
         if count > MAX_GRID_YZ:
-            raise UnsupportedError(
-                f"the backward pass takes {MAX_GRID_YZ} {what}, not {count}: pass the batch in parts"
-            )
+            text = f"the backward pass takes {MAX_GRID_YZ} {what}, not {count}: pass the batch in parts"
+            raise problem(UnsupportedError, text)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

@@ -13,8 +13,8 @@ import torch
 
 from fly.errors import UnsupportedError
 
-from ..arguments.callers import OWN, arg, problem
-from ..arguments.checks import ALIGNMENT
+from ..arguments.callers import OWN, arg
+from ..arguments.checks import ALIGNMENT, ATTENTION
 from ..flash_attn_generic_bwd import check_request, prepare
 from ..problem.contract import Launch, Request, aux_name
 from ..problem.mods import Mod
@@ -51,11 +51,10 @@ def differentiable(
     """
     for name, instead in _NOT_TAKEN.items():
         if options[name] is not None:
-            raise problem(UnsupportedError, f"{arg(name)} is given where a gradient is needed: {instead}")
+            ATTENTION.fail(f"{arg(name)} is given where a gradient is needed: {instead}", UnsupportedError)
     if q.element_size() == 1:
-        raise problem(
-            UnsupportedError, f"{arg.q} requires a gradient, and {q.dtype} has none: use bfloat16 or float16"
-        )
+        text = f"{arg.q} requires a gradient, and {q.dtype} has none: use bfloat16 or float16"
+        ATTENTION.fail(text, UnsupportedError)
     try:
         check_request(request)
     except UnsupportedError as error:

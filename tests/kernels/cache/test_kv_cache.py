@@ -17,6 +17,7 @@ from fly.runtime.compile import compile_kernel
 from kernels.cache import kv_cache
 from kernels.cache.kv_cache import THREADS, append_to_cache, rotate_and_append
 from kernels.cache.rotary import Rotary
+from kernels.call import plan
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.isa import count, kinds, opcodes
 from tests.kernels.cache.kv_cache_cases import Case, Problem, failures
@@ -282,8 +283,8 @@ def test_plans(device, monkeypatch):
 
 @pytest.mark.parametrize("where", ["gfx950"])
 def test_plans_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(kv_cache, "_plans", {})
-    monkeypatch.setattr(kv_cache, "MAX_PLANS", 2)
+    monkeypatch.setattr(kv_cache, "_plans", plan.Plans())
+    monkeypatch.setattr(plan, "MAX_PLANS", 2)
     for new in (1, 2, 3, 1):
         assert failures(Problem(Case(new=new), 0)) == []
     assert len(kv_cache._plans) == 2

@@ -147,7 +147,7 @@ def listed(*names: str, size=(128, 128), **functions) -> Features:
 
 def with_lists(dims: tuple[int, int], causal: bool, seq_len: int, asked: Features) -> Sm90Options:
     """The build for a long or a short call with a block mask."""
-    shape = {"head_dim": dims[0], "head_dim_v": dims[1], "causal": causal, "asked": asked}
+    shape = {"head_dim": dims[0], "head_dim_v": dims[1], "causal": causal, "static_features": asked}
     return build_for(request(seq_len, 4096, 16, 16, 4, **shape), UNITS)[0]
 
 
