@@ -32,7 +32,7 @@ from fly.backends.target import Target, target
 from fly.errors import ShapeError, UnsupportedError
 from fly.runtime.device import device_of
 
-from .generic.operands import KeyValues, KeyValueTiling, Queries, SharedQueries, direct_queries, padded
+from .generic.operands import KeyValues, Queries, SharedRows, Tiling, column_tiles, direct_rows, padded
 from .generic.tiles import TILES
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import NO_FEATURES, BoundFeatures, Features
@@ -181,20 +181,21 @@ def _attend(
 
     q_window = work.q.window(work.first_row, options.block_m)
     if options.asynchronous:
-        arriving = SharedQueries(link, q_window, options.block_m, options.vector)
-    tiling = KeyValueTiling(
-        options.block_n, options.stages, options.vector, options.alternate, lag=int(options.overlap)
-    )
+        arriving = SharedRows("q", link, q_window, options.block_m, options.vector)
+    tiling = Tiling(options.block_n, options.stages, options.vector, options.alternate)
     listed = work.listed
-    tiles = KeyValues(link, work.k, work.v, tiling, None if listed is None else listed.tile)
+    tiles = KeyValues(link, work.k, work.v, tiling, int(options.overlap), None if listed is None else listed.tile)
     ring = tiles.ring
-    output, softmax = fly.Fragment.zeros(layout, row_tiles, tiles.dim_tiles), OnlineSoftmax.start(layout, row_tiles)
+    output = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, work.v.columns))
+    softmax = OnlineSoftmax.start(layout, row_tiles)
     flight = ring.start(work.tiles.first)
     queries: Queries
     if options.asynchronous:
-        queries = arriving.arrive(wave_offset, wave_rows, keep=options.queries == "registers")
+        fly.wait(arriving.flight)
+        fly.barrier()
+        queries = arriving.operands(wave_offset, wave_rows, keep=options.queries == "registers")
     else:
-        queries = direct_queries(link, q_window, wave_offset, wave_rows)
+        queries = direct_rows(link, q_window, wave_offset, wave_rows)
 
     scale = given.scale(scale_log2)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ from fly.runtime.device import device_of
 
 from .arguments.callers import problem
 from .generic.backward import BackwardOptions, options_for
-from .generic.operands import Queries
-from .generic.streams import Resident, Stream, column_tiles
+from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows
 from .problem.catalogue import BY_NAME
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
@@ -80,9 +80,14 @@ class _Head:
 Step = Callable[[Any, tuple[Any, ...], bool], tuple[Any, ...]]  # (tile, carry, whether it is masked) -> carry
 
 
+def _uniform(number: Any) -> fly.Value:
+    """A number that is the same in every lane, a Python int too, in a scalar register."""
+    return fly.first_lane(fly.i32(0) + number)
+
+
 def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked: bool) -> tuple[Any, ...]:
     """`step` over all tiles of a range, masked where some row does not see a tile whole."""
-    first, end = (fly.first_lane(fly.i32(0) + number) for number in (tiles.first, tiles.end))
+    first, end = (_uniform(number) for number in (tiles.first, tiles.end))
     if always_masked:
         parts = [(first, end, True)]
     else:
@@ -162,7 +167,7 @@ class _KeyBlock:
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more
-        state = (*sums, ring.start(fly.first_lane(fly.i32(0) + self.tiles.first)))
+        state = (*sums, ring.start(_uniform(self.tiles.first)))
         *sums, flight = _walk(self.tiles, state, step, always_masked=options.features.masks_every_tile)
         if ring.asynchronous:
             for token in flight.pending:
@@ -208,8 +213,7 @@ def flash_attn_generic_dkdv(
         sides = {"k": keys.rows(k, kv_head, options.head_dim), "v": keys.rows(v, kv_head, options.head_dim_v)}
         if "dk" not in options.results:
             del sides["v"]
-        arriving = [_resident(name, link, view, first_key, options) for name, view in sides.items()]
-        stay = [side.arrive(wave_offset, options.wave_rows) for side in arriving]
+        stay = [arrived(wave_offset) for arrived in _resident(link, sides, first_key, options)]
         mine = _KeyBlock(options, link, inverse, tiles, first_key + wave_offset, stay)
         sums = tuple(
             fly.Fragment.zeros(link.layout, mine.row_tiles, column_tiles(link, dims[name]))
@@ -234,10 +238,27 @@ def flash_attn_generic_dkdv(
             store_output(view, _scaled(results["dk"], scale_log2), mine.wave_key, options.wave_rows)
 
 
-def _resident(name: str, link: fly.Chain, view: fly.RowView, first: fly.Value, options: BackwardOptions) -> Resident:
-    """A block's rows from `first` on, on their way."""
-    window = view.window(first, options.block_m)
-    return Resident(name, link, window, options.block_m, options.vector, options.resident == "shared")
+def _resident(
+    link: fly.Chain, views: dict[str, fly.RowView], first: fly.Value, options: BackwardOptions
+) -> list[Callable[[fly.Value], Queries]]:
+    """A block's rows of `views` from `first` on: functions of a wave's offset among them, which wait for them.
+
+    Those in shared memory are there behind the next barrier.
+    """
+    windows = {name: view.window(first, options.block_m) for name, view in views.items()}
+    if options.resident == "registers":
+
+        def direct(window: fly.Window, offset: fly.Value) -> Queries:
+            return direct_rows(link, window, offset, options.wave_rows)
+
+        return [partial(direct, window) for window in windows.values()]
+
+    def arrived(rows: SharedRows, offset: fly.Value) -> Queries:
+        fly.wait(rows.flight)
+        return rows.operands(offset, options.wave_rows, keep=False)
+
+    arriving = [SharedRows(name, link, of, options.block_m, options.vector) for name, of in windows.items()]
+    return [partial(arrived, rows) for rows in arriving]
 
 
 def _scaled(sums: fly.Fragment, scale_log2: fly.Value) -> fly.Fragment:
@@ -282,14 +303,12 @@ def flash_attn_generic_dq(
         wave_row = work.first_row + wave_offset
         rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda row: row + wave_row)
         here = given.at(work)
-        arriving = [
-            _resident(name, link, view, work.first_row, options) for name, view in (("q", work.q), ("dout", work.out))
-        ]
+        arriving = _resident(link, {"q": work.q, "dout": work.out}, work.first_row, options)
         of_k = Stream("k", link, work.k, options.tiling, across=True, along=True)
         of_v = Stream("v", link, work.v, options.tiling, across=True, along=False)
         ring, split = fly.TileRing([*of_k.copies, *of_v.copies], options.stages), len(of_k.copies)
-        flight = ring.start(fly.first_lane(fly.i32(0) + work.tiles.first))
-        of_q, of_dout = (side.arrive(wave_offset, options.wave_rows) for side in arriving)
+        flight = ring.start(_uniform(work.tiles.first))
+        of_q, of_dout = (arrived(wave_offset) for arrived in arriving)
         last = work.queries.length - 1
         lse, deltas = (
             rows.map(lambda row, of=of: of.load(fly.minimum(row, last)))

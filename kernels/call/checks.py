@@ -228,7 +228,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, strides)
 
 
-def _alignment(*tensors: torch.Tensor) -> int:
+def alignment(*tensors: torch.Tensor) -> int:
     """Bytes, at most `ALIGNMENT`, that divide the addresses and all strides but the last."""
     bits = ALIGNMENT
     for tensor in tensors:
@@ -295,7 +295,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         seq_len_kv = min(seq_len_kv, longest[1])
     inputs = [*map(settled, (q, k, v) if out is None else (q, k, v, out))]
     queries, keys = (inputs[0], *inputs[3:]), inputs[1:3]
-    alignments, pitches = [_alignment(*inputs), _alignment(*keys)], [_pitch(*queries), _pitch(*keys)]
+    alignments, pitches = [alignment(*inputs), alignment(*keys)], [_pitch(*queries), _pitch(*keys)]
     found = CallArguments(q, k, causal, batch, packed, options)
     features, operands, wanted = check_features(found)
     aux = found.aux_tensors(used=features.score_mod is not None or features.mask_mod is not None)

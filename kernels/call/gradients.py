@@ -18,7 +18,7 @@ from ..arguments.checks import ALIGNMENT, ATTENTION
 from ..flash_attn_generic_bwd import check_request, prepare
 from ..problem.contract import Launch, Request, aux_name
 from ..problem.mods import Mod
-from .checks import INPUTS, check_call
+from .checks import INPUTS, alignment, check_call, settled
 from .plan import Plans
 
 Options = Mapping[str, Any]
@@ -147,14 +147,12 @@ def backward(
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it."""
-    steps = [
-        stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1
-    ]
-    # strides of 0 are those of expanded gradients: their rows are alike, and may be loaded as they are
-    if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in (x.data_ptr(), *steps)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it.
+
+    Strides of 0 are those of expanded gradients: their rows are alike, and are loaded as they are.
+    """
+    x = settled(x)
+    return x if x.stride(-1) == 1 and alignment(x) >= ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
 
 
 def _key(value: Any) -> Any:

@@ -8,8 +8,7 @@ from fly.backends.target import Target
 from fly.errors import ShapeError
 
 from ..problem.features import NO_FEATURES, Features
-from .operands import padded
-from .streams import Tiling
+from .operands import Tiling, padded
 
 
 @dataclass(frozen=True)

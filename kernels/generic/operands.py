@@ -1,11 +1,16 @@
-"""How Q, K and V of a portable attention kernel become operands of its matrix instructions.
+"""How tensors of a portable attention kernel become operands of its matrix instructions: rows that stay with a wave,
+and tiles of rows that pass by.
+
+The forward pass has queries that stay, and keys and values that pass by. Of the backward pass two tensors stay and
+two pass by: queries pass keys that stay (dK, dV), or keys pass queries that stay (dQ). What passes by is an operand
+in two ways: across its columns, as K is of the scores, and along its rows, as V is of the output.
 
 Head dimensions are padded to multiples of 32 in shared memory only: copies fill what the tensors lack with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,50 +32,48 @@ def _plan(link: fly.Chain, operand: str, **kwargs: Any) -> fly.OperandPlan | Non
     return fly.plan_operand(fly.target().matrix_loads, want, link.atom.values(operand))
 
 
-def transposed_plan(link: fly.Chain) -> fly.OperandPlan | None:
-    """How a tile is read turned, keys in the order in which registers of weights hold them; None: no load turns."""
+def _straight_plan(link: fly.Chain, operand: str) -> fly.OperandPlan:
+    """How an operand is read from a tile that has its rows."""
+    return fly.require_plan(_plan(link, operand, transposed=False), link.atom, operand)
+
+
+def _transposed_plan(link: fly.Chain) -> fly.OperandPlan | None:
+    """How a tile is read turned, rows in the order in which registers of weights hold them; None: no load turns."""
     return _plan(link, link.column_operand, transposed=True, slot_of=lambda k: link.columns[k])
 
 
-def turned_copy(
-    link: fly.Chain, rows: fly.RowView | fly.PagedRows, count: int, vector: int, plan: fly.OperandPlan
-) -> tuple[fly.SwizzledTile, fly.TransposedCopy]:
-    """(layout, copy) that stores tiles of `count` rows turned, for loads of `plan`; rows as registers hold them."""
-    dims, depth = padded(rows.columns), link.atom.k
-    layout = fly.SwizzledTile(dims, count, plan.load.granule, fold=True)
-    pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
-    vector = min(vector, _turned_vector(count, dims))
-    return layout, fly.TransposedCopy(rows, layout, vector=vector, slot_of_piece=pieces)
+def column_tiles(link: fly.Chain, columns: int) -> int:
+    """Accumulator tiles across `columns` columns of a product along a stream."""
+    together = (_transposed_plan(link) or _straight_plan(link, link.column_operand)).tiles
+    return -(-columns // (link.layout.columns * together)) * together
 
 
-def direct_queries(link: fly.Chain, window: fly.Window, offset: Any, count: int) -> Queries:
+def direct_rows(link: fly.Chain, window: fly.Window, offset: Any, count: int) -> Queries:
     """Operands of `count` rows, from the wave's `offset` in the block's window, straight from global memory."""
     steps = -(-window.view.columns // link.atom.k)
     operands = load_queries(link, window, offset, count // link.layout.rows, steps)
     return lambda t: [tile[t] for tile in operands]
 
 
-class SharedQueries:
-    """A window of `count` rows of Q on their way to shared memory, by asynchronous copies of `vector` elements."""
+class SharedRows:
+    """A window of `count` rows on their way to shared memory, by asynchronous copies of `vector` elements."""
 
-    def __init__(self, link: fly.Chain, window: fly.Window, count: int, vector: int):
+    def __init__(self, name: str, link: fly.Chain, window: fly.Window, count: int, vector: int):
         rows = window.view
-        plan = fly.require_plan(_plan(link, link.row_operand, transposed=False), link.atom, link.row_operand)
+        plan = _straight_plan(link, link.row_operand)
         layout = fly.SwizzledTile(count, padded(rows.columns), plan.load.granule)
         self.link = link
         self.steps = -(-rows.columns // link.atom.k)
-        self.tile = fly.SharedTile.ring("q", layout, rows.dtype, 1)[0]
+        self.tile = fly.SharedTile.ring(name, layout, rows.dtype, 1)[0]
         self.loader = fly.OperandLoader(plan, layout)
         copy = fly.RowCopy(rows, layout, vector=vector, asynchronous=True)
         self.flight = copy.issue_window(window, self.tile)
 
-    def arrive(self, offset: Any, count: int, *, keep: bool) -> Queries:
-        """Operands of `count` rows from the wave's `offset` on, when they are there.
+    def operands(self, offset: Any, count: int, *, keep: bool) -> Queries:
+        """Operands of `count` rows from the wave's `offset` on, behind a wait for `flight` and a barrier.
 
         `keep` loads them into registers now, otherwise each use loads its own.
         """
-        fly.wait(self.flight)
-        fly.barrier()
         tile, link = self.tile.rows_from(offset), self.link
         places = range(0, count, link.layout.rows)
         for t in range(self.steps):
@@ -86,22 +89,92 @@ class SharedQueries:
 
 
 @dataclass(frozen=True)
-class KeyValueTiling:
-    """Tiles of `keys` keys and how they travel: `stages` slots each, `vector` elements a copy.
+class Tiling:
+    """Tiles of `rows` rows and how they travel: `stages` slots each, `vector` elements a copy.
 
     With one stage, tiles go through registers, or straight to shared memory by turns if they `alternate`.
-    `lag` (0 or 1) is how many tiles V is behind K.
     """
 
-    keys: int
+    rows: int
     stages: int
     vector: int
     alternate: bool = False
-    lag: int = 0
 
     @property
     def asynchronous(self) -> bool:
+        """Whether tiles go past the registers."""
         return self.stages > 1 or self.alternate
+
+
+class Stream:
+    """Tiles of a matrix on their way to shared memory, and the products with them.
+
+    `copies` are for a ring, which gives the tiles of every step in the same order: one, or two where no load of the
+    target turns what another load takes as it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        link: fly.Chain,
+        rows: fly.RowView | fly.PagedRows,
+        tiling: Tiling,
+        *,
+        across: bool,
+        along: bool,
+    ) -> None:
+        self.link = link
+        self.copies: list[tuple[Any, fly.SharedTile]] = []
+        atom, operand, columns = link.atom, link.column_operand, link.layout.columns
+        self.steps = -(-rows.columns // atom.k)
+        self.row_steps = tiling.rows // atom.k
+        self.row_tiles = tiling.rows // columns
+        plan, turning = _straight_plan(link, operand), _transposed_plan(link)
+        if across or turning is not None:
+            granule = max(p.load.granule for p in (plan if across else None, turning if along else None) if p)
+            layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
+            copy = fly.RowCopy(rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
+            self.copies.append((copy, fly.SharedTile.ring(name, layout, rows.dtype, tiling.stages)[0]))
+        if across:
+            self._across = fly.OperandLoader(plan, layout)
+            for t in range(self.steps):
+                self._across.prepare(0, t * atom.k)
+        if not along:
+            return
+        self._turned = turning is None
+        if turning is None:
+            # no load turns it: it is stored turned, rows in the order in which registers of weights hold them
+            dims = padded(rows.columns)
+            layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
+            pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
+            vector = min(tiling.vector, _turned_vector(tiling.rows, dims))
+            turned = fly.TransposedCopy(rows, layout, vector=vector, slot_of_piece=pieces)
+            self.copies.append((turned, fly.SharedTile.ring(f"{name} turned", layout, rows.dtype, tiling.stages)[0]))
+        self._along = fly.OperandLoader(turning or plan, layout)
+        for n in range(0, column_tiles(link, rows.columns), self._along.plan.tiles):
+            for t in range(self.row_steps):
+                self._along.prepare(*self._place(n, t))
+
+    def _place(self, n: int, t: int) -> tuple[int, int]:
+        row, column = t * self.link.atom.k, n * self.link.layout.columns
+        return (column, row) if self._turned else (row, column)
+
+    def across(self, sums: fly.Fragment, rows: Queries, tiles: Sequence[fly.SharedTile]) -> fly.Fragment:
+        """sums + rows · tileᵀ: a column for each row of the tile. `tiles`: of `copies`."""
+        for t in range(self.steps):
+            place = lambda n, t=t: (n * self.link.layout.columns, t * self.link.atom.k)  # noqa: E731
+            sums = product(self.link, rows(t), self._across, tiles[0], place, sums)
+        return sums
+
+    def along(self, sums: fly.Fragment, weights: fly.Fragment, tiles: Sequence[fly.SharedTile]) -> fly.Fragment:
+        """sums + weights · tile; the weights' registers, rounded to 16 bits, are operands as they are."""
+        tile = tiles[-1]
+        narrow = weights.map(lambda x, r, c: x.to(tile.dtype, rounding="nearest_any"))
+        operands = [self.link.operands(row) for row in narrow.tiles]
+        for t in range(self.row_steps):
+            place = lambda n, t=t: self._place(n, t)  # noqa: E731
+            sums = product(self.link, [row[t] for row in operands], self._along, tile, place, sums)
+        return sums
 
 
 @dataclass(frozen=True)
@@ -134,7 +207,8 @@ class ListedCopy:
 class KeyValues:
     """K and V tiles on their way through `ring`, and the products with them.
 
-    `listed`: the number of the tile that a step takes, where it is not the step's own.
+    `lag` (0 or 1) is how many tiles V is behind K. `listed`: the number of the tile that a step takes, where it is
+    not the step's own.
     """
 
     def __init__(
@@ -142,98 +216,30 @@ class KeyValues:
         link: fly.Chain,
         k_rows: fly.RowView | fly.PagedRows,
         v_rows: fly.RowView | fly.PagedRows,
-        tiling: KeyValueTiling,
+        tiling: Tiling,
+        lag: int = 0,
         listed: Callable[[Any], Any] | None = None,
     ):
-        self.link = link
-        self.tiling = tiling
-        columns, depth = link.layout.columns, link.atom.k
-        self.key_tiles = tiling.keys // columns
-        self.dim_steps = -(-k_rows.columns // depth)
-        self.key_steps = tiling.keys // depth
-        self._keys(k_rows)
-        self._values(v_rows)
-        self.dim_tiles = -(-v_rows.columns // (columns * self.v_plan.tiles)) * self.v_plan.tiles
-        k_ring = fly.SharedTile.ring("k", self.k_copy.layout, k_rows.dtype, tiling.stages)[0]
-        v_ring = fly.SharedTile.ring("v", self.v_copy.layout, v_rows.dtype, tiling.stages)[0]
-        k_copy, v_copy = (c if listed is None else ListedCopy(c, listed) for c in (self.k_copy, self.v_copy))
-        k, v = (k_copy, k_ring), (v_copy, v_ring)
+        self.k = Stream("k", link, k_rows, tiling, across=True, along=False)
+        self.v = Stream("v", link, v_rows, tiling, across=False, along=True)
+        copies = [
+            (c if listed is None else ListedCopy(c, listed), ring) for c, ring in (*self.k.copies, *self.v.copies)
+        ]
         self.ring = (
-            fly.AlternatingTiles(k, v)
-            if tiling.alternate
-            else fly.TileRing([k, v], tiling.stages, lags=(0, tiling.lag))
+            fly.AlternatingTiles(*copies) if tiling.alternate else fly.TileRing(copies, tiling.stages, lags=(0, lag))
         )
-        self.k_loader = fly.OperandLoader(self.k_plan, self.k_copy.layout)
-        self.v_loader = fly.OperandLoader(self.v_plan, self.v_copy.layout)
-        for t in range(self.dim_steps):
-            self.k_loader.prepare(0, t * depth)
-        for n in range(0, self.dim_tiles, self.v_plan.tiles):
-            for t in range(self.key_steps):
-                self.v_loader.prepare(*self._v_place(n, t))
-
-    def _keys(self, rows: fly.RowView | fly.PagedRows) -> None:
-        link, tiling = self.link, self.tiling
-        operand = link.column_operand
-        self.k_plan = fly.require_plan(_plan(link, operand, transposed=False), link.atom, operand)
-        layout = fly.SwizzledTile(tiling.keys, padded(rows.columns), self.k_plan.load.granule)
-        self.k_copy = fly.RowCopy(rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
-
-    def _values(self, rows: fly.RowView | fly.PagedRows) -> None:
-        link, tiling = self.link, self.tiling
-        operand, columns, depth = link.column_operand, link.layout.columns, link.atom.k
-        dims = padded(rows.columns)
-        plan = _plan(link, operand, transposed=True, slot_of=lambda k: link.columns[k])
-        self.turned = plan is None
-        if plan is not None:
-            self.v_plan = plan
-            layout = fly.SwizzledTile(tiling.keys, dims, plan.load.granule)
-            self.v_copy: fly.RowCopy | fly.TransposedCopy = fly.RowCopy(
-                rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous
-            )
-            self._v_place: Callable[[int, int], tuple[int, int]] = lambda n, t: (t * depth, n * columns)
-            return
-        # no load turns V: it is stored turned, keys in the order in which P's registers hold them
-        self.v_plan = fly.require_plan(_plan(link, operand, transposed=False), link.atom, operand)
-        layout = fly.SwizzledTile(dims, tiling.keys, self.v_plan.load.granule, fold=True)
-        pieces = tuple(link.columns.index(4 * p) // 4 for p in range(depth // 4))
-        self.v_copy = fly.TransposedCopy(
-            rows, layout, vector=min(tiling.vector, _turned_vector(tiling.keys, dims)), slot_of_piece=pieces
-        )
-        self._v_place = lambda n, t: (n * columns, t * depth)
 
     def scores(self, queries: Queries, row_tiles: int, tile: fly.SharedTile) -> fly.Fragment:
         """Raw scores of the queries with a tile of K."""
-        link = self.link
-        scores = fly.Fragment.zeros(link.layout, row_tiles, self.key_tiles)
-        for t in range(self.dim_steps):
-            scores = product(
-                link,
-                queries(t),
-                self.k_loader,
-                tile,
-                lambda n, t=t: (n * link.layout.columns, t * link.atom.k),
-                scores,
-            )
-        return scores
+        return self.k.across(fly.Fragment.zeros(self.k.link.layout, row_tiles, self.k.row_tiles), queries, [tile])
 
     def accumulate(self, output: fly.Fragment, probabilities: fly.Fragment, tile: fly.SharedTile) -> fly.Fragment:
-        """output + P V with a tile of V; P's registers, rounded to 16 bit, are operands as they are."""
-        weights = probabilities.map(lambda p, r, c: p.to(tile.dtype, rounding="nearest_any"))
-        operands = [self.link.operands(row) for row in weights.tiles]
-        for t in range(self.key_steps):
-            output = product(
-                self.link,
-                [row[t] for row in operands],
-                self.v_loader,
-                tile,
-                lambda n, t=t: self._v_place(n, t),
-                output,
-            )
-        return output
+        """output + P V with a tile of V."""
+        return self.v.along(output, probabilities, [tile])
 
 
 def _turned_vector(keys: int, dims: int) -> int:
-    """Columns of V per thread so that all threads have a piece of 4 rows to turn."""
+    """Columns per thread so that all threads have a piece of 4 rows to turn."""
     (threads, _, _) = fly.block_dim()
     group = dims & -dims
     return max(1, keys * group // (4 * threads))

@@ -6,25 +6,15 @@ import numpy as np
 import pytest
 
 import fly
-from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.backends.target import target, targets
+from fly.backends.target import target
 from fly.errors import AtomError, ShapeError
 from fly.lang.atoms import MmaAtom
 from fly.lang.fragment import AccumulatorLayout
+from tests.layouts import accumulator_layouts
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
-LAYOUTS = [
-    pytest.param(t.arch, AccumulatorLayout(atom, rows_on), id=f"{t.arch}-{atom.name}-{rows_on}")
-    for t in targets()
-    if t.arch in ("gfx942", "gfx950", "sm_80")
-    for atom in t.mma_atoms
-    if atom.dtype == "bf16"
-    for rows_on in ("m", "n")
-] + [
-    pytest.param("sm_90a", AccumulatorLayout(WarpgroupAtom(n, "bf16"), "m"), id=f"sm_90a-warpgroup-{n}")
-    for n in (8, 48)
-]
+LAYOUTS = accumulator_layouts(warpgroups=(8, 48))
 EVERY_LAYOUT = pytest.mark.parametrize(("arch", "layout"), LAYOUTS)
 
 

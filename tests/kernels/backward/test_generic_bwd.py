@@ -122,13 +122,15 @@ def test_results_are_the_same_bits_every_time(gfx950, seed):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("form", ["expanded", "transposed", "shifted"])
+@pytest.mark.parametrize("form", ["expanded", "transposed", "shifted", "alone"])
 def test_gradients_of_results_may_have_any_strides(form, gfx950, seed):
     inputs, (q, k, v) = small(seed=seed)
     dout = {
         "expanded": lambda: torch.ones((), dtype=q.dtype).expand(q.shape),
         "transposed": lambda: inputs.floats(*q.mT.shape, dtype=q.dtype).mT,
         "shifted": lambda: inputs.floats(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape),
+        # a stride that no element is away from another
+        "alone": lambda: inputs.floats(*q.shape, dtype=q.dtype).as_strided(q.shape, (3, *q.stride()[1:])),
     }[form]()
     found = by_autograd(q, k, v, True, dout, None)
     assert not gradients(q, k, v, True, dout).wrong(found), f"seed {seed}"

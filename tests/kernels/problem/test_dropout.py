@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fly
-from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.backends.target import target, targets
+from fly.backends.target import target
 from fly.errors import ArgumentError, AtomError
 from fly.lang.fragment import AccumulatorLayout
 from fly_attention.problem.dropout import RandomHead, philox, scale, threshold
@@ -22,6 +21,7 @@ from fly_attention.problem.dropout_mask import dropout_mask
 from fly_attention.problem.dropout_mask import philox as philox_in_torch
 from fly_attention.problem.dropout_tile import keep_tile, plan
 from tests.backends.builds import build
+from tests.layouts import accumulator_layouts
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
@@ -184,17 +184,7 @@ def test_single_positions_in_a_kernel(arch, monkeypatch):
     assert torch.equal(out != 0, dropout_mask(state, shape, 0.4)), seed
 
 
-LAYOUTS = [
-    pytest.param(t.arch, AccumulatorLayout(atom, rows_on), id=f"{t.arch}-{atom.name}-{rows_on}")
-    for t in targets()
-    if t.arch in ("gfx942", "gfx950", "sm_80")
-    for atom in t.mma_atoms
-    if atom.dtype == "bf16"
-    for rows_on in ("m", "n")
-] + [
-    pytest.param("sm_90a", AccumulatorLayout(WarpgroupAtom(n, "bf16"), "m"), id=f"sm_90a-warpgroup-{n}")
-    for n in (8, 96)
-]
+LAYOUTS = accumulator_layouts(warpgroups=(8, 96))
 ON_AMD = [layout for layout in LAYOUTS if layout.values[0].startswith("gfx")]
 # (tiles of rows, tiles of columns): where everything can be shared, where calls are few, and numbers that are odd
 TILES = ((2, 4), (1, 1), (3, 5))
