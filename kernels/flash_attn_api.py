@@ -1,14 +1,13 @@
 """FlashAttention-2's functions: the same names, arguments, defaults and results, on fly's kernels.
 
-`from fly_attention import flash_attn_func` takes the place of `from flash_attn import flash_attn_func` for
-inference. Tensors are on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and
+`from fly_attention import flash_attn_func` takes the place of `from flash_attn import flash_attn_func`. Tensors are on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and
 -4 behave differently, docs/compatibility.md says which one is followed.
 
 What holds for all functions here:
 
     Integers (window sides, max_seqlen_*, cache_seqlens, num_splits) may be Python's, numpy's or tensors without
         dimensions on the CPU. On a device only cache_seqlens may be: reading others would synchronise.
-    dropout_p: 0.0; others raise. deterministic: either; the forward pass always gives the same bits.
+    dropout_p: 0.0; others raise. deterministic: either; forward and backward pass always give the same bits.
     softmax_scale: factor of the scores, D**-0.5 by default.
     causal: query i of Sq sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
     window_size: (left, right); query i sees keys from i + Skv − Sq − left to i + Skv − Sq + right, both included.
@@ -24,10 +23,11 @@ What holds for all functions here:
 
     Errors name the function that was called and its arguments.
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
-    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients of caches and while
-    torch compiles, and what kernels of 8-bit inputs do not do, such as packed sequences.
+    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients of caches and 8-bit
+    inputs, and what kernels of these do not do, such as packed sequences.
 
-Under torch.compile and torch.export a call becomes the operation `torch.ops.fly.flash_attn`.
+q, k and v have gradients, or what they are packed in (docs/training.md). Under torch.compile and torch.export a call
+becomes the operation `torch.ops.fly.flash_attn`, whose gradient is one too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ from typing import Any, Unpack
 import torch
 
 from .api.conversions import check_cache, lengths_of
-from .api.options import CACHE, DENSE, PACKED, Extras, add_packing, attend, one_of, options_of, parts_of, with_rows
+from .api.options import (
+    CACHE,
+    DENSE,
+    PACKED,
+    Extras,
+    add_packing,
+    attend,
+    check_stacked,
+    one_of,
+    options_of,
+    with_rows,
+)
 from .api.torch_ops import append
 from .arguments.callers import (
     APPEND,
@@ -61,8 +72,8 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _attend(
     caller: Caller,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     causal: bool,
     options: dict[str, Any],
     return_attn_probs: bool,
@@ -111,11 +122,11 @@ def flash_attn_kvpacked_func(
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_func` of q (B, Sq, H, D) and k, v stacked in kv (B, Skv, 2, Hkv, D), which is not copied."""
-    k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 2, 2, "(B, S, 2, Hkv, D)")
+    check_stacked("flash_attn_kvpacked_func", "kv", kv, 2, 2, "(B, S, 2, Hkv, D)")
     options = options_of(
         KVPACKED, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
-    return _attend(KVPACKED, q, k, v, causal, options, return_attn_probs)
+    return _attend(KVPACKED, q, kv, None, causal, options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -131,11 +142,11 @@ def flash_attn_qkvpacked_func(
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_func` of q, k, v stacked in qkv (B, S, 3, H, D), which is not copied."""
-    q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 3, 2, "(B, S, 3, H, D)")
+    check_stacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, 2, "(B, S, 3, H, D)")
     options = options_of(
         QKVPACKED, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
-    return _attend(QKVPACKED, q, k, v, causal, options, return_attn_probs)
+    return _attend(QKVPACKED, qkv, None, None, causal, options, return_attn_probs)
 
 
 def flash_attn_varlen_func(  # type: ignore[misc]  # keywords of FlashAttention-3 are parameters here
@@ -191,13 +202,13 @@ def flash_attn_varlen_kvpacked_func(  # type: ignore[misc]  # the same
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_varlen_func` of q (total_q, H, D) and k, v stacked in kv (total_k, 2, Hkv, D), not copied."""
-    k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 1, "(total, 2, Hkv, D)")
+    check_stacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 1, "(total, 2, Hkv, D)")
     caller = VARLEN_KVPACKED.given(extras)
     options = options_of(
         caller, PACKED, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     add_packing(caller, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None)
-    return _attend(caller, q, k, v, causal, options, return_attn_probs)
+    return _attend(caller, q, kv, None, causal, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -215,13 +226,13 @@ def flash_attn_varlen_qkvpacked_func(
     **extras: Unpack[Extras],
 ) -> Result:
     """`flash_attn_varlen_func` of q, k, v stacked in qkv (total, 3, H, D), which is not copied."""
-    q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 1, "(total, 3, H, D)")
+    check_stacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 1, "(total, 3, H, D)")
     caller = VARLEN_QKVPACKED.given(extras)
     options = options_of(
         caller, PACKED, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )
     add_packing(caller, options, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None)
-    return _attend(caller, q, k, v, causal, options, return_attn_probs)
+    return _attend(caller, qkv, None, None, causal, options, return_attn_probs)
 
 
 def flash_attn_with_kvcache(  # type: ignore[misc]  # the same

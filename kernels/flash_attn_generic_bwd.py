@@ -23,7 +23,7 @@ Head dimensions above 128 have no registers for dK and dV together: a launch eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -338,12 +338,17 @@ def flash_attn_generic_dq(
         store_output(view, _scaled(sums, scale_log2), wave_row, options.wave_rows)
 
 
-def check_request(request: Request) -> None:
-    """Raise `UnsupportedError` for a call whose gradients these kernels do not have."""
-    for name in request.features:
+def check_features(names: Iterable[str]) -> None:
+    """Raise `UnsupportedError` for features whose gradients these kernels do not have."""
+    for name in names:
         if name not in WITH_GRADIENT:
             what, instead = BY_NAME[name].told
             raise problem(UnsupportedError, f"the backward pass does not do {what}: {instead}")
+
+
+def check_request(request: Request) -> None:
+    """Raise `UnsupportedError` for a call whose gradients these kernels do not have."""
+    check_features(request.features)
     for what, count in (("heads", request.num_heads), ("sequences", request.batch)):
         if count > MAX_GRID_YZ:
             text = f"the backward pass takes {MAX_GRID_YZ} {what}, not {count}: pass the batch in parts"
@@ -354,8 +359,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, then dK and dV, then dQ.
 
     `tensors`: those of the forward call with its out and lse, and dout like out, dlse like lse or None, and the
-    results dq, dk and dv like q, k and v. Rows past the end of packed sequences and of lengths in use are not
-    written. q, k, v and dout are 16-byte aligned.
+    results dq, dk and dv like q, k and v. delta, float32 like lse, is a result where it is given. Rows past the end
+    of packed sequences and of lengths in use are not written. q, k, v and dout are 16-byte aligned.
 
     Raises:
         UnsupportedError: a feature that has no gradient here, or too many heads or sequences for a grid.
@@ -367,7 +372,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     )
     lse = tensors["lse"]
     start = aligned(4 * lse.numel())
-    parts = {"lse2": 0, "delta": start}
+    parts = {"lse2": 0} if tensors.get("delta") is not None else {"lse2": 0, "delta": start}
     given = {
         **tensors,
         "scale_log2": request.scale_log2,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from .arguments.checks import (
     has_memory,
     stream_of,
 )
+from .arguments.stacked import is_stacked, leaves_of, unstacked
 from .call import device_values
 from .call.checks import check_call
 from .call.plan import Plan, Plans, plan_of
@@ -46,8 +47,8 @@ _plans: dict[tuple[Any, ...], Plan] = Plans()
 
 def flydsl_flash_attn_func(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     causal: bool = True,
     *,
     softmax_scale: float | None = None,
@@ -95,6 +96,8 @@ def flydsl_flash_attn_func(
             device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
             Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
+            v None: k and v are stacked in k, (B, Skv, 2, Hkv, D) or (total_kv, 2, Hkv, D). k None too: all three in
+            q, (B, S, 3, H, D) or (total, 3, H, D). What is stacked has one gradient, which is made without copies.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
         softmax_scale: positive factor of the scores; D**-0.5 by default.
         num_kv_heads: Hkv, if the caller wants it checked.
@@ -164,7 +167,18 @@ def flydsl_flash_attn_func(
     key: tuple[Any, ...] | None
     operands: dict[str, Any] = _NO_OPERANDS
     functions: tuple[Callable[..., Any] | None, ...]
+    leaves: tuple[torch.Tensor, ...] | None = None
+    needs_gradient, wants_lse = False, return_lse
+    if v is None and is_stacked(q, k):
+        leaves = leaves_of(q, k, v)
+        q, k, v = unstacked(leaves)
+    if TYPE_CHECKING:
+        assert k is not None and v is not None
     try:
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            needs_gradient = True
+            if return_lse is False:
+                return_lse = True  # the backward pass makes the weights from it
         type_q, type_k, type_v = type(q), type(k), type(v)
         if not (type_q is type_k is type_v is _Tensor):
             _check_memory(q, k, v)
@@ -221,9 +235,9 @@ def flydsl_flash_attn_func(
     if plan is None:
         names = locals()
         call = check_call(q, k, v, causal, out, {name: names[name] for name in _OPTIONS})
-        request, extents, reads_device = call.request, call.extents, call.reads_device
+        extents, reads_device = call.extents, call.reads_device
     else:
-        request, extents, reads_device = plan.request, plan.extents, plan.reads_device
+        extents, reads_device = plan.extents, plan.reads_device
 
     # what the key does not hold is checked every time
     if _grad_enabled():
@@ -231,13 +245,13 @@ def flydsl_flash_attn_func(
             check_gradients({"out": out})
         if operands:
             ATTENTION.no_operand_gradients(operands)
-        if q.requires_grad or k.requires_grad or v.requires_grad:
-            from .call.gradients import differentiable  # inference does not wait for the backward kernels to load
+        if needs_gradient:
+            from .call import gradients  # inference does not wait for the backward kernels to load
 
-            passed = locals()
-            options = {name: passed[name] for name in _OPTIONS}
-            results = differentiable(flydsl_flash_attn_func, request, q, k, v, causal, options)
-            return results if return_lse else results[0]
+            if plan is None or not (out is workspace is debug_counts is stream is None and plan.kind.backward):
+                request = call.request if plan is None else plan.kind.request
+                taken = {"out": out, "workspace": workspace, "debug_counts": debug_counts, "stream": stream}
+                gradients.check_differentiable(request, q.dtype, **taken)
     if out is not None:
         check_no_overlap(out, {"q": q, "k": k, "v": v}, extents)
     if workspace is not None:
@@ -276,6 +290,9 @@ def flydsl_flash_attn_func(
     finally:
         if scope is not None:
             scope.__exit__(None, None, None)
+    if needs_gradient:
+        out, lse = gradients.recorded(plan.kind, leaves or (q, k, v), tensors)
+        return (out, lse) if wants_lse else out
     return out if lse is None else (out, lse)
 
 
@@ -295,7 +312,12 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 # keyword arguments, as checks get them
-_OPTIONS = tuple(inspect.signature(flydsl_flash_attn_func).parameters)[4:]
+OPTION_DEFAULTS = {
+    name: p.default
+    for name, p in inspect.signature(flydsl_flash_attn_func).parameters.items()
+    if p.kind is p.KEYWORD_ONLY
+}
+_OPTIONS = tuple(OPTION_DEFAULTS)
 
 
 def _check_memory(*tensors: Any) -> None:

@@ -216,17 +216,15 @@ def with_rows(tensor: Any) -> Any:
     return tensor.contiguous() if tensor.stride(-1) != 1 else tensor
 
 
-def parts_of(function: str, name: str, packed: Any, count: int, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
-    """The `count` tensors stacked in dimension `dim` of `packed`, as views.
+def check_stacked(function: str, name: str, tensor: Any, count: int, dim: int, layout: str) -> None:
+    """`count` tensors are stacked in dimension `dim` of this one.
 
     Raises:
         ArgumentTypeError, ArgumentError: it is no tensor of this `layout`.
     """
-    check_dense(function, name, packed)
-    if packed.dim() != dim + 3 or packed.shape[dim] != count:
-        raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(packed.shape)}")
-    parts: tuple[torch.Tensor, ...] = packed.unbind(dim)
-    return parts
+    check_dense(function, name, tensor)
+    if tensor.dim() != dim + 3 or tensor.shape[dim] != count:
+        raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(tensor.shape)}")
 
 
 SMALLEST_HEAD_DIM = 32
@@ -247,6 +245,9 @@ def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:
     """Whether kernels do not take these tensors as they are; not of what no copy makes better."""
+    if v is None:  # stacked: one head dimension
+        v = q if k is None else k
+        k = v
     try:
         head_dim, value_dim = q.size(-1), v.size(-1)
         if head_dim % 8 == value_dim % 8 == 0 and head_dim >= SMALLEST_HEAD_DIM <= value_dim:
@@ -262,8 +263,8 @@ def _needs_copies(q: Any, k: Any, v: Any) -> bool:
 def attend(
     caller: Caller,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     causal: bool,
     options: dict[str, Any],
     *,
@@ -272,20 +273,24 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of tensors as FlashAttention takes them: any last stride, head dimensions from 1.
 
+    Without v, k is k and v, and without k, q is all three (`arguments.stacked`).
+
     Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
     tensor then, both as in FlashAttention-2. Returns (out, lse or None); errors name the `caller`.
     """
     if not _needs_copies(q, k, v):
         return attention(caller, q, k, v, causal, options, out, return_lse)
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    head_dim = q.shape[-1]
+    value_dim = head_dim if v is None else v.shape[-1]
     width, value_width = _padded_dim(head_dim), _padded_dim(value_dim)
     if width != head_dim:
         options.setdefault("softmax_scale", head_dim**-0.5)
     given = v
-    q, k, v = _ready(q, width), _ready(k, width), _ready(v, value_width)
+    q = _ready(q, width)
+    k, v = (None if k is None else _ready(k, width)), (None if v is None else _ready(v, value_width))
     if value_width == value_dim:
         return attention(caller, q, k, v, causal, options, out, return_lse)
-    if out is not None:
+    if out is not None and given is not None:
         try:
             check_out(out, q, given)
         except FlyError as error:

@@ -3,42 +3,55 @@
 `torch.ops.fly.flash_attn` and `torch.ops.fly.flash_attn_out` take what `flydsl_flash_attn_func` takes, by the same
 names, as far as an operation can: tensors and numbers, no functions. `caller` is the key of one of
 `callers.CALLERS`, whose names errors have then. `attention` is what callers use: the operation costs
-microseconds on the host and is gone through only where a compiler traces.
+microseconds on the host and is gone through only where a compiler traces, or a dispatch mode is active.
+
+`torch.ops.fly.flash_attn_backward` has the gradients of `torch.ops.fly.flash_attn`, which autograd and compilers
+call; its own are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from fly.errors import FlyError
+from fly.errors import FlyError, UnsupportedError
 
-from ..arguments.callers import CALLERS, Caller
-from ..arguments.checks import Checks
+from ..arguments.callers import CALLERS, Caller, arg
+from ..arguments.checks import ATTENTION, Checks
+from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
-from ..call.checks import OUT_DTYPES
-from ..flash_attn_interface import flydsl_flash_attn_func
+from ..call.checks import INPUTS, OUT_DTYPES
+from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
 
 F = TypeVar("F")
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, bool causal"
+_INPUTS = "Tensor q, Tensor? k, Tensor? v, bool causal"
 _DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0"}
-_OPTIONS = ", ".join(
-    (
-        "float? softmax_scale=None, bool return_lse=False, SymInt num_kv_splits=1",
-        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None",
-        "SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None",
-        *(f"{kind} {name}={_DEFAULTS[kind]}" for f in FEATURES for name, kind in f.keywords.items() if kind),
-        "str? caller=None",
-    )
-)
+_OPTIONS = {
+    "softmax_scale": "float? softmax_scale=None",
+    "return_lse": "bool return_lse=False",
+    "num_kv_splits": "SymInt num_kv_splits=1",
+    **{name: f"Tensor? {name}=None" for name in ("cu_seqlens_q", "cu_seqlens_kv")},
+    **{name: f"SymInt? {name}=None" for name in ("max_seqlen_q", "max_seqlen_kv")},
+    **{name: f"{kind} {name}={_DEFAULTS[kind]}" for f in FEATURES for name, kind in f.keywords.items() if kind},
+    "caller": "str? caller=None",
+}
+_LISTED = ", ".join(_OPTIONS.values())
+_COTANGENTS = ("dout", "dlse", "out", "lse")
+_NAMES = ("q", "k", "v", "causal", *_OPTIONS)
+_OF_BACKWARD = (*_COTANGENTS, *_NAMES)
 
-torch.library.define("fly::flash_attn", f"({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)")
-torch.library.define("fly::flash_attn_out", f"({_INPUTS}, *, Tensor(a!) out, {_OPTIONS}) -> Tensor lse")
+# tensors that autograd is to see are no keyword-only arguments
+torch.library.define("fly::flash_attn", f"({_INPUTS}, {_LISTED}) -> (Tensor out, Tensor lse)")
+torch.library.define("fly::flash_attn_out", f"({_INPUTS}, *, Tensor(a!) out, {_LISTED}) -> Tensor lse")
+torch.library.define(
+    "fly::flash_attn_backward",
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_LISTED}) -> Tensor[]",
+)
 
 torch.library.define(
     "fly::append_to_cache",
@@ -48,37 +61,40 @@ torch.library.define(
 )
 
 
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _register_fake: Callable[[str], Callable[[F], F]] = torch.library.register_fake
 
 
 def attention(
     caller: Caller,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     causal: bool,
     options: dict[str, Any],
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`flydsl_flash_attn_func`, and the same as an operation while torch compiles or exports.
+    """`flydsl_flash_attn_func`, and the same as an operation where a compiler or a mode has to see it.
 
     `options`: its keywords that are tensors or numbers. Returns (out, lse or None); errors have the `caller`'s names.
     """
-    if not torch.compiler.is_compiling():
+    # modes: those that count or keep operations, as selective checkpointing does
+    if not (torch.compiler.is_compiling() or _active_modes()):
         try:
             result = flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
         except FlyError as error:
             caller.tell(error)
             raise
         return result if isinstance(result, tuple) else (result, None)
-    if torch.is_grad_enabled():
-        named = zip(("q", "k", "v", "out"), (q, k, v, out))
-        Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
     key = caller.key
     if out is None:
-        out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse, caller=key, **options)
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves_of(q, k, v))
+        out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse or needed, caller=key, **options)
     else:
+        if torch.is_grad_enabled():
+            named = zip(("q", "k", "v", "out"), (q, k, v, out))
+            Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
         lse = torch.ops.fly.flash_attn_out(q, k, v, causal, out=out, return_lse=return_lse, caller=key, **options)
     return out, lse if return_lse else None
 
@@ -110,49 +126,113 @@ def _in_names_of(key: str | None) -> Iterator[None]:
         raise
 
 
-def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if options.get("window_size") is not None:
-        options["window_size"] = tuple(options["window_size"])
-    else:
-        options.pop("window_size", None)
-    with _in_names_of(options.pop("caller", None)):
-        result = flydsl_flash_attn_func(q, k, v, causal, **options)
+def _named(
+    arguments: Sequence[Any], options: dict[str, Any] | None = None, names: Sequence[str] = _NAMES
+) -> dict[str, Any]:
+    """An operation's arguments by name; torch leaves out the last ones that have their defaults."""
+    named: dict[str, Any] = dict(zip(names, arguments)) | (options or {})
+    window = named.pop("window_size", None)
+    return named if window is None else named | {"window_size": tuple(window)}
+
+
+def _inputs(named: dict[str, Any]) -> tuple[Any, Any, Any, bool]:
+    """q, k, v and causal, taken out."""
+    return named.pop("q"), named.pop("k"), named.pop("v"), named.pop("causal")
+
+
+def _run(named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, causal = _inputs(named)
+    with _in_names_of(named.pop("caller", None)):
+        result = flydsl_flash_attn_func(q, k, v, causal, **named)
     # an operation has the same number of results in every call
-    return result if isinstance(result, tuple) else (result, _lse(q, False))
-
-
-def _lse(q: torch.Tensor, wanted: bool) -> torch.Tensor:
-    *batch, seq_len, heads, _ = q.shape
-    return q.new_empty((*batch, heads, seq_len) if wanted else (0,), dtype=torch.float32)
+    return result if isinstance(result, tuple) else (result, result.new_empty(0, dtype=torch.float32))
 
 
 @torch.library.impl("fly::flash_attn", "CompositeExplicitAutograd")
-def _flash_attn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run(q, k, v, causal, options)
+def _flash_attn(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _run(_named(arguments))
 
 
 @torch.library.impl("fly::flash_attn_out", "CompositeExplicitAutograd")
-def _flash_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any) -> torch.Tensor:
-    return _run(q, k, v, causal, options)[1]
+def _flash_attn_out(*arguments: Any, **options: Any) -> torch.Tensor:
+    return _run(_named(arguments, options))[1]
+
+
+def _empty(named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    q, _, v = unstacked(leaves_of(named["q"], named["k"], named["v"]))
+    *batch, seq_len, heads, _ = q.shape
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
+    return out, q.new_empty((*batch, heads, seq_len) if named.get("return_lse") else (0,), dtype=torch.float32)
 
 
 @_register_fake("fly::flash_attn")
-def _flash_attn_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
-    return out, _lse(q, options.get("return_lse", False))
+def _flash_attn_fake(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(_named(arguments, options))
 
 
 @_register_fake("fly::flash_attn_out")
-def _flash_attn_out_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **options: Any
-) -> torch.Tensor:
-    return _lse(q, options.get("return_lse", False))
+def _flash_attn_out_fake(*arguments: Any, **options: Any) -> torch.Tensor:
+    return _empty(_named(arguments, options))[1]
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """What the backward operation takes; errors for calls that have no gradients, as the eager function's are."""
+    from ..call.gradients import check_8_bits, check_features  # inference does not wait for the backward kernels
+
+    named = dict(zip(_NAMES, inputs))
+    needed = dict(zip(_NAMES, ctx.needs_input_grad))
+    options = {name: value for name, value in named.items() if name in _OPTIONS}
+    with _in_names_of(named["caller"]):
+        ATTENTION.no_operand_gradients({name: options[name] for name in options if needed.get(name)})
+        check_8_bits(named["q"].dtype)
+        check_features(f.name for f in FEATURES for name in f.keywords if isinstance(options.get(name), torch.Tensor))
+        if not named["return_lse"]:
+            ATTENTION.fail(f"{arg.return_lse} is False where a gradient is needed: pass True", UnsupportedError)
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    ctx.save_for_backward(*output, *tensors.values())
+    ctx.set_materialize_grads(False)
+    ctx.kept, ctx.names = named, tuple(tensors)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the operation's arguments."""
+    found: dict[str, torch.Tensor] = {}
+    if not (dout is dlse is None):
+        out, lse, *saved = ctx.saved_tensors
+        named = ctx.kept | dict(zip(ctx.names, saved, strict=True))
+        leaves = [name for name in INPUTS if named[name] is not None]
+        given = (dout, dlse, out, lse, *named.values())
+        found = dict(zip(leaves, torch.ops.fly.flash_attn_backward(*given), strict=True))
+    return tuple(found.get(name) for name in ctx.kept)
+
+
+torch.library.register_autograd("fly::flash_attn", _differentiate, setup_context=_keep)
+
+
+@torch.library.impl("fly::flash_attn_backward", "CompositeExplicitAutograd")
+def _backward(*arguments: Any) -> list[torch.Tensor]:
+    from ..call.gradients import backward
+
+    named = _named(arguments, names=_OF_BACKWARD)
+    dout, dlse, out, lse = (named.pop(name) for name in _COTANGENTS)
+    q, k, v, causal = _inputs(named)
+    with _in_names_of(named.pop("caller", None)):
+        return backward(leaves_of(q, k, v), out, lse, dout, dlse, causal, OPTION_DEFAULTS | named)
+
+
+@_register_fake("fly::flash_attn_backward")
+def _backward_fake(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+    named = _named(arguments, options, _OF_BACKWARD)
+    return [x.new_empty(x.shape) for x in leaves_of(named["q"], named["k"], named["v"])]
+
+
+def _refuse(ctx: Any, *cotangents: Any) -> None:
+    from ..call.gradients import SECOND_DERIVATIVE
+
+    raise UnsupportedError(SECOND_DERIVATIVE)
+
+
+torch.library.register_autograd("fly::flash_attn_backward", _refuse)
 
 
 @torch.library.impl("fly::append_to_cache", "CompositeExplicitAutograd")

@@ -1,29 +1,39 @@
 """Gradients of calls: autograd's way through the forward function, and the backward pass that it takes.
 
 A call that needs a gradient keeps its inputs, out and lse; the backward kernels make the weights from these again
-(`flash_attn_generic_bwd`). It is eager: operations of torch's compilers have no gradient yet (`api.torch_ops`).
+(`flash_attn_generic_bwd`). What a call is, its `Kind`, decides everything about its backward pass but the strides of
+the gradients that come in, so that a later pass is found by those. torch's compilers differentiate an operation
+instead (`api.torch_ops`), which ends in `backward` too.
+
+Inputs are *leaves* here: q, k and v, or tensors in which they are stacked (`arguments.stacked`), and then operands of
+features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fly.errors import UnsupportedError
+from fly.errors import ArgumentTypeError, UnsupportedError
 
 from ..arguments.callers import OWN, arg
 from ..arguments.checks import ALIGNMENT, ATTENTION
-from ..flash_attn_generic_bwd import check_request, prepare
+from ..arguments.stacked import unstacked
+from ..flash_attn_generic_bwd import check_features, check_request, prepare
 from ..problem.contract import Launch, Request, aux_name
 from ..problem.mods import Mod
 from .checks import INPUTS, alignment, check_call, settled
-from .plan import Plans
+from .plan import Kind, Plans
+
+__all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "recorded", "run"]
 
 Options = Mapping[str, Any]
-Forward = Callable[..., Any]
 
+# operands of features that get gradients where they require one; a backward kernel's result for x is "dx"
+OPERANDS: tuple[str, ...] = ()
 # what a call with gradients does not take, and what to do instead
 _NOT_TAKEN = {
     "out": "leave it out",
@@ -31,65 +41,72 @@ _NOT_TAKEN = {
     "debug_counts": "leave it out",
     "stream": "call under torch.cuda.stream(...)",
 }
-_LENGTHS = ("cu_seqlens_q", "seqused_q", "seqused_kv")  # with which some tokens may have no gradient written
-_plans: Plans[tuple[Any, ...], Launch] = Plans()
+_NOT_KEPT = {*INPUTS, "workspace", "debug_counts"}
+_LENGTHS = {"cu_seqlens_q", "seqused_q", "seqused_kv"}  # with which some tokens may have no gradient written
+_CONTIGUOUS = torch.contiguous_format
+SECOND_DERIVATIVE = (
+    "a gradient of flydsl_flash_attn_func is differentiated again, and it has no second derivative; detach it, or "
+    "use F.scaled_dot_product_attention under SDPBackend.MATH"
+)
+_kinds: Plans[tuple[Any, ...], Kind] = Plans()
 
 
-def differentiable(
-    forward: Forward,
-    request: Request,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `forward(q, k, v, causal, **options)`, a checked call's; gradients of both flow to q, k and v.
-
-    Raises:
-        UnsupportedError: something among the arguments has no gradient, or is not for calls that need one.
-    """
-    for name, instead in _NOT_TAKEN.items():
-        if options[name] is not None:
-            ATTENTION.fail(f"{arg(name)} is given where a gradient is needed: {instead}", UnsupportedError)
-    if q.element_size() == 1:
-        text = f"{arg.q} requires a gradient, and {q.dtype} has none: use bfloat16 or float16"
-        ATTENTION.fail(text, UnsupportedError)
+def check_differentiable(request: Request, dtype: torch.dtype, **given: Any) -> None:
+    """Raise `UnsupportedError` for a call without gradients; `given`: its arguments of `_NOT_TAKEN`."""
+    for name, value in given.items():
+        if value is not None:
+            text = f"{arg(name)} is given where a gradient is needed: {_NOT_TAKEN[name]}"
+            ATTENTION.fail(text, UnsupportedError)
+    check_8_bits(dtype)
     try:
         check_request(request)
     except UnsupportedError as error:
         OWN.tell(error)
         raise
-    options = {**options, "return_lse": True}
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, forward, causal, options)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def check_8_bits(dtype: torch.dtype) -> None:
+    """Raise `UnsupportedError` for q of 8 bits, of which there is no gradient."""
+    if dtype.itemsize == 1:
+        text = f"{arg.q} requires a gradient, and {dtype} has none: use bfloat16 or float16"
+        ATTENTION.fail(text, UnsupportedError)
+
+
+def recorded(
+    kind: Kind, leaves: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse among `tensors`, those of a call that was launched, as autograd's results of its leaves."""
+    kept = {name: x for name, x in tensors.items() if x is not None and name not in _NOT_KEPT}
+    operands = [name for name in OPERANDS if name in kept and kept[name].requires_grad]
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
+        kind, kept, operands, *leaves, *[kept.pop(name) for name in operands]
+    )
     return result
 
 
 class _Attention(torch.autograd.Function):
-    """The call as autograd sees it: out and lse of q, k and v."""
+    """A call as autograd sees it: out and lse, which there are already, of its leaves."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: Forward, causal: bool, options: Options
-    ) -> Any:
-        out, lse = forward(q, k, v, causal, **options)
-        tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
-        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
+        ctx: Any, kind: Kind, kept: dict[str, torch.Tensor], operands: list[str], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(*leaves, *kept.values())
         ctx.set_materialize_grads(False)
-        ctx.call = causal, options, tuple(tensors)
-        return out, lse
+        ctx.kept = kind, tuple(kept), operands
+        return kept["out"], kept["lse"]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        causal, options, names = ctx.call
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = {**options, **dict(zip(names, tensors, strict=True))}
-        with torch.no_grad():
-            found = backward(q, k, v, out, lse, dout, dlse, causal, options)
+        kind, names, operands = ctx.kept
+        saved = ctx.saved_tensors
+        leaves = saved[: -len(names)]
+        tensors = dict(zip(names, saved[-len(names) :], strict=True))
+        found: Sequence[torch.Tensor] = run(kind, leaves, tensors, dout, dlse, operands)
         if torch.is_grad_enabled():
             # not without a history: what is made of these gradients would miss its own, and nothing would say so
             found = _NoSecondDerivative.apply(*(x.requires_grad_() for x in found))  # type: ignore[no-untyped-call]
-        return *found, None, None, None
+        return None, None, None, *found
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -101,64 +118,160 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        raise UnsupportedError(
-            "a gradient of flydsl_flash_attn_func is differentiated again, and it has no second derivative; detach "
-            "it, or use F.scaled_dot_product_attention under SDPBackend.MATH"
-        )
+        raise UnsupportedError(SECOND_DERIVATIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A backward pass for one form of its tensors; `copied`: inputs that kernels do not take as they are."""
+
+    launch: Launch
+    copied: tuple[str, ...]
+
+
+def run(
+    kind: Kind,
+    leaves: Sequence[torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    operands: Sequence[str] = (),
+    results: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Gradients of the leaves of a call, given those of its results, of which None stands for zeros.
+
+    `tensors`: the call's others by name, out and lse too, and delta, where that is wanted: float32 like lse. The last
+    leaves are the `operands`. Gradients are contiguous and of the leaves' shapes, one for what is stacked, with zeros
+    for tokens outside of all sequences; or they are written to `results`, which kernels can write to as they are, and
+    tokens outside of all sequences are not written.
+    """
+    out = tensors["out"]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif not dout.is_contiguous() or dout.data_ptr() % ALIGNMENT:
+        dout = _aligned(dout)
+    if dlse is not None and not dlse.is_contiguous():
+        dlse = dlse.contiguous()
+    form: Any = len(leaves)
+    if results is None:
+        make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
+        results = [make(x, memory_format=_CONTIGUOUS) for x in leaves]
+    else:
+        form = tuple(x.stride() for x in results)
+    if kind.empty:
+        return [x.zero_() for x in results]
+    inputs = len(leaves) - len(operands)
+    q, k, v = unstacked(leaves[:inputs])
+    dq, dk, dv = unstacked(results[:inputs])
+    given: dict[str, Any] = {
+        **tensors,
+        "q": q,
+        "k": k,
+        "v": v,
+        "dout": dout,
+        "dlse": dlse,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+    }
+    for name, leaf, result in zip(operands, leaves[inputs:], results[inputs:], strict=True):
+        given |= {name: leaf, f"d{name}": result}
+    key = (form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
+    prepared = kind.backward.get(key)
+    if prepared is None:
+        prepared = kind.backward[key] = _prepared(kind, given)
+    for name in prepared.copied:
+        given[name] = given[name].clone(memory_format=_CONTIGUOUS)
+    if size := prepared.launch.workspace_bytes:
+        given["workspace"] = q.new_empty(size, dtype=torch.uint8)
+    prepared.launch.run(given, None)
+    return list(results)
+
+
+def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:
+    """The backward pass of calls like this one."""
+    copied = tuple(name for name in INPUTS if not _is_aligned(settled(given[name])))
+    tensors = dict(given)
+    for name in (*INPUTS, "out", "dout", *(f"d{name}" for name in INPUTS)):
+        x = tensors[name].clone(memory_format=_CONTIGUOUS) if name in copied else tensors[name]
+        tensors[name] = settled(x)
+    for name, form in kind.operands.items():
+        tensors[name] = tensors[name].as_strided(*form) if isinstance(form, tuple) else form
+    return _Prepared(prepare(tensors, kind.request), copied)
 
 
 def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     causal: bool,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, of a call's results and of their gradients, of which None stands for zeros.
+    results: Sequence[torch.Tensor] | None = None,
+    delta: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gradients of a call of which only its arguments are known, `options` by `flydsl_flash_attn_func`'s names.
 
-    q, k, v (B, S, H, D) or packed (total, H, D), out and dout like q with v's head dimension, lse and dlse (B, H, Sq)
-    or (H, total) float32. What is not 16-byte aligned with a last stride of 1 is copied. Tokens outside of all
-    sequences have zeros.
+    q, k, v (B, S, H, D) or packed (total, H, D), out and dout like q with v's head dimension, lse, dlse and delta
+    (B, H, Sq) or (H, total) float32. What is not 16-byte aligned with a last stride of 1 is copied. `results`: as of
+    `run`, like the leaves, aligned so; delta is written too.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: one of them does not go with the others.
+        UnsupportedError: a call without gradients.
     """
-    q, k, v, dout = (_aligned(x) for x in (q, k, v, torch.zeros_like(out) if dout is None else dout))
-    make = torch.zeros_like if any(options[name] is not None for name in _LENGTHS) else torch.empty_like
-    results = {
-        f"d{name}": make(x, memory_format=torch.contiguous_format) for name, x in zip(INPUTS, (q, k, v), strict=True)
-    }
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, **results}
-    if dlse is not None:
-        given["dlse"] = dlse.contiguous()
-    key = (causal, *map(_key, given.values()), len(given), *map(_key, options.values()))
-    launch = _plans.get(key)
-    if launch is None:
+    q, k, v = unstacked(leaves)
+    key = (causal, *map(_key, (*leaves, out, lse, dout, dlse, *(results or ()), delta)), *map(_key, options.values()))
+    kind = _kinds.get(key)
+    if kind is None:
         call = check_call(q, k, v, causal, None, options)
-        if call.empty:
-            return results["dq"].zero_(), results["dk"].zero_(), results["dv"].zero_()
-        launch = _plans[key] = prepare({**call.tensors, **given}, call.request)
-    operands = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
-    operands |= {aux_name(i): tensor for i, tensor in enumerate(options["aux_tensors"])}
-    workspace = q.new_empty(launch.workspace_bytes, dtype=torch.uint8)
-    launch.run({**operands, **given, "workspace": workspace}, None)
-    return results["dq"], results["dk"], results["dv"]
+        check_differentiable(call.request, q.dtype)
+        like_out = (*q.shape[:-1], v.shape[-1])
+        for name, x, shape, dtype in (
+            ("out", out, like_out, q.dtype),
+            ("dout", dout, like_out, q.dtype),
+            *((name, x, call.lse, torch.float32) for name, x in (("lse", lse), ("dlse", dlse), ("delta", delta))),
+            *((f"d{name}", x, y.shape, q.dtype) for name, x, y in zip(INPUTS, results or (), leaves)),
+        ):
+            if x is not None:
+                _check_like(name, x, shape, dtype, q.device)
+        kind = _kinds[key] = Kind.of(call)
+    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    tensors |= {aux_name(i): tensor for i, tensor in enumerate(options["aux_tensors"])}
+    tensors |= {"out": _aligned(out), "lse": lse.contiguous()}
+    if delta is not None:
+        tensors["delta"] = delta
+    return run(kind, leaves, tensors, dout, dlse, results=results)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it.
+def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """It is a tensor of this shape and dtype, on this device."""
+    ATTENTION.plain(name, x)
+    if x.dtype != dtype:
+        ATTENTION.fail(f"{arg(name)} has dtype {x.dtype}; accepted: {dtype}", ArgumentTypeError)
+    if x.shape != shape or x.device != device:
+        ATTENTION.fail(f"{arg(name)} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether kernels can load 16 bytes at once from it.
 
     Strides of 0 are those of expanded gradients: their rows are alike, and are loaded as they are.
     """
+    return x.stride(-1) == 1 and alignment(x) >= ALIGNMENT
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a contiguous copy where it is not so."""
     x = settled(x)
-    return x if x.stride(-1) == 1 and alignment(x) >= ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
+    return x if _is_aligned(x) else x.clone(memory_format=_CONTIGUOUS)
 
 
 def _key(value: Any) -> Any:
-    """What decides a plan of an argument."""
+    """What decides a kind of call of an argument."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
+        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % ALIGNMENT
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     return Mod.of(value) if callable(value) else value

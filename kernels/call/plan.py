@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,11 +28,34 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What calls of one kind have in common, without their tensors; what their gradients are prepared from.
+
+    `operands`: numbers that kernels take, and of tensors (sizes, strides) as kernels take them. `empty`: as of
+    `Call`. `backward`: launches of the backward pass, by what decides them besides (`call.gradients`).
+    """
+
+    request: Request
+    operands: Mapping[str, Any]
+    empty: bool
+    backward: dict[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(call: Call) -> Kind:
+        """Of a checked call."""
+        operands = {name: call.tensors[name] for name in call.request.operands}
+        described = {
+            name: (x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for name, x in operands.items()
+        }
+        return Kind(call.request, described, call.empty)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A prepared kind of call, without any of the caller's tensors; other fields as of `Call`."""
 
     launch: Launch
-    request: Request
+    kind: Kind
     extents: tuple[int, ...]
     out: Result
     lse: tuple[int, ...]
@@ -60,7 +84,7 @@ def plan_of(call: Call) -> Plan:
         prepare = dispatch.serve(device_of(q.device).target, request)
         if call.empty:
             launch = Launch(functools.partial(_fill, "sink" in request.static_features.operands))
-            return Plan(launch, request, call.extents, call.out, call.lse, call.reads_device)
+            return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
         # like the results that calls will have: only sizes and strides matter
         if "out" not in tensors:
             tensors["out"] = torch.empty_like(q) if call.out is None else q.new_empty(call.out[0], dtype=call.out[1])
@@ -70,7 +94,7 @@ def plan_of(call: Call) -> Plan:
     except UnsupportedError as error:
         OWN.tell(error)
         raise
-    return Plan(launch, request, call.extents, call.out, call.lse, call.reads_device)
+    return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
 
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:

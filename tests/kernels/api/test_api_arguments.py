@@ -16,6 +16,7 @@ from kernels.api.conversions import HINTS as HINT_CHECKS
 from kernels.api.conversions import lengths_of
 from kernels.api.options import AVAILABLE, UNAVAILABLE, Extras
 from kernels.arguments.checks import Checks
+from kernels.arguments.stacked import leaves_of, unstacked
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.api.api_calls import (
     APPENDED,
@@ -48,6 +49,7 @@ def handed_on(monkeypatch):
 
     def record(q, k, v, causal, *, out=None, return_lse=False, **options):
         calls.append(options)
+        q, _, v = unstacked(leaves_of(q, k, v))
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
 
     monkeypatch.setattr(torch_ops, "flydsl_flash_attn_func", record)

@@ -10,6 +10,7 @@ import torch
 
 from kernels import flash_attn_api as api
 from kernels.api import torch_ops
+from kernels.arguments.stacked import leaves_of, unstacked
 from kernels.problem.catalogue import DESCALES
 from tests.kernels import fp8_reference
 from tests.kernels.api.api_reference import dense, packed
@@ -103,6 +104,7 @@ def handed_on(monkeypatch):
     calls = []
 
     def record(q, k, v, causal, *, out=None, return_lse=False, **options):
+        q, k, v = unstacked(leaves_of(q, k, v))
         calls.append(([tuple(t.shape) for t in (q, k, v)], causal, options))
         result = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         return (result, torch.zeros(1)) if return_lse else result
@@ -195,15 +197,15 @@ def test_lengths_and_pages_become_the_wrappers(handed_on):
 
 def test_packed_tensors_are_not_copied(monkeypatch):
     seen = []
-    monkeypatch.setattr(torch_ops, "flydsl_flash_attn_func", lambda *args, **_: seen.append(args[:3]))
+    monkeypatch.setattr(torch_ops, "flydsl_flash_attn_func", lambda *args, **_: seen.append(leaves_of(*args[:3])))
     qkv, q, kv = random(2, 5, 3, 4, 64), random(2, 5, 4, 64), random(2, 5, 2, 4, 64)
     api.flash_attn_qkvpacked_func(qkv)
     api.flash_attn_kvpacked_func(q, kv)
     api.flash_attn_varlen_qkvpacked_func(qkv[0], int32(0, 5), 5)
     api.flash_attn_varlen_kvpacked_func(q[0], kv[0], int32(0, 5), int32(0, 5), 5, 5)
     wanted = [qkv.unbind(2), (q, *kv.unbind(2)), qkv[0].unbind(1), (q[0], *kv[0].unbind(1))]
-    for tensors, views in zip(seen, wanted, strict=True):
-        assert [(t.data_ptr(), t.shape, t.stride()) for t in tensors] == [
+    for leaves, views in zip(seen, wanted, strict=True):
+        assert [(t.data_ptr(), t.shape, t.stride()) for t in unstacked(leaves)] == [
             (t.data_ptr(), t.shape, t.stride()) for t in views
         ]
 

@@ -222,14 +222,15 @@ def test_exported_programs_have_the_operation(random):
     right(program.module()(q, k, v), dense(q, k, v, causal=True))
 
 
-def test_a_gradient_is_refused_while_compiling(random):
-    q, k, v = (random(*shape) for shape in QKV)
-    compiled = torch.compile(api.flash_attn_func, fullgraph=True, backend="aot_eager")
+def test_a_gradient_of_what_is_written_into_out_is_refused_while_compiling(random):
+    q, k, v = (random(*shape) for shape in ROWS)
+    lengths = 5, int32(0, 3, 8), 5, int32(0, 3, 8)
+    compiled = torch.compile(vllm.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
     with (
         torch.enable_grad(),
-        pytest.raises(Exception, match="requires a gradient, but the backward is not available"),
+        pytest.raises(Exception, match="q requires a gradient, but the backward is not available"),
     ):
-        compiled(q.requires_grad_(), k, v)
+        compiled(q.requires_grad_(), k, v, *lengths, out=torch.zeros(ROWS[0], dtype=torch.bfloat16))
 
 
 def test_eager_calls_go_past_the_operation(random, monkeypatch):

@@ -1,0 +1,272 @@
+"""Gradients where torch traces or recomputes: compilers, checkpointing, and the operations behind them.
+
+Kernels give the same bits every time, so that whatever goes another way to the same kernels has equal results; eager
+gradients are held against the reference elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fly.errors import UnsupportedError
+from kernels import flash_attn_api as api
+from kernels.api import torch_ops
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.backward.test_api_gradients import FUNCTIONS
+from tests.kernels.feature_cases import Inputs
+
+OPS = torch.ops.fly
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+# inductor needs a C++ compiler for CPU tensors
+devices = pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=GPU)]
+)
+
+
+@pytest.fixture(autouse=True)
+def gfx950(emulate):
+    torch.compiler.reset()
+    emulate("gfx950", "generic")
+
+
+def small(seed: int, device: str = "cpu", *, lengths: tuple[int, ...] | None = None, head_dim: int = 32) -> Inputs:
+    """One sequence of 5 queries and 9 keys, or packed ones of `lengths`."""
+    sizes = {"queries": [5], "keys": [9]} if lengths is None else {"queries": [*lengths], "keys": [*lengths]}
+    packed = lengths is not None
+    return Inputs(**sizes, heads=2, kv_heads=2, head_dim=head_dim, packed=packed, seed=seed, device=device)
+
+
+def call_of(name: str, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """(leaves, options) of one of FlashAttention's functions."""
+    q, k, v = inputs.tensors()
+    if "qkvpacked" in name:
+        leaves = [torch.stack([q, k[..., : q.shape[-3], :, :], v[..., : q.shape[-3], :, :]], -3)]
+    else:
+        leaves = [q, torch.stack([k, v], -3)] if "kvpacked" in name else [q, k, v]
+    options: dict[str, Any] = {"causal": True, "window_size": (6, -1)}
+    if inputs.packed:
+        offsets, longest = inputs.form()["cu_seqlens_q"], max(inputs.queries)
+        if "qkvpacked" in name:
+            options |= {"cu_seqlens": offsets, "max_seqlen": longest}
+        else:
+            options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest}
+            options |= {"max_seqlen_k": longest}
+    return leaves, options
+
+
+def step(function: Any, leaves: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, ...]:
+    """out, lse and the gradients of a loss of both."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, lse, _ = function(*leaves, return_attn_probs=True, **options)
+    generator = torch.Generator(out.device).manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator, device=out.device).to(x.dtype) for x in (out, lse))
+    return out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [dout, dlse])
+
+
+def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@devices
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_functions_have_the_eager_gradients(name, device, backend, seed):
+    inputs = small(seed, device, lengths=(5, 0, 3) if "varlen" in name else None)
+    leaves, options = call_of(name, inputs)
+    function = getattr(api, name)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    assert equal(step(compiled, leaves, **options), step(function, leaves, **options)), f"seed {seed}"
+
+
+@devices
+def test_dynamic_shapes_have_gradients_without_compiling_again(device, backend, seed):
+    function = api.flash_attn_varlen_qkvpacked_func
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for lengths, stance in (((3, 5, 1), "default"), ((7, 4), "fail_on_recompile")):
+        leaves, options = call_of("varlen_qkvpacked", small(seed, device, lengths=lengths))
+        with torch.compiler.set_stance(stance):
+            found = step(compiled, leaves, **options)
+        assert equal(found, step(function, leaves, **options)), f"seed {seed}"
+
+
+def test_the_graph_of_a_stacked_gradient_is_one_operation(seed):
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    leaves, _ = call_of("qkvpacked", small(seed))
+    leaf = leaves[0].requires_grad_()
+    compiled = torch.compile(
+        api.flash_attn_qkvpacked_func, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    )
+    compiled(leaf).sum().backward()
+    _, backward = graphs
+    computing = [name for name in backward if name.startswith(("aten", "fly"))]
+    assert {*computing} - {"aten.expand.default", "aten.detach.default"} == {"fly.flash_attn_backward.default"}
+    assert computing.count("fly.flash_attn_backward.default") == 1
+
+
+def test_stacked_tensors_get_their_gradient_without_a_copy(seed):
+    for name in FUNCTIONS:
+        leaves, options = call_of(name, small(seed, lengths=(5, 3) if "varlen" in name else None))
+        leaves = [x.requires_grad_() for x in leaves]
+        behind = [node for node, _ in getattr(api, name)(*leaves, **options).grad_fn.next_functions if node]
+        # nothing is between the backward pass and what the caller has
+        assert [node.variable for node in behind] == leaves
+
+
+OPERATIONS = {
+    "dense": ((2, 4, 2, 32), (2, 5, 1, 32), (2, 5, 1, 32)),
+    "qkv of packed sequences": ((7, 3, 2, 32), None, None),
+}
+
+
+def operation(name: str, seed: int) -> tuple[list[Any], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        None if shape is None else torch.randn(shape, generator=generator).bfloat16() for shape in OPERATIONS[name]
+    ]
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 4, "max_seqlen_kv": 4}
+    return [*tensors, True], packed if "packed" in name else {}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_opcheck_with_gradients(name, seed):
+    arguments, options = operation(name, seed)
+    leaves = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(OPS.flash_attn.default, leaves, options | {"return_lse": True})
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_opcheck_of_the_backward_operation(name, seed):
+    arguments, options = operation(name, seed)
+    out, lse = OPS.flash_attn(*arguments, **options, return_lse=True)
+    given = (torch.randn_like(out), torch.randn_like(lse) if options else None, out, lse)
+    torch.library.opcheck(OPS.flash_attn_backward.default, (*given, *arguments), options)
+
+
+@pytest.mark.parametrize("part", ["out", "lse"])
+def test_compiled_losses_of_one_result(part, seed):
+    leaves, _ = call_of("flash_attn_func", small(seed))
+
+    def loss(*leaves: torch.Tensor) -> torch.Tensor:
+        out, lse, _ = api.flash_attn_func(*leaves, return_attn_probs=True)
+        return (out if part == "out" else lse).float().square().sum()
+
+    def by(function: Any) -> tuple[torch.Tensor, ...]:
+        given = [x.detach().requires_grad_() for x in leaves]
+        return torch.autograd.grad(function(*given), given)
+
+    assert equal(by(torch.compile(loss, fullgraph=True, backend="aot_eager")), by(loss)), f"seed {seed}"
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """A name for every forward call that is launched."""
+    found: list[str] = []
+    original = torch_ops.flydsl_flash_attn_func
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        found.append("forward")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(torch_ops, "flydsl_flash_attn_func", counted)
+    return found
+
+
+def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    out, *more = api.flash_attn_func(q * 1.5, k, v, **options)
+    return (out.sin(), *more)
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, [OPS.flash_attn.default])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(("options", "calls"), [({}, 2), ({"context_fn": SELECTIVE}, 1)], ids=["all", "selective"])
+def test_checkpointed_calls_have_the_same_gradients(options, calls, backend, launches, seed):
+    leaves, given = call_of("flash_attn_func", small(seed))
+    expected = step(block, leaves, **given)
+
+    def checkpointed(*leaves: torch.Tensor, **given: Any) -> Any:
+        return checkpoint(block, *leaves, use_reentrant=False, **options, **given)
+
+    function = torch.compile(checkpointed, fullgraph=True, backend=backend) if backend else checkpointed
+    launches.clear()
+    assert equal(step(function, leaves, **given), expected), f"seed {seed}"
+    assert len(launches) == calls
+
+
+def test_gradients_of_a_compiled_gradient_are_refused(seed):
+    (q, k, v), _ = call_of("flash_attn_func", small(seed))
+    q.requires_grad_()
+    compiled = torch.compile(api.flash_attn_func, fullgraph=True, backend="eager")
+    (dq,) = torch.autograd.grad(compiled(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="it has no second derivative; detach it"):
+        dq.sum().backward()
+
+
+PAGES = {"block_table": torch.zeros(1, 1, dtype=torch.int32), "seqused_kv": torch.tensor([3], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (PAGES, "the backward pass does not do keys in pages"),
+        ({"bias": torch.zeros(5, 9, requires_grad=True)}, "bias requires a gradient, and only q, k and v have one"),
+        ({"return_lse": False}, "return_lse is False where a gradient is needed: pass True"),
+    ],
+    ids=["pages", "bias", "lse"],
+)
+def test_what_an_operation_has_no_gradient_of_is_refused_by_name(options, message, seed):
+    (q, k, v), _ = call_of("flash_attn_func", small(seed))
+    if "block_table" in options:
+        k, v = k.new_zeros(1, 16, 2, 32), v.new_zeros(1, 16, 2, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UnsupportedError, match=message):
+        OPS.flash_attn(q.requires_grad_(), k, v, True, **{"return_lse": True, **options})
+
+
+def test_refusals_while_compiling_are_in_the_callers_names(seed):
+    (q, k, v), _ = call_of("flash_attn_func", small(seed))
+    compiled = torch.compile(api.flash_attn_func, fullgraph=True, backend="aot_eager")
+    message = "flash_attn_func: learnable_sink requires a gradient, and only q, k and v have one"
+    with pytest.raises(Exception, match=message):
+        compiled(q.requires_grad_(), k, v, learnable_sink=torch.zeros(2, requires_grad=True))
+
+
+def test_exported_programs_have_gradients(seed):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return api.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+
+    leaves, _ = call_of("flash_attn_func", small(seed))
+    program = torch.export.export(Attention(), tuple(x.requires_grad_() for x in leaves)).module()
+
+    def call(*leaves: torch.Tensor, return_attn_probs: bool) -> Any:
+        return program(*leaves)
+
+    assert equal(step(call, leaves), step(api.flash_attn_func, leaves, causal=True)), f"seed {seed}"
+
+
+def test_eager_gradients_go_past_the_operation(seed, monkeypatch):
+    monkeypatch.setattr(torch_ops, "_run", None)
+    monkeypatch.setattr(torch_ops, "_backward", None)
+    leaves, options = call_of("flash_attn_func", small(seed))
+    assert len(step(api.flash_attn_func, leaves, **options)) == 5
+
+
+def test_fly_s_own_function_takes_stacked_tensors(seed):
+    (qkv,), _ = call_of("qkvpacked", small(seed))
+    q, k, v = qkv.unbind(2)
+    expected = flydsl_flash_attn_func(q, k, v)
+    assert torch.equal(flydsl_flash_attn_func(qkv, None, None), expected)
+    assert torch.equal(flydsl_flash_attn_func(q, torch.stack([k, v], 2), None), expected)
