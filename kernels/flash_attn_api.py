@@ -1,7 +1,8 @@
 """FlashAttention-2's functions: the same names, arguments, defaults and results, on fly's kernels.
 
-`from fly_attention import flash_attn_func` takes the place of `from flash_attn import flash_attn_func`. Tensors are on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and
--4 behave differently, docs/compatibility.md says which one is followed.
+`from fly_attention import flash_attn_func` takes the place of `from flash_attn import flash_attn_func`. Tensors are
+on a GPU, or on the CPU, where the kernel runs in the emulator. Where FlashAttention-2, -3 and -4 behave differently,
+docs/compatibility.md says which one is followed.
 
 What holds for all functions here:
 
@@ -38,18 +39,14 @@ from typing import Any, Unpack
 import torch
 
 from .api.conversions import check_cache, lengths_of
-from .api.options import (
-    CACHE,
-    DENSE,
-    PACKED,
-    Extras,
-    add_packing,
-    attend,
-    check_stacked,
-    one_of,
-    options_of,
-    with_rows,
+from .api.inner import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
 )
+from .api.options import CACHE, DENSE, PACKED, Extras, add_packing, attend, check_stacked, one_of, options_of
+from .api.rows import with_rows
 from .api.torch_ops import append
 from .arguments.callers import (
     APPEND,
@@ -65,6 +62,20 @@ from .arguments.callers import (
 from .arguments.checks import Checks
 from .cache.packed import append_packed, batch_of
 from .problem.catalogue import NO_WINDOW
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

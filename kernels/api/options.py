@@ -20,6 +20,7 @@ from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
 from .conversions import HINTS, check_dense, check_dropout, splits_of, window_of
+from .rows import SMALLEST_HEAD_DIM, padded_dim, ready
 from .torch_ops import attention
 
 
@@ -209,13 +210,6 @@ def add_packing(
     options["cu_seqlens_kv"] = cu_seqlens_k
 
 
-def with_rows(tensor: Any) -> Any:
-    """A tensor whose last stride is 1, copied where it is not; anything else as it is."""
-    if not isinstance(tensor, torch.Tensor) or not is_dense(tensor) or not tensor.dim():
-        return tensor
-    return tensor.contiguous() if tensor.stride(-1) != 1 else tensor
-
-
 def check_stacked(function: str, name: str, tensor: Any, count: int, dim: int, layout: str) -> None:
     """`count` tensors are stacked in dimension `dim` of this one.
 
@@ -225,22 +219,6 @@ def check_stacked(function: str, name: str, tensor: Any, count: int, dim: int, l
     check_dense(function, name, tensor)
     if tensor.dim() != dim + 3 or tensor.shape[dim] != count:
         raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(tensor.shape)}")
-
-
-SMALLEST_HEAD_DIM = 32
-
-
-def _padded_dim(head_dim: int) -> int:
-    return SMALLEST_HEAD_DIM if head_dim < SMALLEST_HEAD_DIM else (head_dim + 7) // 8 * 8
-
-
-def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """With elements of a row side by side and `head_dim` of them, zeros last: copied where it is not so."""
-    missing = head_dim - tensor.size(-1)
-    if missing:
-        return torch.nn.functional.pad(tensor, (0, missing))
-    rows: torch.Tensor = with_rows(tensor)
-    return rows
 
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:
@@ -282,12 +260,12 @@ def attend(
         return attention(caller, q, k, v, causal, options, out, return_lse)
     head_dim = q.shape[-1]
     value_dim = head_dim if v is None else v.shape[-1]
-    width, value_width = _padded_dim(head_dim), _padded_dim(value_dim)
+    width, value_width = padded_dim(head_dim), padded_dim(value_dim)
     if width != head_dim:
         options.setdefault("softmax_scale", head_dim**-0.5)
     given = v
-    q = _ready(q, width)
-    k, v = (None if k is None else _ready(k, width)), (None if v is None else _ready(v, value_width))
+    q = ready(q, width)
+    k, v = (None if k is None else ready(k, width)), (None if v is None else ready(v, value_width))
     if value_width == value_dim:
         return attention(caller, q, k, v, causal, options, out, return_lse)
     if out is not None and given is not None:

@@ -20,12 +20,13 @@ import torch
 from fly.errors import FlyError, UnsupportedError
 
 from ..arguments.callers import CALLERS, Caller, arg
-from ..arguments.checks import ATTENTION, Checks
+from ..arguments.checks import ATTENTION, Checks, shares_memory
 from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
-from ..call.checks import INPUTS, OUT_DTYPES
+from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
+from .rows import padded_dim, ready
 
 F = TypeVar("F")
 
@@ -51,6 +52,11 @@ torch.library.define("fly::flash_attn_out", f"({_INPUTS}, *, Tensor(a!) out, {_L
 torch.library.define(
     "fly::flash_attn_backward",
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_LISTED}) -> Tensor[]",
+)
+torch.library.define(
+    "fly::flash_attn_backward_out",
+    f"(Tensor dout, Tensor out, Tensor lse, {_INPUTS}, *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_LISTED}) "
+    "-> Tensor delta",
 )
 
 torch.library.define(
@@ -97,6 +103,75 @@ def attention(
             Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
         lse = torch.ops.fly.flash_attn_out(q, k, v, causal, out=out, return_lse=return_lse, caller=key, **options)
     return out, lse if return_lse else None
+
+
+def gradients(
+    caller: Caller,
+    given: dict[str, torch.Tensor],
+    results: dict[str, torch.Tensor],
+    causal: bool,
+    options: Mapping[str, Any],
+) -> torch.Tensor:
+    """`_written`, and the same as an operation where a compiler or a mode has to see it."""
+    if torch.compiler.is_compiling() or _active_modes():
+        delta: torch.Tensor = torch.ops.fly.flash_attn_backward_out(
+            **given, causal=causal, **results, **options, caller=caller.key
+        )
+        return delta
+    try:
+        return _written(given, results, causal, options)
+    except FlyError as error:
+        caller.tell(error)
+        raise
+
+
+def _written(
+    given: dict[str, torch.Tensor], results: dict[str, torch.Tensor], causal: bool, options: Mapping[str, Any]
+) -> torch.Tensor:
+    """The backward pass of a call as FlashAttention takes its tensors; returns delta, float32 like lse.
+
+    `given`: dout, out, lse, q, k and v. `results`: dq, dk and dv, which are written, by way of copies where kernels
+    do not write to them as they are.
+
+    Raises:
+        ArgumentError: one of the results shares memory with another tensor.
+    """
+    from ..call.gradients import backward
+
+    memory = {name: tensor.untyped_storage().data_ptr() for name, tensor in (given | results).items()}
+    if len({*memory.values()}) < len(memory):
+        _check_apart(given, results)
+    head_dim, value_dim = given["q"].shape[-1], given["v"].shape[-1]
+    width, value_width = padded_dim(head_dim), padded_dim(value_dim)
+    options = {**OPTION_DEFAULTS, **options}
+    if width != head_dim and options["softmax_scale"] is None:
+        options["softmax_scale"] = head_dim**-0.5
+    widths = dict.fromkeys(("q", "k", "dq", "dk"), (head_dim, width))
+    widths |= dict.fromkeys(("v", "out", "dout", "dv"), (value_dim, value_width))
+
+    def wide(name: str, x: torch.Tensor) -> torch.Tensor:
+        dim, padded = widths[name]
+        return ready(x, padded) if x.shape[-1] == dim else x  # one of another dimension is found to be wrong later
+
+    dout, out, *leaves = (wide(name, given[name]) for name in ("dout", "out", *INPUTS))
+    written = []
+    for name in (f"d{name}" for name in INPUTS):
+        x = wide(name, results[name])
+        written.append(x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format))
+    lse = given["lse"]
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    backward(leaves, out, lse, dout, None, causal, options, written, delta)
+    for x, result in zip(written, (results[f"d{name}"] for name in INPUTS)):
+        if x is not result:
+            result.copy_(x[..., : result.shape[-1]])
+    return delta
+
+
+def _check_apart(given: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> None:
+    for name, result in results.items():
+        for other, tensor in (given | results).items():
+            if other != name and shares_memory(result, tensor):
+                ATTENTION.fail(f"{arg(name)} must not share memory with {arg(other)}: pass a tensor of its own")
 
 
 def append(
@@ -224,6 +299,24 @@ def _backward(*arguments: Any) -> list[torch.Tensor]:
 def _backward_fake(*arguments: Any, **options: Any) -> list[torch.Tensor]:
     named = _named(arguments, options, _OF_BACKWARD)
     return [x.new_empty(x.shape) for x in leaves_of(named["q"], named["k"], named["v"])]
+
+
+_GIVEN = ("dout", "out", "lse", *INPUTS)
+
+
+@torch.library.impl("fly::flash_attn_backward_out", "CompositeExplicitAutograd")
+def _backward_out(*arguments: Any, **options: Any) -> torch.Tensor:
+    named = _named(arguments, options, (*_GIVEN, "causal"))
+    given = {name: named.pop(name) for name in _GIVEN}
+    results = {name: named.pop(name) for name in ("dq", "dk", "dv")}
+    with _in_names_of(named.pop("caller", None)):
+        return _written(given, results, named.pop("causal"), named)
+
+
+@_register_fake("fly::flash_attn_backward_out")
+def _backward_out_fake(*arguments: Any, **options: Any) -> torch.Tensor:
+    lse: torch.Tensor = _named(arguments, options, _GIVEN)["lse"]
+    return lse.new_empty(lse.shape)
 
 
 def _refuse(ctx: Any, *cotangents: Any) -> None:

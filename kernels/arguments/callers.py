@@ -173,7 +173,25 @@ TRANSFORMERS = Caller(
         window_size="sliding_window",
     ),
 )
-_ALL = (*(FUNC, KVPACKED, QKVPACKED, VARLEN, VARLEN_KVPACKED, VARLEN_QKVPACKED, KVCACHE, APPEND, VLLM, TRANSFORMERS),)
+_INNER = _names(
+    *("q", "k", "v", "dropout_p", "softmax_scale", "causal", "softcap", "alibi_slopes"),
+    window_size="window_size_left, window_size_right",
+)
+_INNER_VARLEN = _INNER | _names(
+    "cu_seqlens_q", "max_seqlen_q", cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"
+)
+_WRITTEN = _names("dout", "out", "dq", "dk", "dv", "rng_state", lse="softmax_lse")
+INNER_FORWARD = Caller("_flash_attn_forward", _INNER)
+INNER_BACKWARD = Caller("_flash_attn_backward", _INNER | _WRITTEN)
+INNER_VARLEN_FORWARD = Caller(
+    "_flash_attn_varlen_forward",
+    _INNER_VARLEN | _names("block_table", cache_leftpad="leftpad_k", seqused_kv="seqused_k"),
+)
+INNER_VARLEN_BACKWARD = Caller("_flash_attn_varlen_backward", _INNER_VARLEN | _WRITTEN)
+_ALL = (
+    *(INNER_FORWARD, INNER_BACKWARD, INNER_VARLEN_FORWARD, INNER_VARLEN_BACKWARD),
+    *(FUNC, KVPACKED, QKVPACKED, VARLEN, VARLEN_KVPACKED, VARLEN_QKVPACKED, KVCACHE, APPEND, VLLM, TRANSFORMERS),
+)
 # by their keys
 CALLERS: Mapping[str, Caller] = {
     caller.key: caller for caller in (*_ALL, *(caller.paged for caller in _ALL if caller.paged is not None))

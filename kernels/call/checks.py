@@ -238,6 +238,14 @@ def alignment(*tensors: torch.Tensor) -> int:
     return bits & -bits
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether kernels can load 16 bytes at once from it.
+
+    Strides of 0 are those of expanded gradients: their rows are alike, and are loaded as they are.
+    """
+    return tensor.stride(-1) == 1 and alignment(settled(tensor)) >= ALIGNMENT
+
+
 def _pitch(*tensors: torch.Tensor) -> int:
     """The largest distance between neighbouring tokens, in bytes."""
     return max(tensor.stride(-3) * tensor.element_size() for tensor in tensors)

@@ -25,7 +25,7 @@ from ..arguments.stacked import unstacked
 from ..flash_attn_generic_bwd import check_features, check_request, prepare
 from ..problem.contract import Launch, Request, aux_name
 from ..problem.mods import Mod
-from .checks import INPUTS, alignment, check_call, settled
+from .checks import INPUTS, check_call, is_aligned, settled
 from .plan import Kind, Plans
 
 __all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "recorded", "run"]
@@ -159,7 +159,7 @@ def run(
     else:
         form = tuple(x.stride() for x in results)
     if kind.empty:
-        return [x.zero_() for x in results]
+        return [x.zero_() for x in (*results, *filter(None, [tensors.get("delta")]))][: len(results)]
     inputs = len(leaves) - len(operands)
     q, k, v = unstacked(leaves[:inputs])
     dq, dk, dv = unstacked(results[:inputs])
@@ -190,7 +190,7 @@ def run(
 
 def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:
     """The backward pass of calls like this one."""
-    copied = tuple(name for name in INPUTS if not _is_aligned(settled(given[name])))
+    copied = tuple(name for name in INPUTS if not is_aligned(given[name]))
     tensors = dict(given)
     for name in (*INPUTS, "out", "dout", *(f"d{name}" for name in INPUTS)):
         x = tensors[name].clone(memory_format=_CONTIGUOUS) if name in copied else tensors[name]
@@ -254,18 +254,9 @@ def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         ATTENTION.fail(f"{arg(name)} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether kernels can load 16 bytes at once from it.
-
-    Strides of 0 are those of expanded gradients: their rows are alike, and are loaded as they are.
-    """
-    return x.stride(-1) == 1 and alignment(x) >= ALIGNMENT
-
-
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where it is not so."""
-    x = settled(x)
-    return x if _is_aligned(x) else x.clone(memory_format=_CONTIGUOUS)
+    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it."""
+    return settled(x) if is_aligned(x) else x.clone(memory_format=_CONTIGUOUS)
 
 
 def _key(value: Any) -> Any:
