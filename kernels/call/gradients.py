@@ -77,28 +77,30 @@ def recorded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse among `tensors`, those of a call that was launched, as autograd's results of its leaves."""
     kept = {name: x for name, x in tensors.items() if x is not None and name not in _NOT_KEPT}
-    operands = [name for name in OPERANDS if name in kept and kept[name].requires_grad]
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
-        kind, kept, operands, *leaves, *[kept.pop(name) for name in operands]
-    )
+    operands = [name for name in OPERANDS if name in kept and kept[name].requires_grad] if OPERANDS else ()
+    leaves = (*leaves, *[kept.pop(name) for name in operands])
+    # one argument besides the leaves, as autograd looks at each
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply((kind, kept, operands), *leaves)  # type: ignore[no-untyped-call]  # torch has no types for it
     return result
+
+
+_Recorded = tuple[Kind, dict[str, torch.Tensor], Sequence[str]]
 
 
 class _Attention(torch.autograd.Function):
     """A call as autograd sees it: out and lse, which there are already, of its leaves."""
 
     @staticmethod
-    def forward(
-        ctx: Any, kind: Kind, kept: dict[str, torch.Tensor], operands: list[str], *leaves: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, recorded: _Recorded, *leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kind, kept, operands = recorded
         ctx.save_for_backward(*leaves, *kept.values())
         ctx.set_materialize_grads(False)
-        ctx.kept = kind, tuple(kept), operands
+        ctx.recorded = kind, tuple(kept), operands  # tensors are autograd's, whose hooks may move them
         return kept["out"], kept["lse"]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        kind, names, operands = ctx.kept
+        kind, names, operands = ctx.recorded
         saved = ctx.saved_tensors
         leaves = saved[: -len(names)]
         tensors = dict(zip(names, saved[-len(names) :], strict=True))
@@ -106,7 +108,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             # not without a history: what is made of these gradients would miss its own, and nothing would say so
             found = _NoSecondDerivative.apply(*(x.requires_grad_() for x in found))  # type: ignore[no-untyped-call]
-        return None, None, None, *found
+        return None, *found
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -143,7 +143,10 @@ def operation(name: str, seed: int) -> tuple[list[Any], dict[str, Any]]:
 def test_opcheck_with_gradients(name, seed):
     arguments, options = operation(name, seed)
     leaves = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
-    torch.library.opcheck(OPS.flash_attn.default, leaves, options | {"return_lse": True})
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if options:  # it takes seconds, and compiled functions are tested above
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(OPS.flash_attn.default, leaves, options | {"return_lse": True}, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -262,6 +265,44 @@ def test_eager_gradients_go_past_the_operation(seed, monkeypatch):
     monkeypatch.setattr(torch_ops, "_backward", None)
     leaves, options = call_of("flash_attn_func", small(seed))
     assert len(step(api.flash_attn_func, leaves, **options)) == 5
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_kvpacked_func"])
+def test_deterministic_algorithms_may_be_asked_for(name, seed):
+    leaves, options = call_of(name, small(seed, lengths=(5, 3) if "varlen" in name else None))
+    function = getattr(api, name)
+    expected = step(function, leaves, **options)
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN then
+    try:
+        found = [step(function, leaves, deterministic=flag, **options) for flag in (False, True)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(equal(x, expected) for x in found), f"seed {seed}"
+
+
+def test_saved_tensors_go_through_the_callers_hooks(seed):
+    """Offloading: everything that a call keeps is autograd's to pack."""
+    leaves, options = call_of("flash_attn_varlen_func", small(seed, lengths=(5, 3)))
+    expected = step(api.flash_attn_varlen_func, leaves, **options)
+    packed: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(x)
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = step(api.flash_attn_varlen_func, leaves, **options)
+    assert equal(found, expected), f"seed {seed}"
+    assert len(packed) == 7  # q, k, v, out, lse and both offsets
+
+
+def test_a_tensor_changed_in_place_is_noticed(seed):
+    (q, k, v), _ = call_of("flash_attn_func", small(seed))
+    out = api.flash_attn_func(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_fly_s_own_function_takes_stacked_tensors(seed):

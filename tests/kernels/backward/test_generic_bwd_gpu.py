@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from kernels.flash_attn_api import flash_attn_varlen_qkvpacked_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.backward.test_generic_bwd import by_autograd
 from tests.kernels.feature_cases import Inputs, by_head, stripes
@@ -75,6 +78,19 @@ def test_results_are_the_same_bits_every_time(seed):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def captured(step: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    """A graph of a step, which was taken once before, and its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def test_a_captured_step_may_be_replayed(seed):
     inputs = Inputs([500], [500], 4, 4, 64, seed=seed, device="cuda")
     leaves = [x.requires_grad_() for x in inputs.tensors()]
@@ -83,16 +99,43 @@ def test_a_captured_step_may_be_replayed(seed):
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         for leaf in leaves:
             leaf.copy_(torch.randn_like(leaf))
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+
+
+def test_a_captured_step_of_stacked_sequences_takes_new_lengths(seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    qkv = torch.randn(300, 3, 4, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = flash_attn_varlen_qkvpacked_func(qkv, offsets, 300, causal=True)
+        return torch.autograd.grad(out.float().square().sum(), qkv)
+
+    graph, (found,) = captured(step)
+    for new in ([0, 300, 300], [0, 17, 250]):  # the last one leaves tokens out, whose gradient is zero
+        offsets.copy_(torch.tensor(new, dtype=torch.int32))
+        graph.replay()
+        used = slice(0, new[-1])
+        assert torch.equal(found[used], step()[0][used])
+    assert not found[250:].any()
+
+
+def test_a_warm_step_does_not_wait_for_the_gpu(seed):
+    inputs = Inputs([500], [500], 4, 4, 64, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    dout = torch.randn_like(leaves[0])
+
+    def step() -> None:
+        torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
