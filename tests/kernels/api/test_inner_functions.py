@@ -120,6 +120,15 @@ def test_packed_gradients_are_autograds_and_nothing_else_is_written(seed):
     torch.testing.assert_close(softmax_d[:, :14].double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def test_parts_without_keys_have_gradients_of_zero():
+    q, k = zeros(1, 4, 2, 32), zeros(1, 0, 2, 32)
+    out, lse, _, _ = api._flash_attn_forward(q, k, k, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+    dq = torch.full_like(q, torch.nan)
+    given = (torch.ones_like(q), q, k, k, out, lse, dq, torch.empty_like(k), torch.empty_like(k))
+    softmax_d = api._flash_attn_backward(*given, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+    assert not dq.any() and not softmax_d.any() and softmax_d.shape == (1, 2, 4)
+
+
 def test_compiled_parts_are_the_eager_ones(seed):
     q, k, v, dout, places = packed(seed)
 
