@@ -6,7 +6,7 @@ names, as far as an operation can: tensors and numbers, no functions. `caller` i
 microseconds on the host and is gone through only where a compiler traces, or a dispatch mode is active.
 
 `torch.ops.fly.flash_attn_backward` has the gradients of `torch.ops.fly.flash_attn`, which autograd and compilers
-call; its own are refused.
+call; its own are refused. `torch.ops.fly.flash_attn_backward_out` writes them into given tensors (`api.inner`).
 """
 
 from __future__ import annotations
