@@ -1,8 +1,8 @@
 """Gradients of calls: autograd's way through the forward function, and the backward pass that it takes.
 
 A call that needs a gradient keeps its inputs, out and lse; the backward kernels make the weights from these again
-(`dispatch.BACKWARD_KERNELS`). What a call is, its `Kind`, decides everything about its backward pass but the strides of
-the gradients that come in, so that a later pass is found by those. torch's compilers differentiate an operation
+(`dispatch.BACKWARD_KERNELS`). What a call is, its `Kind`, decides everything about its backward pass but the strides
+of the gradients that come in, so that a later pass is found by those. torch's compilers differentiate an operation
 instead (`api.torch_ops`), which ends in `backward` too.
 
 Inputs are *leaves* here: q, k and v, or tensors in which they are stacked (`arguments.stacked`), and then operands of
@@ -198,15 +198,8 @@ def run(
     }
     for name, leaf, result in zip(operands, leaves[inputs:], results[inputs:], strict=True):
         given |= {name: leaf, f"d{name}": result}
-    key = (
-        *map(config.raw_value, _ENVIRONMENT),
-        form,
-        out.stride(),
-        dout.stride(),
-        dlse is None,
-        "delta" in tensors,
-        *operands,
-    )
+    environment = map(config.raw_value, _ENVIRONMENT)
+    key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
     prepared = kind.backward.get(key)
     if prepared is None:
         prepared = kind.backward[key] = _prepared(kind, given)
