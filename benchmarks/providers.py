@@ -6,17 +6,20 @@ a way that no rule foresaw is reported by whoever runs it, with its own message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from benchmarks.workload import Workload
 from fly import config
+from kernels import dispatch
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]
+DOUT = 8.0  # so large that gradients of long sequences are not small beside what rules allow near 0
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,14 @@ class Provider:
     """One way to compute attention.
 
     missing(device): why it cannot run on "cuda" or "cpu" here, or None. unsupported(workload): why it cannot
-    do that workload, or None. bind(workload, q, k, v): a call without arguments that gives out, shaped like q.
+    do that workload, or None. bind(workload, *tensors): a call without arguments, of `Pass.tensors`; forward, it
+    gives out, shaped like q, and backward, the gradients of q, k and v.
     """
 
     name: str
     missing: Callable[[str], str | None]
     unsupported: Callable[[Workload], str | None]
-    bind: Callable[[Workload, torch.Tensor, torch.Tensor, torch.Tensor], Call]
+    bind: Callable[..., Call]
 
 
 def _installed(module: str) -> bool:
@@ -195,13 +199,118 @@ def _triton(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return partial(triton_attention, q, k, v, workload.causal)
 
 
+def _flex(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    behind = workload.seq_len_kv - workload.seq_len
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query + behind
+
+    lengths = (workload.seq_len, workload.seq_len_kv)
+    mask = create_block_mask(seen, None, None, *lengths, device=q.device.type) if workload.causal else None
+    torch._dynamo.reset()  # a build for each workload, of its own sizes
+    attend = torch.compile(flex_attention, dynamic=False)
+    grouped = workload.num_heads != workload.num_kv_heads
+
+    def call() -> torch.Tensor:
+        return attend(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    return call
+
+
+def _gradients(
+    forward: Callable[..., Call],
+    workload: Workload,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+) -> Call:
+    """The backward pass of what `forward` binds; the forward pass runs once."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        out = forward(workload, *leaves)()
+
+    def call() -> tuple[torch.Tensor, ...]:
+        found = torch.autograd.grad(out, leaves, dout, retain_graph=True, allow_unused=True)
+        # packed sequences that are attended to one by one may all be without keys
+        return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves))
+
+    return call
+
+
+def _fly_gradients_forced(kernel: str, workload: Workload, *tensors: torch.Tensor) -> Call:
+    with config.BACKWARD_KERNEL.set_to(kernel):
+        chosen = _gradients(_fly, workload, *tensors)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        with config.BACKWARD_KERNEL.set_to(kernel):
+            return chosen()
+
+    return call
+
+
+def _gradients_of(provider: Provider) -> Provider:
+    """The same for the backward pass, by autograd."""
+    return replace(provider, bind=partial(_gradients, provider.bind))
+
+
+def _forward_tensors(workload: Workload, seed: int, device: str) -> tuple[torch.Tensor, ...]:
+    return workload.tensors(seed, device)
+
+
+def _backward_tensors(workload: Workload, seed: int, device: str) -> tuple[torch.Tensor, ...]:
+    q, k, v = workload.tensors(seed, device)
+    dout = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(seed + 1), device=device)
+    return q, k, v, (dout * DOUT).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of attention that is checked and timed, and who computes it.
+
+    `work`: its arithmetic over the forward pass's. `fly`, and `forced`: the same with one of its kernels, whether or
+    not it would be chosen. `tensors(workload, seed, device)`: what calls are bound to. `flushes`: how often the
+    buffer that empties the L2 is read before a timed call, so that it takes longer than the host takes to queue the
+    call. `kernels`: the table that chooses ours.
+    """
+
+    name: str
+    work: float
+    fly: Provider
+    forced: tuple[Provider, ...]
+    peers: tuple[Provider, ...]
+    tensors: Callable[[Workload, int, str], tuple[torch.Tensor, ...]]
+    flushes: int
+    kernels: dispatch.Pass
+
+    @property
+    def providers(self) -> tuple[Provider, ...]:
+        """Fly as it chooses its kernel, and its peers."""
+        return self.fly, *self.peers
+
+    def named(self, names: Iterable[str]) -> tuple[Provider, ...]:
+        """The providers of these names, in that order.
+
+        Raises:
+            ValueError: a name that no provider has.
+        """
+        known = {provider.name.lower(): provider for provider in (self.fly, *self.forced, *self.peers)}
+        names = tuple(names)
+        for name in names:
+            if name.lower() not in known:
+                accepted = ", ".join(repr(provider.name) for provider in known.values())
+                raise ValueError(f"no provider is called {name!r}; providers: {accepted}")
+        return tuple(known[name.lower()] for name in names)
+
+
 FLY = Provider("fly", _fly_missing, _anything, _fly)
 # the same with one of its kernels, whether or not it would be chosen
 FORCED: tuple[Provider, ...] = tuple(
     Provider(f"fly {kernel}", _fly_missing, _anything, partial(_fly_forced, kernel))
     for kernel in ("generic", "gfx950", "sm90")
 )
-OURS = frozenset(provider.name for provider in (FLY, *FORCED))
 PEERS: tuple[Provider, ...] = (
     Provider("aiter CK", _gpu_module("aiter", "AMD"), _dense_only, _aiter_ck),
     Provider("aiter asm", _gpu_module("aiter", "AMD"), _aiter_asm_unsupported, _aiter_asm),
@@ -212,18 +321,23 @@ PEERS: tuple[Provider, ...] = (
     Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
     Provider("Triton", _gpu_module("triton"), _dense_only, _triton),
 )
-PROVIDERS: tuple[Provider, ...] = (FLY, *PEERS)
+FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD)
 
-
-def named(names: Sequence[str]) -> tuple[Provider, ...]:
-    """The providers of these names, in that order.
-
-    Raises:
-        ValueError: a name that no provider has.
-    """
-    known = {provider.name.lower(): provider for provider in (FLY, *FORCED, *PEERS)}
-    for name in names:
-        if name.lower() not in known:
-            accepted = ", ".join(repr(provider.name) for provider in known.values())
-            raise ValueError(f"no provider is called {name!r}; providers: {accepted}")
-    return tuple(known[name.lower()] for name in names)
+_BY_AUTOGRAD = ("SDPA flash", "SDPA cuDNN", "torch varlen", "FA2", "FA4")
+BACKWARD = Pass(
+    "backward",
+    2.5,  # five products for the forward pass's two
+    _gradients_of(FLY),
+    tuple(
+        Provider(f"fly {kernel.name}", _fly_missing, _anything, partial(_fly_gradients_forced, kernel.name))
+        for kernel in dispatch.BACKWARD_KERNELS
+    ),
+    (
+        *map(_gradients_of, FORWARD.named(_BY_AUTOGRAD)),
+        _gradients_of(Provider("Triton", _gpu_module("triton"), _dense_only, _flex)),
+    ),
+    _backward_tensors,
+    4,
+    dispatch.BACKWARD,
+)
+OURS = frozenset(provider.name for of in (FORWARD, BACKWARD) for provider in (of.fly, *of.forced))

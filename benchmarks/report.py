@@ -27,16 +27,17 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One provider's time on one workload."""
+    """One provider's time on one workload; `work`: the arithmetic over that of the forward pass."""
 
     workload: Workload
     provider: str
     timing: Timing
+    work: float = 1.0
 
     @property
     def tflops(self) -> float:
         """Its speed, TFLOP/s."""
-        return self.workload.flops / self.timing.median / 1e9
+        return self.work * self.workload.flops / self.timing.median / 1e9
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,19 @@ def _means(title: str, of: Sequence[Ratio], groups: Sequence[str]) -> list[str]:
 
 
 def summary(figures: Sequence[Figure], threshold: float) -> list[str]:
-    """Lines: for each of ours, geometric means of its ratios by peer, head dimension and mask, and the cells in
-    which it is below `threshold` of the best peer.
+    """Lines: for each of ours, the cells in which it is below `threshold` of the best peer, and last, geometric means
+    of its ratios by peer, head dimension and mask.
     """
     lines: list[str] = []
     every = ratios(figures)
     groups = list(dict.fromkeys(_group(ratio.workload) for ratio in every))
     for ours in dict.fromkeys(ratio.ours for ratio in every):
         mine = [ratio for ratio in every if ratio.ours == ours]
-        lines += ["", *_means(f"{ours} / peer, geomean", mine, groups)]
         cells = [ratio for ratio in mine if ratio.peer == BEST]
         under = sorted((ratio for ratio in cells if ratio.value < threshold), key=lambda ratio: ratio.value)
-        lines.append(f"{ours}: {len(under)} of {len(cells)} cells under {threshold:g} of the best peer")
+        lines += ["", f"{ours}: {len(under)} of {len(cells)} cells under {threshold:g} of the best peer"]
         lines += [f"  {ratio.value:.3f} of {ratio.other:12} {ratio.workload}" for ratio in under]
+        lines += _means(f"{ours} / peer, geomean", mine, groups)
     return lines or ["no ratios: that takes fly and a peer"]
 
 

@@ -21,7 +21,7 @@ if not __package__:  # run as a script
 
 from benchmarks import flash_attn_decode, report
 from benchmarks.report import geomean
-from benchmarks.shapes import PRESETS
+from benchmarks.shapes import PRESETS_OF
 from benchmarks.workload import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +113,7 @@ def _versions(text: str) -> str:
 
 
 def _lengths(row: Row) -> str:
-    """The shape of a forward cell in words."""
+    """The shape of a cell in words."""
     heads = (
         row["num_heads"] if row["num_heads"] == row["num_kv_heads"] else f"{row['num_heads']}:{row['num_kv_heads']}"
     )
@@ -151,7 +151,7 @@ def _means(run: Run) -> list[str]:
     return _table([f"{first} over", "cells", "geometric mean", "least", *groups], rows)
 
 
-def _forward(run: Run) -> list[str]:
+def _speeds(run: Run) -> list[str]:
     ours = [name for name in run.providers if name.startswith(OURS)]
     peers = [name for name in run.providers if not name.startswith(OURS)]
     lines = []
@@ -227,15 +227,17 @@ _FORWARD_CELL = COLUMNS
 _DECODE_CELL = ("batch", "seq_len_kv", "num_heads", "num_kv_heads", "head_dim", "dtype", "page_size")
 
 
-def _preset(name: str, title: str, picture: str = "") -> Section:
-    command = f"python benchmarks/flash_attn_fwd.py --preset {name}"
-    return Section(title, PRESETS[name].meaning, command, report.CSV_COLUMNS, _forward, picture)
+def _preset(name: str, title: str, picture: str = "", of: str = "forward") -> Section:
+    script = {"forward": "flash_attn_fwd", "backward": "flash_attn_bwd"}[of]
+    command = f"python benchmarks/{script}.py --preset {name}"
+    return Section(title, PRESETS_OF[of][name].meaning, command, report.CSV_COLUMNS, _speeds, picture)
 
 
 SECTIONS: Mapping[str, Section] = {
     "h200": _preset("h200", "Prefill", "images/flash_attn_fwd_h200.png"),
     "short": _preset("short", "Short and ragged"),
     "generic": _preset("generic", "The generic kernel against FlashAttention-2"),
+    "backward": _preset("backward", "Gradients", of="backward"),
     flash_attn_decode.PRESET: Section(
         "Decoding",
         "one query a sequence, over keys as one tensor and in pages dealt out at random",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.workload import DTYPES, Workload
 
@@ -194,3 +195,11 @@ PRESETS: Mapping[str, Preset] = {
         "the cells of h200, the generic kernel against FlashAttention-2", sweep, ("fly generic", "SDPA flash")
     ),
 }
+BACKWARD_PRESETS: Mapping[str, Preset] = {
+    "backward": Preset(
+        "head dim 64, 128, 256; 1024, 4096 and 16384 tokens; 16384 of them in all",
+        partial(sweep, seq_lens=(1024, 4096, 16384)),
+        ("fly", "SDPA cuDNN", "SDPA flash", "FA4"),
+    ),
+}
+PRESETS_OF: Mapping[str, Mapping[str, Preset]] = {"forward": PRESETS, "backward": BACKWARD_PRESETS}  # a pass's

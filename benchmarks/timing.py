@@ -38,14 +38,14 @@ def _turns(names: list[str], rounds: int, seed: int) -> list[str]:
     return [name for _ in range(rounds) for name in order.sample(names, len(names))]
 
 
-def _on_gpu(calls: Mapping[str, Call], turns: list[str], cold: bool) -> dict[str, list[float]]:
+def _on_gpu(calls: Mapping[str, Call], turns: list[str], flushes: int) -> dict[str, list[float]]:
     # reading the scratch buffer empties the L2, without lines that the call would have to write back, and keeps the
     # GPU busy while the host queues the next call, so that host time does not show between the events
-    scratch = torch.zeros(FLUSH_BYTES // 4 if cold else 0, device="cuda")
-    burst = 1 if cold else WARM_BURST
+    scratch = torch.zeros(FLUSH_BYTES // 4 if flushes else 0, device="cuda")
+    burst = 1 if flushes else WARM_BURST
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for name in turns:
-        if cold:
+        for _ in range(flushes):
             scratch.sum()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -67,26 +67,27 @@ def _on_host(calls: Mapping[str, Call], turns: list[str]) -> dict[str, list[floa
 
 
 def samples(
-    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, cold: bool = True, seed: int = 0
+    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, flushes: int = 1, seed: int = 0
 ) -> dict[str, list[float]]:
     """Milliseconds of each call in `iters` (≥ 1) rounds after `warmup` calls of each: sample i is of round i.
 
     In a round every call has one turn, in an order drawn from `seed`. On "cuda" timed with events on the current
-    stream, on "cpu" by the clock. `cold` empties the L2 cache before each call; else a turn is `WARM_BURST` calls
-    and the sample their mean, in which calls shorter than their launch show host time.
+    stream, on "cpu" by the clock. The L2 cache is emptied before each call, by so many `flushes` of
+    `FLUSH_BYTES`, during which the host queues it; with none, a turn is `WARM_BURST` calls and the sample their mean,
+    in which calls shorter than their launch show host time.
     """
     for call in calls.values():
         for _ in range(warmup):
             call()
     turns = _turns(list(calls), iters, seed)
-    return _on_gpu(calls, turns, cold) if device == "cuda" else _on_host(calls, turns)
+    return _on_gpu(calls, turns, flushes) if device == "cuda" else _on_host(calls, turns)
 
 
 def measure(
-    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, cold: bool = True
+    calls: Mapping[str, Call], *, device: str, iters: int, warmup: int, flushes: int = 1
 ) -> dict[str, Timing]:
     """`samples`, summed up."""
-    taken = samples(calls, device=device, iters=iters, warmup=warmup, cold=cold)
+    taken = samples(calls, device=device, iters=iters, warmup=warmup, flushes=flushes)
     return {name: Timing.of(times) for name, times in taken.items()}
 
 

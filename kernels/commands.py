@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
-from . import dispatch
-from .dispatch import AMD, NVIDIA, Kernel, choose, head_dims, refusal
+from .dispatch import AMD, BACKWARD, FORWARD, NVIDIA, Kernel, Pass, as_backward, choose, head_dims, refusal
 from .problem.catalogue import BY_NAME
 from .problem.contract import Request
 from .profiled import CALLS
@@ -179,21 +178,21 @@ def _row(cells: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*padded)]
 
 
-def verdicts(arch: str, request: Request) -> str:
-    """For one target: which kernel serves a request, and why those before it do not."""
+def verdicts(arch: str, request: Request, of: Pass = FORWARD) -> str:
+    """For one target: which kernel serves a pass of a request, and why those before it do not."""
     try:
-        chosen, error = choose(arch, request).name, None
+        chosen, error = choose(arch, request, of).name, None
     except UnsupportedError as refused:
         chosen, error = "", refused
     lines = []
-    for kernel in dispatch.KERNELS:
+    for kernel in of.table():
         if arch not in kernel.archs:
             continue
         why = refusal(kernel, arch, request)
         text = "chosen" if kernel.name == chosen else "could serve it too" if why is None else f"no: it {why}"
         first, *rest = textwrap.wrap(text, WIDTH - 20)
         lines += [f"{arch:<8}  {kernel.name:<8}  {first}", *(f"{'':20}{line}" for line in rest)]
-    if error is not None and config.KERNEL.get():
+    if error is not None and of.forced.get():
         lines += textwrap.wrap(str(error), WIDTH)
     elif error is not None:
         lines.append(f"{arch:<8}  {'(none)':<8}  such a call raises an {type(error).__name__}")
@@ -239,6 +238,7 @@ def add_commands(commands: Any) -> None:
         "which kernel serves that call, and why the others do not; the rest of the call has the defaults below.",
     )
     parser.add_argument("--arch", choices=TARGETS, help="for one target only")
+    parser.add_argument("--backward", action="store_true", help="the kernels of the backward pass, for such a call")
     add_call_flags(parser)
     parser.set_defaults(run=paths)
 
@@ -306,13 +306,14 @@ def _call(given: Mapping[str, Any]) -> Request:
 
 def paths(options: argparse.Namespace) -> None:
     """`python -m fly paths`."""
-    request = request_of(options)
+    of, request = (BACKWARD if options.backward else FORWARD), request_of(options)
     archs = TARGETS if options.arch is None else (options.arch,)
     if request is None:
-        print(table(k for k in dispatch.KERNELS if set(archs) & set(k.archs)))
+        print(table(k for k in of.table() if set(archs) & set(k.archs)))
         print("A call takes the first row that serves it.")
     else:
-        print("\n".join(verdicts(arch, request) for arch in archs))
-    for variable in (config.KERNEL, config.DISABLE_DUALWAVE_SWP):
+        asked = as_backward(request) if options.backward else request
+        print("\n".join(verdicts(arch, asked, of) for arch in archs))
+    for variable in (of.forced, config.DISABLE_DUALWAVE_SWP):
         if variable.get():
             print(f"{variable.name}={variable.get()} is set")

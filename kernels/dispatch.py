@@ -1,6 +1,7 @@
-"""Which flash-attention kernel serves a request: one table, in order of preference.
+"""Which flash-attention kernel serves a request: a table for each pass, in order of preference.
 
-A kernel is one row of `KERNELS`. A new kernel adds its row above those that it beats; nothing else changes.
+A kernel is one row of `KERNELS` or of `BACKWARD_KERNELS`. A new kernel adds its row above those that it beats;
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly import config
 from fly.errors import UnsupportedError
@@ -141,6 +142,18 @@ def few_rows(features: tuple[str, ...], rows: int) -> Need:
     return Need(f"at most {rows} rows a sequence and key head with {_listed(features)}", refuses)
 
 
+def grid_within(blocks: int) -> Need:
+    """Heads and sequences number at most `blocks`: each has a dimension of the grid."""
+
+    def refuses(request: Request) -> str | None:
+        for what, count in (("heads", request.num_heads), ("sequences", request.batch)):
+            if count > blocks:
+                return f"takes {blocks} {what}, not {count}: pass the batch in parts"
+        return None
+
+    return Need(f"at most {blocks} heads and as many sequences", refuses)
+
+
 def mask_blocks(rows: int, keys: int) -> Need:
     """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
 
@@ -249,6 +262,44 @@ KERNELS: tuple[Kernel, ...] = (
     ),
 )
 
+# Their inputs are aligned: others are copied before (`as_backward`).
+BACKWARD_KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="generic",
+        module=".flash_attn_generic_bwd",
+        archs=AMD + NVIDIA,
+        head_dims=tuple(range(32, 257, 8)),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "bias", "sink", "score_mod", "mask_mod"),
+        ),
+        tuning={},
+        reason="the same bits every time, on every target",
+        needs=(grid_within(65_535),),  # MAX_GRID_YZ, whose module is heavy
+        mixed_dims=None,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of attention: what messages call it and its kernels, its table, the variable that forces a kernel."""
+
+    name: str
+    adjective: str
+    table: Callable[[], tuple[Kernel, ...]]
+    forced: config.Variable
+
+
+FORWARD = Pass("flash attention", "flash-attention", lambda: KERNELS, config.KERNEL)
+BACKWARD = Pass("the backward pass", "backward", lambda: BACKWARD_KERNELS, config.BACKWARD_KERNEL)
+
+
+def as_backward(request: Request) -> Request:
+    """What the backward pass of such a call is: tuning is the forward kernel's, and what is not aligned is copied."""
+    return replace(request, tuning={}, alignment=16, kv_alignment=16)
+
 
 def head_dims(kernel: Kernel) -> str:
     """The kernel's head dimensions in words; many in equal steps as a range."""
@@ -307,15 +358,15 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     return next(filter(None, (need.refuses(request) for need in kernel.needs)), None)
 
 
-def choose(arch: str, request: Request) -> Kernel:
-    """The first kernel of the table that can serve `request` on `arch`, or the one that FLY_KERNEL forces.
+def choose(arch: str, request: Request, of: Pass = FORWARD) -> Kernel:
+    """The first kernel of a pass's table that can serve `request` on `arch`, or the one that its variable forces.
 
     Raises:
         UnsupportedError: none can, or the forced one cannot; says why for each that is meant for `arch`.
     """
-    forced = config.KERNEL.get()
+    forced = of.forced.get()
     refusals: dict[str, str] = {}
-    for kernel in KERNELS:
+    for kernel in of.table():
         if forced not in ("", kernel.name):
             continue
         why = _refusal(kernel, arch, request)
@@ -324,16 +375,16 @@ def choose(arch: str, request: Request) -> Kernel:
         if forced:
             raise problem(
                 UnsupportedError,
-                f"{config.KERNEL.name}={forced}: the {forced} kernel {why}; unset {config.KERNEL.name}, and "
-                f"flash attention chooses its kernel for target {arch}",
+                f"{of.forced.name}={forced}: the {forced} kernel {why}; unset {of.forced.name}, and "
+                f"{of.name} chooses its kernel for target {arch}",
             )
         if arch in kernel.archs:
             refusals[kernel.name] = why
     if not refusals:
-        accepted = _listed(sorted({arch for kernel in KERNELS for arch in kernel.archs}))
-        raise problem(UnsupportedError, f"flash attention has no kernel for target {arch}; targets: {accepted}")
+        accepted = _listed(sorted({arch for kernel in of.table() for arch in kernel.archs}))
+        raise problem(UnsupportedError, f"{of.name} has no kernel for target {arch}; targets: {accepted}")
     reasons = "; ".join(f"the {name} kernel {why}" for name, why in refusals.items())
-    raise problem(UnsupportedError, f"no flash-attention kernel serves this call on target {arch}: {reasons}")
+    raise problem(UnsupportedError, f"no {of.adjective} kernel serves this call on target {arch}: {reasons}")
 
 
 def prepare_function(kernel: Kernel) -> Prepare:
@@ -343,6 +394,6 @@ def prepare_function(kernel: Kernel) -> Prepare:
     return prepare
 
 
-def serve(arch: str, request: Request) -> Prepare:
-    """The `prepare` of the kernel that serves `request` on `arch`; raises as `choose` does."""
-    return prepare_function(choose(arch, request))
+def serve(arch: str, request: Request, of: Pass = FORWARD) -> Prepare:
+    """The `prepare` of the kernel that serves a pass of `request` on `arch`; raises as `choose` does."""
+    return prepare_function(choose(arch, request, of))

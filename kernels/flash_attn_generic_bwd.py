@@ -23,7 +23,7 @@ Head dimensions above 128 have no registers for dK and dV together: a launch eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,13 +32,10 @@ import torch
 
 import fly
 from fly.backends.target import target
-from fly.errors import UnsupportedError
 from fly.runtime.device import device_of
 
-from .arguments.callers import problem
 from .generic.backward import BackwardOptions, options_for
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows
-from .problem.catalogue import BY_NAME
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.gradients import turned, turned_layout, weights
@@ -49,22 +46,7 @@ from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
 from .work.sequences import tokens_of
 from .work.steps import Steps, aligned, bind_kernel
-from .work.tile_scheduler import MAX_GRID_YZ, block_work
-
-# features of a call whose gradients of q, k and v these kernels have
-WITH_GRADIENT = (
-    "packed",
-    "split_kv",
-    "seqused",
-    "window",
-    "attention_chunk",
-    "softcap",
-    "alibi",
-    "bias",
-    "sink",
-    "score_mod",
-    "mask_mod",
-)
+from .work.tile_scheduler import block_work
 
 
 @dataclass(frozen=True)
@@ -338,34 +320,14 @@ def flash_attn_generic_dq(
         store_output(view, _scaled(sums, scale_log2), wave_row, options.wave_rows)
 
 
-def check_features(names: Iterable[str]) -> None:
-    """Raise `UnsupportedError` for features whose gradients these kernels do not have."""
-    for name in names:
-        if name not in WITH_GRADIENT:
-            what, instead = BY_NAME[name].told
-            raise problem(UnsupportedError, f"the backward pass does not do {what}: {instead}")
-
-
-def check_request(request: Request) -> None:
-    """Raise `UnsupportedError` for a call whose gradients these kernels do not have."""
-    check_features(request.features)
-    for what, count in (("heads", request.num_heads), ("sequences", request.batch)):
-        if count > MAX_GRID_YZ:
-            text = f"the backward pass takes {MAX_GRID_YZ} {what}, not {count}: pass the batch in parts"
-            raise problem(UnsupportedError, text)
-
-
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, then dK and dV, then dQ.
 
-    `tensors`: those of the forward call with its out and lse, and dout like out, dlse like lse or None, and the
-    results dq, dk and dv like q, k and v. delta, float32 like lse, is a result where it is given. Rows past the end
-    of packed sequences and of lengths in use are not written. q, k, v and dout are 16-byte aligned.
-
-    Raises:
-        UnsupportedError: a feature that has no gradient here, or too many heads or sequences for a grid.
+    `request` is one that this kernel's row of `dispatch.BACKWARD_KERNELS` serves. `tensors`: those of the forward
+    call with its out and lse, and dout like out, dlse like lse or None, and the results dq, dk and dv like q, k and
+    v. delta, float32 like lse, is a result where it is given. Rows past the end of packed sequences and of lengths in
+    use are not written. q, k, v and dout are 16-byte aligned.
     """
-    check_request(request)
     description = target(device_of(tensors["q"].device).target)
     of_keys, of_queries = options_for(
         description, request.head_dim, request.value_dim, request.causal, request.static_features

@@ -251,7 +251,7 @@ def flydsl_flash_attn_func(
             if plan is None or not (out is workspace is debug_counts is stream is None and plan.kind.backward):
                 request = call.request if plan is None else plan.kind.request
                 taken = {"out": out, "workspace": workspace, "debug_counts": debug_counts, "stream": stream}
-                gradients.check_differentiable(request, q.dtype, **taken)
+                gradients.check_differentiable(request, q, **taken)
     if out is not None:
         check_no_overlap(out, {"q": q, "k": k, "v": v}, extents)
     if workspace is not None:

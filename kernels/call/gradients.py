@@ -1,8 +1,8 @@
 """Gradients of calls: autograd's way through the forward function, and the backward pass that it takes.
 
 A call that needs a gradient keeps its inputs, out and lse; the backward kernels make the weights from these again
-(`flash_attn_generic_bwd`). What a call is, its `Kind`, decides everything about its backward pass but the strides of
-the gradients that come in, so that a later pass is found by those. torch's compilers differentiate an operation
+(`dispatch.BACKWARD_KERNELS`). What a call is, its `Kind`, decides everything about its backward pass but the strides
+of the gradients that come in, so that a later pass is found by those. torch's compilers differentiate an operation
 instead (`api.torch_ops`), which ends in `backward` too.
 
 Inputs are *leaves* here: q, k and v, or tensors in which they are stacked (`arguments.stacked`), and then operands of
@@ -11,19 +11,22 @@ features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fly import config
 from fly.errors import ArgumentTypeError, UnsupportedError
+from fly.runtime.device import device_of
 
-from ..arguments.callers import OWN, arg
+from .. import dispatch
+from ..arguments.callers import OWN, arg, problem
 from ..arguments.checks import ALIGNMENT, ATTENTION
 from ..arguments.stacked import unstacked
-from ..flash_attn_generic_bwd import check_features, check_request, prepare
-from ..problem.contract import Launch, Request, aux_name
+from ..problem.catalogue import BY_NAME
+from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
 from .checks import INPUTS, check_call, is_aligned, settled
 from .plan import Kind, Plans
@@ -44,6 +47,7 @@ _NOT_TAKEN = {
 _NOT_KEPT = {*INPUTS, "workspace", "debug_counts"}
 _LENGTHS = {"cu_seqlens_q", "seqused_q", "seqused_kv"}  # with which some tokens may have no gradient written
 _CONTIGUOUS = torch.contiguous_format
+_ENVIRONMENT = (config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name)  # that decides a launch
 SECOND_DERIVATIVE = (
     "a gradient of flydsl_flash_attn_func is differentiated again, and it has no second derivative; detach it, or "
     "use F.scaled_dot_product_attention under SDPBackend.MATH"
@@ -51,18 +55,32 @@ SECOND_DERIVATIVE = (
 _kinds: Plans[tuple[Any, ...], Kind] = Plans()
 
 
-def check_differentiable(request: Request, dtype: torch.dtype, **given: Any) -> None:
-    """Raise `UnsupportedError` for a call without gradients; `given`: its arguments of `_NOT_TAKEN`."""
+def check_differentiable(request: Request, q: torch.Tensor, **given: Any) -> None:
+    """Raise `UnsupportedError` for a call of q that has no gradients; `given`: its arguments of `_NOT_TAKEN`."""
     for name, value in given.items():
         if value is not None:
             text = f"{arg(name)} is given where a gradient is needed: {_NOT_TAKEN[name]}"
             ATTENTION.fail(text, UnsupportedError)
-    check_8_bits(dtype)
+    check_8_bits(q.dtype)
     try:
-        check_request(request)
+        serving(q.device, request)
     except UnsupportedError as error:
         OWN.tell(error)
         raise
+
+
+def serving(device: torch.device, request: Request) -> Prepare:
+    """The `prepare` of the backward kernel for a call of tensors on `device`; raises as `dispatch.choose` does."""
+    return dispatch.serve(device_of(device).target, dispatch.as_backward(request), dispatch.BACKWARD)
+
+
+def check_features(names: Iterable[str]) -> None:
+    """Raise `UnsupportedError` for features whose gradients no kernel has, on whatever target."""
+    known = {name for kernel in dispatch.BACKWARD.table() for name in kernel.features}
+    for name in names:
+        if name not in known:
+            what, instead = BY_NAME[name].told
+            raise problem(UnsupportedError, f"the backward pass does not do {what}: {instead}")
 
 
 def check_8_bits(dtype: torch.dtype) -> None:
@@ -180,7 +198,8 @@ def run(
     }
     for name, leaf, result in zip(operands, leaves[inputs:], results[inputs:], strict=True):
         given |= {name: leaf, f"d{name}": result}
-    key = (form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
+    environment = map(config.raw_value, _ENVIRONMENT)
+    key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
     prepared = kind.backward.get(key)
     if prepared is None:
         prepared = kind.backward[key] = _prepared(kind, given)
@@ -201,7 +220,7 @@ def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:
         tensors[name] = settled(x)
     for name, form in kind.operands.items():
         tensors[name] = tensors[name].as_strided(*form) if isinstance(form, tuple) else form
-    return _Prepared(prepare(tensors, kind.request), copied)
+    return _Prepared(serving(given["q"].device, kind.request)(tensors, kind.request), copied)
 
 
 def backward(
@@ -230,7 +249,7 @@ def backward(
     kind = _kinds.get(key)
     if kind is None:
         call = check_call(q, k, v, causal, None, options)
-        check_differentiable(call.request, q.dtype)
+        check_differentiable(call.request, q)
         like_out = (*q.shape[:-1], v.shape[-1])
         for name, x, shape, dtype in (
             ("out", out, like_out, q.dtype),

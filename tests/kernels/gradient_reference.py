@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +22,20 @@ class Gradients:
     plain: tuple[torch.Tensor, ...]
     slack: float
 
-    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
-        """What does not hold |g - exact| <= 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
+    def errors(self, found: Sequence[torch.Tensor]) -> Iterator[tuple[str, float, float]]:
+        """(name, largest error, what is allowed): 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
 
-        The second term is FlashAttention's: plain attention's own error may be 0. NaN is wrong.
+        The second term is FlashAttention's: plain attention's own error may be 0.
         """
-        result = []
         for name, g, exact, plain in zip(NAMES, found, self.exact, self.plain, strict=True):
             narrow = exact.to(plain.dtype)
             rounding = ((narrow + 0.3 - 0.3) - narrow).abs().max().item() if narrow.numel() else 0.0
-            error, bound = max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
-            if not error <= bound:
-                result.append(f"{name}: error {error:.3g}, bound {bound:.3g}")
-        return result
+            yield name, max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
+
+    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
+        """What has a larger error than is allowed. NaN is wrong."""
+        every = self.errors(found)
+        return [f"{name}: error {error:.3g}, bound {bound:.3g}" for name, error, bound in every if not error <= bound]
 
 
 def gradients(
@@ -60,3 +61,50 @@ def gradients(
     with exact_products():
         exact = by_autograd(torch.float64)
     return Gradients(exact, by_autograd(q.dtype), slack=3.0 * 2 if options.get("softcap") else 2.0)
+
+
+def gradients_by_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    lengths: Sequence[tuple[int, int]] = (),
+    rows: int = 4096,
+) -> Gradients:
+    """`gradients` of a call without features, of one key head and `rows` queries at a time: for long sequences.
+
+    The sums are the same, added up in another order. `lengths`: (queries, keys) of packed sequences.
+    """
+    whole = Gradients(
+        *(tuple(torch.zeros_like(x, dtype=t) for x in (q, k, v)) for t in (torch.float64, torch.float32)), 2.0
+    )
+    group = q.shape[-2] // k.shape[-2]
+    for of_q, of_kv in _places(q, k, lengths):
+        queries, keys = q[of_q].shape[0], k[of_kv].shape[0]
+        for kv_head in range(k.shape[-2]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            for first in range(0, queries, rows):
+                some = slice(first, min(first + rows, queries))
+                # without the keys behind the last one that these queries see: the mask stays where it is
+                seen = slice(0, max(0, some.stop + keys - queries) if causal else keys)
+                of_part = (q[of_q][None, some, heads], *(x[of_kv][None, seen, kv_head, None] for x in (k, v)))
+                of_lse = dlse[(*of_q[:-1], heads, of_q[-1])][None, :, some]
+                part = gradients(*of_part, causal, dout[of_q][None, some, heads], of_lse)
+                for into, found in ((whole.exact, part.exact), (whole.plain, part.plain)):
+                    into[0][of_q][some, heads] += found[0][0]
+                    for x, g in zip(into[1:], found[1:], strict=True):
+                        x[of_kv][seen, kv_head] += g[0, :, 0]
+    return Gradients(whole.exact, tuple(x.to(q.dtype) for x in whole.plain), whole.slack)
+
+
+def _places(q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
+    """Where each sequence's queries and keys lie: indices that end with the tokens."""
+    if not lengths:
+        yield from (((b, slice(0, q.shape[1])), (b, slice(0, k.shape[1]))) for b in range(q.shape[0]))
+        return
+    at_q = at_kv = 0
+    for queries, keys in lengths:
+        yield (slice(at_q, at_q + queries),), (slice(at_kv, at_kv + keys),)
+        at_q, at_kv = at_q + queries, at_kv + keys

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,13 +16,74 @@ from typing import Any
 import torch
 
 from benchmarks.progress import progress, say
-from benchmarks.providers import FLY, FORCED, PEERS, PROVIDERS, Call, Provider, named
+from benchmarks.providers import BACKWARD, FORWARD, Call, Pass, Provider
 from benchmarks.shapes import SETS, Kind, kinds, workloads_of_sets
-from benchmarks.timing import measure
+from benchmarks.timing import Timing, measure
 from benchmarks.workload import COLUMNS, DTYPES, Workload
-from tests.kernels.reference import Reference, check, reference
+from tests.kernels.gradient_reference import Gradients, gradients_by_parts
+from tests.kernels.reference import Report, check, reference
 
 OK, WRONG, FAILED, SKIPPED = "ok", "WRONG", "FAILED", "skipped"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A pass of attention, and how its results are checked.
+
+    `reference(workload, tensors)`: what all providers' results are held against, by `check(result, reference)`;
+    `against` says what that is. `reduced_length`: what --reduced cuts lengths to.
+    """
+
+    of: Pass
+    reference: Callable[[Workload, Sequence[torch.Tensor]], Any]
+    check: Callable[[Any, Any], Report]
+    against: str
+    reduced_length: int
+
+    @property
+    def name(self) -> str:
+        """The pass's."""
+        return self.of.name
+
+
+def _reference(workload: Workload, tensors: Sequence[torch.Tensor]) -> Any:
+    return reference(*tensors, causal=workload.causal, lengths=workload.lengths)
+
+
+def _gradients(workload: Workload, tensors: Sequence[torch.Tensor]) -> Gradients:
+    q, k, v, dout = tensors
+    dlse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], device=q.device)  # no loss of the log-sum-exp
+    with torch.enable_grad():
+        return gradients_by_parts(q, k, v, workload.causal, dout, dlse, workload.lengths)
+
+
+def check_gradients(found: Sequence[torch.Tensor], expected: Gradients) -> Report:
+    """The worst of dq, dk and dv: the one whose error is nearest to what is allowed, or the furthest from it.
+
+    Its `cosine` is of whole gradients, the smallest: rows whose gradient is 0 but for rounding have no direction.
+
+    Raises:
+        ValueError: a shape that is not the reference's.
+    """
+    for g, exact in zip(found, expected.exact, strict=True):
+        if g.shape != exact.shape:
+            raise ValueError(f"a gradient has shape {tuple(g.shape)}, the reference {tuple(exact.shape)}")
+    # NaN is the worst; no error at all is allowed where there is nothing
+    worst = max(expected.errors(found), key=lambda of: math.inf if math.isnan(of[1]) else of[1] / max(of[2], 1e-300))
+    cosines = [_cosine(g, exact) for g, exact in zip(found, expected.exact, strict=True)]
+    return Report(worst[1], worst[2], min(cosines), None)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """1 where both are zero."""
+    a, b = a.to(b.dtype).flatten(), b.flatten()
+    if not a.any() and not b.any():
+        return 1.0
+    return torch.nn.functional.cosine_similarity(a, b, dim=0, eps=1e-300).item()
+
+
+FORWARD_SUITE = Suite(FORWARD, _reference, check, "a float32 reference", 256)
+BACKWARD_SUITE = Suite(BACKWARD, _gradients, check_gradients, "gradients of a float64 reference", 64)
 
 
 @dataclass(frozen=True)
@@ -37,6 +99,7 @@ class Row:
     row_cosine: float | None = None
     milliseconds: float | None = None
     tflops: float | None = None
+    fly_ratio: float | None = None
 
     def __str__(self) -> str:
         text = f"{self.workload!s:40} {self.provider:12} {self.status:7}"
@@ -44,6 +107,8 @@ class Row:
             text += f" error {self.max_error:.2e} of {self.error_bound:.2e}  cosine {self.row_cosine:.6f}"
         if self.tflops is not None:
             text += f"  {self.milliseconds:9.4f} ms {self.tflops:8.1f} TFLOP/s"
+        if self.fly_ratio is not None:
+            text += f"  fly is {self.fly_ratio:.3f} of it"
         return f"{text} {self.reason}".rstrip()
 
     def as_dict(self) -> dict[str, object]:
@@ -68,19 +133,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _checked(
-    provider: Provider, workload: Workload, tensors: tuple[torch.Tensor, ...], ref: Reference
+    provider: Provider, workload: Workload, tensors: Sequence[torch.Tensor], ref: Any, suite: Suite
 ) -> tuple[Row, Call | None]:
     """The provider's first call, held against the reference; the call, if it is worth timing."""
     try:
         call = provider.bind(workload, *tensors)
-        report = check(call(), ref)
+        report = suite.check(call(), ref)
     except torch.OutOfMemoryError:
         raise
     except NotImplementedError as error:
         return Row(workload, provider.name, SKIPPED, _first_line(error)), None
     except Exception as error:  # a provider can fail in any way, and the others still have their turn
         # only our own failures fail the run: a peer's are its own business, but are shown
-        status = FAILED if provider is FLY else SKIPPED
+        status = FAILED if provider is suite.of.fly else SKIPPED
         return Row(workload, provider.name, status, _first_line(error)), None
     row = Row(
         workload,
@@ -101,6 +166,7 @@ def run_workload(
     device: str,
     iters: int,
     warmup: int,
+    suite: Suite = FORWARD_SUITE,
 ) -> list[Row]:
     """Check every provider against one reference, then time those that are right, taking turns (unless iters
     is 0). A workload that does not fit in memory is skipped.
@@ -108,27 +174,32 @@ def run_workload(
     rows: list[Row] = []
     calls: dict[str, Call] = {}
     try:
-        tensors = workload.tensors(seed, device)
-        ref = reference(*tensors, causal=workload.causal, lengths=workload.lengths)
+        tensors = suite.of.tensors(workload, seed, device)
+        ref = suite.reference(workload, tensors)
         for provider in providers:
             reason = provider.unsupported(workload)
             if reason is not None:
                 rows.append(Row(workload, provider.name, SKIPPED, reason))
                 continue
-            row, call = _checked(provider, workload, tensors, ref)
+            row, call = _checked(provider, workload, tensors, ref, suite)
             rows.append(row)
             if call is not None:
                 calls[provider.name] = call
         del ref
-        timings = measure(calls, device=device, iters=iters, warmup=warmup) if calls and iters else {}
+        timed = {"device": device, "iters": iters, "warmup": warmup, "flushes": suite.of.flushes}
+        timings = measure(calls, **timed) if calls and iters else {}
     except torch.OutOfMemoryError as error:
         return [Row(workload, provider.name, SKIPPED, _first_line(error)) for provider in providers]
-    return [_timed(row, timings[row.provider].median) if row.provider in timings else row for row in rows]
+    return [_timed(row, timings, suite.of) if row.provider in timings else row for row in rows]
 
 
-def _timed(row: Row, milliseconds: float) -> Row:
-    figures = {"milliseconds": milliseconds, "tflops": row.workload.flops / milliseconds / 1e9}
-    return replace(row, **figures)
+def _timed(row: Row, timings: Mapping[str, Timing], of: Pass) -> Row:
+    """With its speed, and of a peer's row, ours over it."""
+    milliseconds = timings[row.provider].median
+    ours = timings.get(of.fly.name)
+    ratio = None if ours is None or row.provider == of.fly.name else milliseconds / ours.median
+    figures = {"milliseconds": milliseconds, "tflops": of.work * row.workload.flops / milliseconds / 1e9}
+    return replace(row, **figures, fly_ratio=ratio)
 
 
 def run(
@@ -140,6 +211,7 @@ def run(
     iters: int,
     warmup: int,
     csv_path: Path | None = None,
+    suite: Suite = FORWARD_SUITE,
 ) -> int:
     """Run every workload through every provider that is there; print the rows and write them to `csv_path`.
 
@@ -162,7 +234,8 @@ def run(
         if writer is not None:
             writer.writeheader()
         for workload in progress(workloads, "config") if present else ():
-            for row in run_workload(workload, present, seed=seed, device=device, iters=iters, warmup=warmup):
+            given = {"seed": seed, "device": device, "iters": iters, "warmup": warmup, "suite": suite}
+            for row in run_workload(workload, present, **given):
                 counts[row.status] += 1
                 say(str(row))
                 if writer is not None:
@@ -186,7 +259,6 @@ PACKED_FLAGS = {
     "seqlens": "packed sequences: the queries of each",
     "seqlens_kv": "and the keys of each; seqlens by default",
 }
-REDUCED_LENGTH = 256
 TIMED_CALLS = {"cuda": 30, "cpu": 0}  # unless --iters says so
 
 
@@ -197,11 +269,12 @@ def _lengths(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected lengths such as 1024,8192,3, got {text!r}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(suite: Suite = FORWARD_SUITE) -> argparse.ArgumentParser:
+    everyone = (suite.of.fly, *suite.of.forced, *suite.of.peers)
     parser = argparse.ArgumentParser(
-        description="Check flash attention against a float32 reference and time it. Configurations are one shape, "
-        "packed sequences (--seqlens), or named sets; without any of these, the 27 default shapes. Each runs with "
-        "both dtypes, causal and full.",
+        description=f"Check flash attention's {suite.name} pass against {suite.against} and time it. "
+        "Configurations are one shape, packed sequences (--seqlens), or named sets; without any of these, the 27 "
+        "default shapes. Each runs with both dtypes, causal and full.",
     )
     shape = parser.add_argument_group("one shape")
     for flag, meaning in SHAPE_FLAGS.items():
@@ -216,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     named_sets.add_argument(
         "--reduced",
         action="store_true",
-        help=f"cut lengths to {REDUCED_LENGTH}, and batch and heads: small enough for the emulator",
+        help=f"cut lengths to {suite.reduced_length}, and batch and heads: small enough for the emulator",
     )
     parser.add_argument(
         "--num_kv_splits", type=int, metavar="N", help="split keys; 0 leaves the number to the kernel"
@@ -238,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="run this one only (may be repeated): " + ", ".join(p.name for p in (FLY, *FORCED, *PEERS)),
+        help="run this one only (may be repeated): " + ", ".join(p.name for p in everyone),
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument(
@@ -269,7 +342,7 @@ def _one_shape(shape: dict[str, Any], of: Sequence[Kind]) -> list[Workload]:
     return [Workload(**shape, **vars(kind)) for kind in of]
 
 
-def workloads_of(args: argparse.Namespace) -> list[Workload]:
+def workloads_of(args: argparse.Namespace, suite: Suite = FORWARD_SUITE) -> list[Workload]:
     """The configurations that the parsed flags ask for, each once.
 
     Raises:
@@ -284,17 +357,18 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     if args.num_kv_splits is not None:
         selected = [replace(workload, num_kv_splits=args.num_kv_splits) for workload in selected]
     if args.reduced:
-        selected = [workload.reduced(REDUCED_LENGTH) for workload in selected]
+        selected = [workload.reduced(suite.reduced_length) for workload in selected]
     return list(dict.fromkeys(selected))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, suite: Suite = FORWARD_SUITE) -> int:
     """The command line; returns an exit code (see `run`)."""
-    parser = _parser()
+    parser = _parser(suite)
     args = parser.parse_args(argv)
     try:
-        selected = workloads_of(args)
-        providers = named(args.provider) if args.provider else PROVIDERS if args.compare else (FLY,)
+        selected = workloads_of(args, suite)
+        of = suite.of
+        providers = of.named(args.provider) if args.provider else of.providers if args.compare else (of.fly,)
     except ValueError as error:
         parser.error(str(error))
     if (args.iters or 0) < 0 or args.warmup < 0:
@@ -314,4 +388,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             iters=iters,
             warmup=args.warmup,
             csv_path=args.csv,
+            suite=suite,
         )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ import pytest
 import torch
 
 from benchmarks import compare_trees, fit_costs, flash_attn_decode, report, run_record, shapes, tune
-from benchmarks import flash_attn_fwd as benchmark
-from benchmarks.providers import Provider
+from benchmarks import comparison as benchmark
+from benchmarks.providers import BACKWARD, FORWARD, Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
 from benchmarks.workload import Workload
@@ -29,7 +30,7 @@ CAUSAL, FULL = WORKLOADS
 
 def idle(name, unsupported=lambda workload: None):
     """A provider that computes nothing; `timed` says how long it takes."""
-    return Provider(name, lambda device: None, unsupported, lambda workload, q, k, v: lambda: None)
+    return Provider(name, lambda device: None, unsupported, lambda workload, *tensors: lambda: None)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def timed(monkeypatch):
 
 
 def broken(name):
-    def bind(workload, q, k, v):
+    def bind(workload, *tensors):
         raise RuntimeError("no kernel\nmore")
 
     return Provider(name, lambda device: None, lambda workload: None, bind)
@@ -77,7 +78,7 @@ def test_table(capsys, timed):
         (False, "slower", 6),
         (False, "full only", 9),
     ]
-    assert timed == [{"device": "cpu", "iters": 3, "warmup": 3, "cold": False}] * 2
+    assert timed == [{"device": "cpu", "iters": 3, "warmup": 3, "flushes": 0}] * 2
 
 
 def test_a_workload_that_nobody_does():
@@ -126,14 +127,14 @@ def test_ratios_are_to_each_peer_and_to_the_fastest():
 def test_summary():
     figures = [figure("fly", 2.0), figure("slow", 8.0), figure("fly", 4.0, FULL), figure("slow", 2.0, FULL)]
     lines = report.summary(figures, 0.9)
-    assert lines[1].split() == ["fly", "/", "peer,", "geomean", "all", "D16", "causal", "D16", "full"]
-    assert lines[2].split() == ["slow", "1.414", "4.000", "0.500"]
-    assert lines[3].split() == ["best", "peer", "1.414", "4.000", "0.500"]
-    assert lines[4:] == [
+    assert lines[1:3] == [
         "fly: 1 of 2 cells under 0.9 of the best peer",
         "  0.500 of slow         B1 H2 S8 D16 bf16 full",
     ]
-    assert report.summary(figures, 0.4)[-1] == "fly: 0 of 2 cells under 0.4 of the best peer"
+    assert lines[3].split() == ["fly", "/", "peer,", "geomean", "all", "D16", "causal", "D16", "full"]
+    assert lines[4].split() == ["slow", "1.414", "4.000", "0.500"]
+    assert lines[5].split() == ["best", "peer", "1.414", "4.000", "0.500"] and len(lines) == 6
+    assert report.summary(figures, 0.4)[1] == "fly: 0 of 2 cells under 0.4 of the best peer"
     assert report.summary(figures[1:2], 1.0) == ["no ratios: that takes fly and a peer"]
 
 
@@ -213,8 +214,18 @@ def test_short_cells():
 
 
 def test_presets_name_providers():
-    for preset in shapes.PRESETS.values():
-        assert [provider.name for provider in benchmark.named(preset.providers)] == list(preset.providers)
+    for of in (FORWARD, BACKWARD):
+        for preset in shapes.PRESETS_OF[of.name].values():
+            assert [provider.name for provider in of.named(preset.providers)] == list(preset.providers)
+
+
+def test_cells_of_gradients():
+    """Lengths 1024, 4096 and 16384 at 64, 128 and 256, causal and full, with the same tokens and channels."""
+    cells = shapes.BACKWARD_PRESETS["backward"].workloads("bf16", (True, False))
+    assert len(cells) == len(set(cells)) == 18
+    assert {(w.head_dim, w.seq_len) for w in cells} == {(d, s) for d in (64, 128, 256) for s in (1024, 4096, 16384)}
+    assert {(w.batch * w.seq_len, w.num_heads * w.head_dim) for w in cells} == {(16384, 2048)}
+    assert len(shapes.BACKWARD_PRESETS["backward"].workloads("bf16", (True,), seq_lens=[64], head_dims=[64])) == 1
 
 
 def test_host_times(capsys, monkeypatch):
@@ -230,19 +241,35 @@ def test_ceiling():
     assert benchmark.ceiling("bf16", "cpu", size=64, iters=2) > 0
 
 
-def test_a_run(monkeypatch, capsys, tmp_path, timed):
-    """The command line from flags to the last line, on a pretended GPU."""
+def pretended(of):
+    """The pass with providers of the same names that compute nothing."""
+
+    def idling(providers):
+        return tuple(idle(provider.name) for provider in providers)
+
+    (fly,) = idling([of.fly])
+    return replace(of, fly=fly, forced=idling(of.forced), peers=idling(of.peers))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """There seems to be one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
-    monkeypatch.setattr(benchmark, "named", lambda names: [idle(name) for name in names])
     monkeypatch.setattr(benchmark, "ceiling", lambda dtype, device: 700.0)
     monkeypatch.setattr(benchmark, "device_of", lambda place: SimpleNamespace(target="sm_90a"))
-    monkeypatch.setattr(Workload, "tensors", lambda workload, seed, device: (None,) * 3)
+    monkeypatch.setattr(Workload, "tensors", lambda workload, seed, device: (torch.empty(1),) * 3)
+    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    monkeypatch.setattr(torch, "randn", lambda *size, generator, device: torch.empty(size[0]))
+
+
+def test_a_run(gpu, capsys, tmp_path, timed):
+    """The command line from flags to the last line, on a pretended GPU."""
     path = tmp_path / "figures.csv"
     cells = ["--seq_len", "64", "--head_dim", "64", "--causal"]
     flags = ["--preset=generic", "--kernel=sm90", "--iters=2", "--warm", f"--csv={path}", "--commit=v1"]
-    assert benchmark.main([*flags, *cells]) == 0
-    assert timed[0]["device"] == "cuda" and not timed[0]["cold"]
+    assert benchmark.main([*flags, *cells], pretended(FORWARD)) == 0
+    assert timed[0]["device"] == "cuda" and not timed[0]["flushes"]
     printed = capsys.readouterr().out
     assert "pretended GPU, torch=" in printed
     assert "matrix product 8192³ bf16: 700 TFLOP/s before, 700 after" in printed
@@ -256,6 +283,38 @@ def test_a_run(monkeypatch, capsys, tmp_path, timed):
         ("fly sm90", "warm", "sm90", "SDPA flash"),
     ]
     assert {(row["preset"], row["commit"], row["rounds"]) for row in rows} == {("generic", "v1", "2")}
+
+
+def test_a_run_of_gradients(gpu, capsys, tmp_path, timed):
+    """Arithmetic is counted as five products, and the geometric means come last."""
+    path = tmp_path / "figures.csv"
+    flags = ["--seq_len=64", "--head_dim=64", "--causal", "--iters=2", "--kernel=generic", f"--csv={path}"]
+    assert benchmark.main([*flags, "--peers", "SDPA flash, fa4"], pretended(BACKWARD)) == 0
+    assert timed[0]["flushes"] == BACKWARD.flushes > 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-4].split()[:5] == ["fly", "generic", "/", "peer,", "geomean"]
+    assert printed[-1].split() == ["best", "peer", "0.273", "0.273"]  # FA4 has 3 letters, fly generic 11
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["provider"], row["preset"], row["kernel"]) for row in rows] == [
+        ("fly", "backward", "generic"),
+        ("SDPA flash", "backward", ""),
+        ("FA4", "backward", ""),
+        ("fly generic", "backward", "generic"),
+    ]
+    (cell,) = shapes.BACKWARD_PRESETS["backward"].workloads("bf16", (True,), seq_lens=[64], head_dims=[64])
+    assert float(rows[0]["tflops"]) == pytest.approx(2.5 * cell.flops / len("fly") / 1e9)
+
+
+def test_peers_are_named_by_one_flag(gpu, capsys):
+    for flags, message in (
+        (["--peers", "FA4", "--provider", "fly"], "--peers and --provider: name the peers with one of them"),
+        (["--peers", "nobody"], "no provider is called 'nobody'; providers: 'fly', 'fly generic', 'SDPA flash'"),
+        (["--kernel", "sm90"], "invalid choice: 'sm90'"),
+    ):
+        with pytest.raises(SystemExit):
+            benchmark.main(flags, pretended(BACKWARD))
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -312,7 +371,7 @@ def test_the_page_on_benchmarks_names_what_there_is():
     for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
-    for name in (*shapes.SETS, *shapes.PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
+    for name in (*shapes.SETS, *shapes.PRESETS, *shapes.BACKWARD_PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
         assert re.search(rf"`(--)?{name}`", page), name
 
 

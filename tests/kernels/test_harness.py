@@ -20,7 +20,8 @@ from kernels import flash_attn_interface
 from tests.kernels import harness
 from tests.kernels.reference import attention
 
-SCRIPT = Path(__file__).with_name("test_flash_attn_fwd.py")
+SCRIPTS = [Path(__file__).with_name(f"test_flash_attn_{name}.py") for name in ("fwd", "bwd")]
+SUITE = harness.FORWARD_SUITE
 WORKLOAD = Workload(1, 8, 12, 4, 2, 16, "bf16", True)
 
 
@@ -52,14 +53,15 @@ RIGHT = provider("right", right)
 
 
 @pytest.fixture
-def sweep(monkeypatch, tmp_path, capsys):
-    """Run the command line with these providers; gives exit code, what was printed, and the CSV's rows."""
+def sweep(tmp_path, capsys):
+    """Run the command line with these providers, the first as ours; gives exit code, what was printed, the rows."""
 
     def run(fakes, *flags):
-        monkeypatch.setattr(harness, "PROVIDERS", tuple(fakes))
         path = tmp_path / "rows.csv"
         small = "--device cpu --seq_len 8 --seq_len_kv 12 --num_heads 4 --num_kv_heads 2 --head_dim 16"
-        code = harness.main([*small.split(), "--iters", "3", "--compare", "--csv", str(path), *flags])
+        ours, *peers = fakes
+        suite = replace(SUITE, of=replace(SUITE.of, fly=ours, peers=tuple(peers)))
+        code = harness.main([*small.split(), "--iters", "3", "--compare", "--csv", str(path), *flags], suite)
         with path.open(newline="") as file:
             return code, capsys.readouterr().out, list(csv.DictReader(file))
 
@@ -67,12 +69,12 @@ def sweep(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("flags", "calls"), [((), 1), (("--iters", "2", "--warmup", "1"), 4)])
-def test_on_the_cpu_nothing_is_timed_unless_asked_for(flags, calls, monkeypatch, capsys):
+def test_on_the_cpu_nothing_is_timed_unless_asked_for(flags, calls, capsys):
     made = []
     counted = provider("counted", lambda *given: made.append(given) or right(*given))
-    monkeypatch.setattr(harness, "PROVIDERS", (counted,))
-    small = "--device cpu --compare --seq_len 8 --num_heads 1 --head_dim 16 --dtype f16 --causal"
-    assert harness.main([*small.split(), *flags]) == 0
+    suite = replace(SUITE, of=replace(SUITE.of, fly=counted))
+    small = "--device cpu --seq_len 8 --num_heads 1 --head_dim 16 --dtype f16 --causal"
+    assert harness.main([*small.split(), *flags], suite) == 0
     assert len(made) == calls
     assert ("TFLOP/s" in capsys.readouterr().out) == bool(flags)
 
@@ -121,9 +123,8 @@ def test_what_cannot_run_is_listed_with_its_reason(sweep):
     ]
 
 
-def test_our_own_failure_exits_with_1(sweep, monkeypatch):
+def test_our_own_failure_exits_with_1(sweep):
     ours = provider("fly", raising(RuntimeError("broken")))
-    monkeypatch.setattr(harness, "FLY", ours)
     code, _, rows = sweep([ours, RIGHT], "--causal", "--dtype", "bf16")
     assert code == 1
     assert (rows[0]["status"], rows[0]["reason"]) == ("FAILED", "RuntimeError: broken")
@@ -214,7 +215,7 @@ def test_splits_by_flag():
 
 def test_reduced_sets_keep_their_forms():
     for workload in selected("--all", "--reduced"):
-        assert max(workload.seq_len, workload.seq_len_kv) <= harness.REDUCED_LENGTH
+        assert max(workload.seq_len, workload.seq_len_kv) <= harness.FORWARD_SUITE.reduced_length
         assert workload.num_heads <= 8 and (workload.lengths or workload.batch <= 2)
     kind = shapes.Kind(64, "bf16", True)
     assert kind.dense(1, 1024, 64, 8, 8192, splits=3).reduced(512) == kind.dense(1, 64, 8, 1, 512, splits=3)
@@ -249,10 +250,11 @@ def test_bad_flags(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_script_runs_from_anywhere_and_shows_its_flags():
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_script_runs_from_anywhere_and_shows_its_flags(script):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shown = subprocess.run(
-        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True, cwd="/", env=env
+        [sys.executable, script, "--help"], capture_output=True, text=True, check=True, cwd="/", env=env
     ).stdout
     flags = "batch seq_len seq_len_kv num_heads num_kv_heads head_dim dtype causal no-causal iters warmup seed"
     flags += " seqlens seqlens_kv num_kv_splits reduced all"
@@ -318,8 +320,8 @@ def test_providers_that_need_what_is_not_here(monkeypatch):
     }
     assert FLY.missing("cpu").startswith("CPU tensors need the emulator")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert providers.named(["sdpa cudnn"])[0].missing("cuda") == "needs an NVIDIA GPU"
-    assert providers.named(["aiter ck"])[0].missing("cuda") == "not installed (no module aiter)"
+    assert providers.FORWARD.named(["sdpa cudnn"])[0].missing("cuda") == "needs an NVIDIA GPU"
+    assert providers.FORWARD.named(["aiter ck"])[0].missing("cuda") == "not installed (no module aiter)"
 
 
 def test_modules_are_found_without_importing_what_is_not_there():
@@ -376,7 +378,7 @@ def test_a_forced_kernel_is_forced_for_its_calls_only(monkeypatch):
             "FLY_KERNEL", before
         )
         for name in ("fly generic", "fly sm90", "fly"):
-            providers.named([name])[0].bind(WORKLOAD, *tensors)()
+            providers.FORWARD.named([name])[0].bind(WORKLOAD, *tensors)()
         assert os.environ.get("FLY_KERNEL") == before
     assert seen == ["generic", "sm90", None, "generic", "sm90", "gfx950"]
 

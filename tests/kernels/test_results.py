@@ -54,7 +54,7 @@ def test_a_page_that_differs_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_every_preset_of_the_benchmarks_has_a_section():
-    assert set(results.SECTIONS) == {*shapes.PRESETS, flash_attn_decode.PRESET}
+    assert set(results.SECTIONS) == {*shapes.PRESETS, *shapes.BACKWARD_PRESETS, flash_attn_decode.PRESET}
 
 
 def test_without_a_file_a_section_says_so():
@@ -123,7 +123,7 @@ def test_decoding_shows_the_floor_in_percent_of_the_time(tmp_path):
     [
         ("", "has no rows"),
         ("preset,date\n", "has no rows"),
-        ("preset,date\nfast,2026\n", "preset is 'fast'; expected one of h200, short, generic, decode"),
+        ("preset,date\nfast,2026\n", "preset is 'fast'; expected one of h200, short, generic, backward, decode"),
         ("preset,date\nh200,2026\n", "has no column batch"),
     ],
 )
