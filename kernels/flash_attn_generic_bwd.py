@@ -382,7 +382,7 @@ def flash_attn_generic_dq(
             found = made.score_gradients(excess)
             if dbias is not None and found.bias is not None:
                 put_bias_gradients(dbias, found.bias, wave_row, first_key, work, adds=options.adds_bias)
-            add_load_gradients(found.loads, of_aux)
+            add_load_gradients(found.loads, of_aux, work)
             return of_k.along(sums, found.raw, k_tile), flight
 
         stages = ScoreStages(work, here, scale_log2, rows, options.block_n)

@@ -56,16 +56,35 @@ def _add_column_sums(dbias: fly.Tensor, gradients: fly.Fragment, first_key: Any)
             atomic_add_bounded(value, base, offset, BOUND)
 
 
-def add_load_gradients(loads: Sequence[fly.LoadGradient], targets: Sequence[tuple[fly.Tensor, Any]]) -> None:
+def add_load_gradients(
+    loads: Sequence[fly.LoadGradient], targets: Sequence[tuple[fly.Tensor, Any]], place: Place
+) -> None:
     """Add those of what was loaded from a tensor to the one beside it in `targets`, f32, at the same coordinates.
 
-    Those that are 0, as of hidden scores and of rows past the end, are left out.
+    Those that are 0, as of hidden scores and of rows past the end, are left out. What all scores of the tile load, by
+    sequence and head, is summed before, so that a wave has one addition.
     """
-    for load in loads:
-        for source, target in targets:
-            if load.source is source:
-                with fly.when(load.cotangent != 0.0):
-                    target.atomic_add(load.cotangent, *load.coordinates)
+    block = {x.ir for x in (place.batch, place.head) if isinstance(x, fly.Value)}
+    for source, target in targets:
+        sums: dict[tuple[Any, ...], tuple[fly.Value, tuple[Any, ...]]] = {}
+        for load in loads:
+            if load.source is not source:
+                continue
+            at = tuple(x.ir if isinstance(x, fly.Value) else x for x in load.coordinates)
+            if all(isinstance(x, int) or x in block for x in at):
+                before = sums[at][0] + load.cotangent if at in sums else load.cotangent
+                sums[at] = before, load.coordinates
+                continue
+            with fly.when(load.cotangent != 0.0):
+                target.atomic_add(load.cotangent, *load.coordinates)
+        for total, coordinates in sums.values():
+            total = fly.reduce_lanes(total, lambda a, b: a + b, _lane_bits())
+            with fly.when(fly.lane_id() == 0):
+                target.atomic_add(total, *coordinates)
+
+
+def _lane_bits() -> list[int]:
+    return [1 << bit for bit in range((fly.wave_size() - 1).bit_length())]
 
 
 def _is_one(stride: Any) -> bool:

@@ -152,10 +152,12 @@ def _each(
     queries = rows.map(lambda row: fly.minimum(row, last_row))
 
     one = place.head
-    heads = one if isinstance(one, fly.RowVector) else rows.map(lambda _: one)
+    by_row = (one,) if isinstance(one, fly.RowVector) else ()
 
-    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
+    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, *by_row: fly.Value) -> fly.Value:
         count = len(tile)
+        # one head stays one value, so that who differentiates sees that it is
+        head = by_row[0] if by_row else [one] * count
         if one_by_one:
             keys = [fly.minimum(column[i], last_key) for i in range(count)]
         else:
@@ -163,4 +165,4 @@ def _each(
             keys = [cut[i] for i in range(count)]
         return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(count)])
 
-    return scores.map_places(queries, elements, heads, first_column=first_key)
+    return scores.map_places(queries, elements, *by_row, first_column=first_key)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fly.backends.target import target
 from fly.errors import UnsupportedError
+from fly.runtime.prepared import bindings
 from kernels.flash_attn_api import flash_attn_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import Inputs, by_head, stripes
@@ -155,6 +157,21 @@ def test_sums_by_atomic_additions_are_refused_where_torch_is_deterministic(simul
     with pytest.warns(UserWarning, match=r"aux_tensors\[1\] requires a gradient, which is a sum of atomic"):
         loss.backward()
     assert tables[1].grad is not None
+
+
+def test_what_a_head_s_scores_share_is_summed_before_it_is_added(simulated):
+    q, k, v = Inputs([20], [40]).tensors()
+
+    def additions(function: Any, table: torch.Tensor) -> int:
+        with bindings() as bound:
+            out = flydsl_flash_attn_func(q, k, v, score_mod=function, aux_tensors=(table.requires_grad_(),))
+            out.sum().backward()
+        dq = bound[-1]
+        return str(dq.kernel.trace(dq.specs, dq.statics, target("sm_90a"), dq.block)).count("fly.atomic_add")
+
+    # in the loop over whole tiles and in the one over others
+    assert additions(lambda s, b, h, i, j, of: s * of[h] + of[h], torch.ones(2)) == 2
+    assert additions(lambda s, b, h, i, j, of: s * of[h, j], torch.ones(2, 40)) > 16
 
 
 def test_an_auxiliary_tensor_of_a_mask_has_a_gradient_of_zero(simulated):
