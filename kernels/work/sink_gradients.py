@@ -10,6 +10,7 @@ from .sequences import Sequence, tokens_of
 from .tile_scheduler import head_of_block
 
 ROWS_OF_LANE = 16
+LOWEST = -float(2**128 - 2**104)  # of finite float32
 
 
 def rows_of_part(wave_size: int) -> int:
@@ -43,13 +44,14 @@ def sink_gradients(
     first = fly.minimum(part * (ROWS_OF_LANE * lanes), queries.length)
     bound = (queries.length - first) * fly.f32.bytes
     logs, deltas = (queries.vector(x, head).at(first) for x in (lse2, delta))
-    weight = sink.load(head).to(fly.f32) * LOG2_E
+    # of sinks near -3e38, whose weight is 1 where there is no key
+    own = fly.maximum(sink.load(head).to(fly.f32) * LOG2_E, LOWEST)
     total = fly.f32(0.0)
     for i in range(ROWS_OF_LANE):
         offset = (fly.thread_id.x + i * lanes) * fly.f32.bytes
         log, less = (load_bounded(vector, offset, bound, fly.f32) for vector in (logs, deltas))
-        # past the end, where the weight may be infinite, delta is 0
-        total = total - fly.select(offset < bound, fly.exp2(weight - log) * less, 0.0)
+        weight = fly.exp2(fly.minimum(own - log, 0.0))
+        total = total - fly.select(offset < bound, weight * less, 0.0)
     total = fly.reduce_lanes(total, lambda a, b: a + b, [1 << bit for bit in range((lanes - 1).bit_length())])
     first_lane = fly.thread_id.x == 0
     with fly.when(first_lane if exists is None else first_lane & exists):
