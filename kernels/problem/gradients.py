@@ -13,12 +13,12 @@ queries and columns keys; where a kernel has them the other way round, `turned` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import fly
 
 from .features import BoundFeatures
-from .scores import LOG2_E, Place
+from .scores import LARGEST_INVERSE, LOG2_E, Place
 
 
 def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -86,8 +86,11 @@ def weights(
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
         scores = hide(scores)
-    minus = lse2.map(lambda x: -x)
-    return Weights(scores.fma_rows(given.scale(scale_log2), minus).map(lambda x, r, c: fly.exp2(x)), pull)
+    exponents = scores.fma_rows(given.scale(scale_log2), lse2.map(lambda x: -x))
+    if given.features.modifies:
+        # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
+        exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
+    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull)
 
 
 def _modified(
@@ -103,8 +106,7 @@ def _modified(
     if not given.features.modifies:
         return raw, ScoreGradients
     # the factor that results get is part of the modification too
-    softmax_scale = scale_log2 * (1 / LOG2_E)
-    inverse = fly.rcp(softmax_scale)
+    inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
     columns = raw.layout.columns
     parts, tapes, biases = [], [], []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
@@ -124,11 +126,11 @@ def _modified(
             asked, bias = [raw.tiles[r][c]], biases[c]
             if inputs.bias and bias is not None:
                 asked.append(bias.tiles[r][0])
-            found = tapes[c].gradients(parts[c][r], asked, x * inverse, loads=inputs.loads)
-            loads.extend(replace(load, cotangent=load.cotangent * softmax_scale) for load in found.loads)
+            found = tapes[c].gradients(parts[c][r], asked, x, loads=inputs.loads)
+            loads.extend(found.loads)
             for gradient in found.inputs[1:]:
-                of_bias[r, c] = gradient * softmax_scale
-            return found.inputs[0]
+                of_bias[r, c] = gradient
+            return found.inputs[0] * inverse
 
         of_raw = gradients.map(one)
         bias = gradients.map(lambda x, r, c: of_bias[r, c]) if of_bias else None

@@ -6,11 +6,11 @@ import fly
 from fly.ir.memory import load_bounded
 
 from ..problem.scores import LOG2_E
+from .row_statistics import LARGEST
 from .sequences import Sequence, tokens_of
 from .tile_scheduler import head_of_block
 
 ROWS_OF_LANE = 16
-LOWEST = -float(2**128 - 2**104)  # of finite float32
 
 
 def rows_of_part(wave_size: int) -> int:
@@ -45,7 +45,7 @@ def sink_gradients(
     bound = (queries.length - first) * fly.f32.bytes
     logs, deltas = (queries.vector(x, head).at(first) for x in (lse2, delta))
     # of sinks near -3e38, whose weight is 1 where there is no key
-    own = fly.maximum(sink.load(head).to(fly.f32) * LOG2_E, LOWEST)
+    own = fly.maximum(sink.load(head).to(fly.f32) * LOG2_E, -LARGEST)
     total = fly.f32(0.0)
     for i in range(ROWS_OF_LANE):
         offset = (fly.thread_id.x + i * lanes) * fly.f32.bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_reference import feature_attention
 from tests.kernels.reference import exact_products, max_difference
 
@@ -18,10 +20,10 @@ NAMES = ("q", "k", "v")
 class Gradients:
     """Those of q, k, v and more, by `names`, in float64, and by plain attention in the inputs' dtype."""
 
-    names: tuple[str, ...]
     exact: tuple[torch.Tensor, ...]
     plain: tuple[torch.Tensor, ...]
     slack: float
+    names: tuple[str, ...] = NAMES
 
     def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
         """What does not hold |g - exact| <= 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
@@ -80,4 +82,80 @@ def gradients(
     with exact_products():
         exact = by_autograd(torch.float64)
     more = [name for x in of for name in ([x] * len(options[x]) if x == "aux_tensors" else [x])]
-    return Gradients((*NAMES, *more), exact, by_autograd(q.dtype), slack=3.0 * 2 if options.get("softcap") else 2.0)
+    return Gradients(exact, by_autograd(q.dtype), 3.0 * 2 if options.get("softcap") else 2.0, (*NAMES, *more))
+
+
+def gradients_by_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    lengths: Sequence[tuple[int, int]] = (),
+    max_scores: int = 1 << 26,
+) -> Gradients:
+    """`gradients` of a call without features, of one key head and some queries at a time: for long sequences.
+
+    The sums are the same, added up in another order. `lengths`: (queries, keys) of packed sequences. `max_scores`
+    at a time, or those of one query.
+    """
+    exact, plain = ([torch.zeros_like(x, dtype=t) for x in (q, k, v)] for t in (torch.float64, torch.float32))
+    group = q.shape[-2] // k.shape[-2]
+    for of_q, of_kv in _places(q, k, lengths):
+        queries, keys = q[of_q].shape[0], k[of_kv].shape[0]
+        rows = max(1, max_scores // max(1, group * keys))
+        for kv_head in range(k.shape[-2]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            for first in range(0, queries, rows):
+                some = slice(first, min(first + rows, queries))
+                # without the keys that the last of these queries does not see: the mask stays where it is
+                seen = slice(0, max(0, some.stop + keys - queries) if causal else keys)
+                of_part = (q[of_q][None, some, heads], *(x[of_kv][None, seen, kv_head, None] for x in (k, v)))
+                of_lse = dlse[(*of_q[:-1], heads, of_q[-1])][None, :, some]
+                part = gradients(*of_part, causal, dout[of_q][None, some, heads], of_lse)
+                for (dq, *others), (found, *of_keys) in ((exact, part.exact), (plain, part.plain)):
+                    dq[of_q][some, heads] += found[0]
+                    for x, g in zip(others, of_keys, strict=True):
+                        x[of_kv][seen, kv_head] += g[0, :, 0]
+    return Gradients(tuple(exact), tuple(x.to(q.dtype) for x in plain), slack=2.0)
+
+
+def _places(q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
+    """Where each sequence's queries and keys lie: indices that end with the tokens."""
+    if not lengths:
+        yield from (((b, slice(0, q.shape[1])), (b, slice(0, k.shape[1]))) for b in range(q.shape[0]))
+        return
+    at_q = at_kv = 0
+    for queries, keys in lengths:
+        yield (slice(at_q, at_q + queries),), (slice(at_kv, at_kv + keys),)
+        at_q, at_kv = at_q + queries, at_kv + keys
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What torch allocates holds NaN, or the bits of one, until something is written there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def by_autograd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv of a call, whose results and workspaces begin as NaN."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with poisoned_memory():
+        results = flydsl_flash_attn_func(*leaves, causal, return_lse=True, **options)
+        used = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
+        return torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])
