@@ -142,18 +142,6 @@ def few_rows(features: tuple[str, ...], rows: int) -> Need:
     return Need(f"at most {rows} rows a sequence and key head with {_listed(features)}", refuses)
 
 
-def grid_within(blocks: int) -> Need:
-    """Heads and sequences number at most `blocks`: each has a dimension of the grid."""
-
-    def refuses(request: Request) -> str | None:
-        for what, count in (("heads", request.num_heads), ("sequences", request.batch)):
-            if count > blocks:
-                return f"takes {blocks} {what}, not {count}: pass the batch in parts"
-        return None
-
-    return Need(f"at most {blocks} heads and as many sequences", refuses)
-
-
 def mask_blocks(rows: int, keys: int) -> Need:
     """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
 
@@ -272,11 +260,10 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),
-            *("softcap", "alibi", "bias", "sink", "score_mod", "mask_mod"),
+            *("softcap", "alibi", "bias", "sink", "block_mask", "score_mod", "mask_mod"),
         ),
         tuning={},
         reason="the same bits every time, on every target",
-        needs=(grid_within(65_535),),  # MAX_GRID_YZ, whose module is heavy
         mixed_dims=None,
     ),
 )

@@ -29,9 +29,10 @@ from typing import Any
 
 import fly
 from fly.backends.target import Target, target
-from fly.errors import ShapeError, UnsupportedError
+from fly.errors import ShapeError
 from fly.runtime.device import device_of
 
+from .generic.block_tiles import tiles_within
 from .generic.operands import KeyValues, Queries, SharedRows, Tiling, column_tiles, direct_rows, padded
 from .generic.tiles import TILES
 from .problem.contract import Launch, Request, Tensors
@@ -207,9 +208,7 @@ def _attend(
     def featured(scores: fly.Fragment, j: Any, masked: bool, bias: fly.Fragment | None) -> fly.Fragment:
         tile = tile_of(j)
         scores = stages.modify(scores, tile, bias)
-        if masked:
-            return stages.hide(stages.limit(scores, tile), tile)
-        return scores if listed is None else stages.limit_unless_whole(scores, tile)
+        return stages.mask(scores, tile, masked)
 
     def take_in(
         scores: fly.Fragment, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool
@@ -276,25 +275,6 @@ UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
 }
 
 
-def _tiles_within(block_size: tuple[int, int], tiles: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows and waves for blocks of a block-sparse mask: as many of `tiles` as divide a block's queries.
-
-    Raises:
-        UnsupportedError: no number of waves does, or the keys of a block are no multiple of a tile's.
-    """
-    rows, keys = block_size
-    block_m, block_n, waves = (tiles[name] for name in ("block_m", "block_n", "waves"))
-    least = block_m // waves
-    while rows % block_m and waves > 1:
-        block_m, waves = block_m // 2, waves // 2
-    if rows % block_m or keys % block_n:
-        raise UnsupportedError(
-            f"a block_mask's BLOCK_SIZE is {block_size}; flash_attn_generic takes multiples of ({least}, {block_n}) "
-            "at this head dimension: build it with such blocks, or pass its mask_mod as mask_mod"
-        )
-    return {"block_m": block_m, "waves": waves}
-
-
 def options_for(
     target: Target,
     head_dim: int,
@@ -322,7 +302,9 @@ def options_for(
     if "waves_per_eu" in tuning:
         tiles["waves_per_eu"] = tuning["waves_per_eu"]
     if features.block_size is not None:
-        tiles |= _tiles_within(features.block_size, tiles)
+        names = ("block_m", "block_n", "waves")
+        given = (tiles["block_m"], tiles["block_n"], tiles["waves"])
+        tiles |= zip(names, tiles_within(features.block_size, given, flash_attn_generic.name), strict=True)
     tiles["daz"] = bool(tuning.get("daz"))
     return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, features=features, page_size=page_size, **tiles)
 

@@ -10,7 +10,9 @@ Dao et al., "FlashAttention-2" (2023), algorithm 2, with the outer loop taken ap
 Both make S = Q K^T and dP = dO V^T again, P from S and the row's log-sum-exp, and dS from P and dP
 (`problem.gradients`): 7 products where one kernel with atomic additions has 5. The products of `dkdv` are the
 transposes, K Q^T and V dO^T, so that P^T and dS^T are row operands as they are (`fly.chain`), and so is dS in `dq`.
-`work.row_statistics` makes the rows' log-sum-exp in log2 units and delta before.
+`work.row_statistics` makes the rows' log-sum-exp in log2 units and delta before, and `work.sink_gradients` what sinks
+get of them. Gradients of biases and of what a `score_mod` loads are `dq`'s, in builds of their own
+(`generic.operand_gradients`).
 
 | what | where |
 |---|---|
@@ -23,8 +25,9 @@ Head dimensions above 128 have no registers for dK and dV together: a launch eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,18 +38,22 @@ from fly.backends.target import target
 from fly.runtime.device import device_of
 
 from .generic.backward import BackwardOptions, options_for
-from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows
-from .problem.contract import Launch, Request, Tensors
+from .generic.operand_gradients import add_load_gradients, put_bias_gradients
+from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
+from .problem.contract import Launch, Request, Tensors, aux_name
 from .problem.features import BoundFeatures
-from .problem.gradients import turned, turned_layout, weights
+from .problem.gradients import SCORES_ALONE, Inputs, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
-from .problem.scores import LOG2_E, Place
+from .problem.scores import LOG2_E
 from .work.fragments import group_size, store_output
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
+from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
-from .work.sequences import tokens_of
-from .work.steps import Steps, aligned, bind_kernel
-from .work.tile_scheduler import block_work
+from .work.sequences import sequences_of, tokens_of
+from .work.sink_gradients import rows_of_part, sink_gradients
+from .work.steps import BoundKernel, Steps, aligned, bind_kernel
+from .work.tile_list import PARTIAL, WHOLE, TileList
+from .work.tile_scheduler import block_work, fold_grid, head_of_block
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class _Head:
     split: bool = False
 
 
-Step = Callable[[Any, tuple[Any, ...], bool], tuple[Any, ...]]  # (tile, carry, whether it is masked) -> carry
+Step = Callable[[Any, tuple[Any, ...], bool], tuple[Any, ...]]  # (step, carry, whether it is masked) -> carry
 
 
 def _uniform(number: Any) -> fly.Value:
@@ -68,7 +75,7 @@ def _uniform(number: Any) -> fly.Value:
 
 
 def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked: bool) -> tuple[Any, ...]:
-    """`step` over all tiles of a range, masked where some row does not see a tile whole."""
+    """`step` over all tiles of a range, or of a list, masked where some row does not see a tile whole."""
     first, end = (_uniform(number) for number in (tiles.first, tiles.end))
     if always_masked:
         parts = [(first, end, True)]
@@ -89,13 +96,14 @@ def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked
 class _KeyBlock:
     """A wave's keys from `wave_key` on and what it has of them for every query head: operands of K, and of V for dK.
 
-    `tiles`: of queries that see a key of the block.
+    `tiles`: of queries that see a key of the block, but for a block mask; `first_key`: of the block.
     """
 
     options: BackwardOptions
     link: fly.Chain
     inverse: QueryRange
     tiles: TileRange
+    first_key: fly.Value
     wave_key: fly.Value
     operands: list[Queries]
 
@@ -108,7 +116,7 @@ class _KeyBlock:
         self,
         sums: Sequence[fly.Fragment],
         given: BoundFeatures,
-        place: Place,
+        place: _Head,
         scale_log2: fly.Value,
         views: tuple[fly.RowView, fly.RowView],
         statistics: tuple[fly.Tensor, fly.Tensor],
@@ -118,13 +126,17 @@ class _KeyBlock:
         wants_k, wants_v = ("dk" in options.results), ("dv" in options.results)
         of_q = Stream("q", link, views[0], options.tiling, across=True, along=wants_k)
         of_dout = Stream("dout", link, views[1], options.tiling, across=wants_k, along=wants_v)
-        ring, split = fly.TileRing([*of_q.copies, *of_dout.copies], options.stages), len(of_q.copies)
+        listed, tiles = self._listed(given, place)
+        tile_of = None if listed is None else listed.tile
+        ring = fly.TileRing(listed_copies([*of_q.copies, *of_dout.copies], tile_of), options.stages)
+        split = len(of_q.copies)
         zeros = fly.Fragment.zeros(layout, self.row_tiles, of_q.row_tiles)
         keys = fly.RowVector.full(layout, self.row_tiles, 0.0).rows().map(lambda row: row + self.wave_key)
 
         def step(i: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
             *sums, flight = state
-            first_query = i * options.block_n
+            tile = i if tile_of is None else tile_of(i)
+            first_query = tile * options.block_n
             # queries past the end have zeros here, in Q and in dO: whatever their weights are, they add nothing
             lse_columns, deltas = (
                 fly.ColumnVector.load(layout, of_q.row_tiles, vector, first_query) for vector in statistics
@@ -135,26 +147,43 @@ class _KeyBlock:
             ready, flight = ring.advance(i, flight)
             q_tile, dout_tile = ready[:split], ready[split:]
 
-            def hide(scores: fly.Fragment) -> fly.Fragment:
+            def limit(scores: fly.Fragment) -> fly.Fragment:
                 return turned(self.inverse.apply(turned(scores), keys, first_query))
 
+            def hide(scores: fly.Fragment) -> fly.Fragment:
+                if masked:
+                    return given.mask(limit(scores), queries, self.wave_key, place)
+                if listed is None:
+                    return scores
+                whole = self.tiles.sees_whole(tile)
+                limited: fly.Fragment = fly.cond(whole, lambda: scores, lambda: limit(scores))
+                return limited
+
             raw = turned(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, place, queries, self.wave_key, scale_log2, lse, hide if masked else None)
+            made = weights(raw, given, place, queries, self.wave_key, scale_log2, lse, hide)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], turned(made.weights), dout_tile)
             if wants_k:
                 excess = turned(of_dout.across(less, self.operands[1], dout_tile))
-                results["dk"] = of_q.along(results["dk"], turned(made.score_gradients(excess)), q_tile)
+                results["dk"] = of_q.along(results["dk"], turned(made.score_gradients(excess).raw), q_tile)
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more
-        state = (*sums, ring.start(_uniform(self.tiles.first)))
-        *sums, flight = _walk(self.tiles, state, step, always_masked=options.features.masks_every_tile)
+        state = (*sums, ring.start(_uniform(tiles.first)))
+        *sums, flight = _walk(tiles, state, step, always_masked=options.features.masks_every_tile)
         if ring.asynchronous:
             for token in flight.pending:
                 fly.wait(token)
         return sums
+
+    def _listed(self, given: BoundFeatures, place: _Head) -> tuple[TileList | None, TileRange]:
+        """A block mask's list of what a head's queries see of the block, if there is one, and what to walk."""
+        if given.features.block_size is None:
+            return None, self.tiles
+        queries = place.keys.queries
+        listed = TileList.of(given, place.batch, place.head, self.first_key, self.options.block_n, queries)
+        return listed, TileRange(0, 0, listed.whole_steps, listed.steps)
 
 
 @fly.kernel
@@ -172,20 +201,25 @@ def flash_attn_generic_dkdv(
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
     options: BackwardOptions,
+    folded: bool = False,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head.
 
     q, dout (B, Sq, H, D), k, v, dk, dv (B, Skv, Hkv, D), or packed (tokens, heads, D) with (B + 1,) i32 offsets; v,
-    dout and dv may have another D. lse2, delta: `work.row_statistics`. Grid: (key blocks, key heads, sequences).
+    dout and dv may have another D. lse2, delta: `work.row_statistics`. A block mask's lists are those by key blocks.
+    Grid: (key blocks, key heads, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     given = options.features.bind(operands)
-    block, kv_head, batch = fly.block_id.x, fly.block_id.y, fly.block_id.z
+    block = fly.block_id.x
+    kv_head, batch, exists = head_of_block(k.shape[-2], sequences_of(q, cu_seqlens_q), folded=folded)
     queries = Tokens.of(tokens_of(q, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     keys = Tokens.of(tokens_of(k, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     seen = given.key_range(queries.length, keys.length, options.causal)
     inverse = QueryRange.of(seen)
     first_key = block * options.block_m
+    if exists is not None:
+        first_key = fly.select(exists, first_key, keys.length)
     tiles = inverse.tiles(first_key, options.block_m, options.block_n)
     link = fly.chain(fly.target().mma(q.dtype.name))
     wave_offset = fly.wave_id() * options.wave_rows
@@ -196,7 +230,7 @@ def flash_attn_generic_dkdv(
         if "dk" not in options.results:
             del sides["v"]
         stay = [arrived(wave_offset) for arrived in _resident(link, sides, first_key, options)]
-        mine = _KeyBlock(options, link, inverse, tiles, first_key + wave_offset, stay)
+        mine = _KeyBlock(options, link, inverse, tiles, first_key, first_key + wave_offset, stay)
         sums = tuple(
             fly.Fragment.zeros(link.layout, mine.row_tiles, column_tiles(link, dims[name]))
             for name in options.results
@@ -261,12 +295,21 @@ def flash_attn_generic_dq(
     scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
+    dbias: fly.Tensor | None,
     *operands: fly.Operand,
     options: BackwardOptions,
+    folded: bool = False,
 ) -> None:
-    """dq = softmax_scale * dS k; tensors as of `flash_attn_generic_dkdv`, dq like q. Grid: as of the forward pass."""
+    """dq = softmax_scale * dS k; tensors as of `flash_attn_generic_dkdv`, dq like q. Grid: as of the forward pass.
+
+    dbias: see `generic.operand_gradients`. Behind the operands come the gradients of `options.aux_gradients`, to
+    which this adds. What no block sees is not written in either.
+    """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
-    given = options.features.bind(operands)
+    count = len(operands) - len(options.aux_gradients)
+    given = options.features.bind(operands[:count])
+    of_aux = [(given.aux[i], to) for i, to in zip(options.aux_gradients, operands[count:], strict=True)]
+    inputs = Inputs(bias=dbias is not None, loads=bool(of_aux))
     work = block_work(
         (q, k, v, dout, lse2, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
@@ -276,6 +319,7 @@ def flash_attn_generic_dq(
         block_n=options.block_n,
         xcds=fly.target().xcds,
         given=given,
+        folded=folded,
     )
     assert work.lse is not None and isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
     with work.if_any_row():
@@ -288,50 +332,79 @@ def flash_attn_generic_dq(
         arriving = _resident(link, {"q": work.q, "dout": work.out}, work.first_row, options)
         of_k = Stream("k", link, work.k, options.tiling, across=True, along=True)
         of_v = Stream("v", link, work.v, options.tiling, across=True, along=False)
-        ring, split = fly.TileRing([*of_k.copies, *of_v.copies], options.stages), len(of_k.copies)
-        flight = ring.start(_uniform(work.tiles.first))
+        tiles, tile_of = work.tiles, None
+        if work.listed is not None:
+            tiles, tile_of = replace(tiles, first=0, whole_from=0), work.listed.tile
+        ring = fly.TileRing(listed_copies([*of_k.copies, *of_v.copies], tile_of), options.stages)
+        split = len(of_k.copies)
+        flight = ring.start(_uniform(tiles.first))
         of_q, of_dout = (arrived(wave_offset) for arrived in arriving)
         last = work.queries.length - 1
         lse, deltas = (
             rows.map(lambda row, of=of: of.load(fly.minimum(row, last)))
             for of in (work.lse, work.queries.vector(delta, work.head))
         )
+        if inputs != SCORES_ALONE:
+            # rows past the end, whose results are dropped, have no weights either
+            lse = lse.map(lambda value, row: fly.select(row <= last, value, math.inf), rows)
         zeros = fly.Fragment.zeros(layout, row_tiles, of_k.row_tiles)
         less = zeros.map(lambda zero, r, c: -zeros.spread(deltas, r))
 
         def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
             sums, flight = state
-            first_key = j * options.block_n
+            tile = j if tile_of is None else tile_of(j)
+            first_key = tile * options.block_n
             ready, flight = ring.advance(j, flight)
             k_tile, v_tile = ready[:split], ready[split:]
-
-            def hide(scores: fly.Fragment) -> fly.Fragment:
-                return work.keys.apply(scores, rows, first_key)
-
             raw = of_k.across(zeros, of_q, k_tile)
-            made = weights(raw, here, work, rows, first_key, scale_log2, lse, hide if masked else None)
+            hide = partial(stages.mask, tile=tile, masked=masked)
+            made = weights(raw, here, work, rows, first_key, scale_log2, lse, hide, inputs)
             excess = of_v.across(less, of_dout, v_tile)
-            return of_k.along(sums, made.score_gradients(excess), k_tile), flight
+            found = made.score_gradients(excess)
+            if dbias is not None and found.bias is not None:
+                put_bias_gradients(dbias, found.bias, wave_row, first_key, work, adds=options.adds_bias)
+            add_load_gradients(found.loads, of_aux, work)
+            return of_k.along(sums, found.raw, k_tile), flight
 
+        stages = ScoreStages(work, here, scale_log2, rows, options.block_n)
         sums = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, options.head_dim))
         always_masked = options.features.masks_every_tile
-        sums, _ = _walk(work.tiles, (sums, flight), step, always_masked=always_masked)
+        sums, _ = _walk(tiles, (sums, flight), step, always_masked=always_masked)
         view = work.queries.rows(dq, work.head, options.head_dim)
         store_output(view, _scaled(sums, scale_log2), wave_row, options.wave_rows)
+
+
+# a block mask's lists among the operands, and what the same by key blocks are called
+_BY_KEYS = {name: f"{name}_by_keys" for name in (*PARTIAL, *WHOLE)}
+LISTS_BY_KEYS = tuple(_BY_KEYS.values())
+
+
+def sink_parts(device: torch.device, queries: int) -> int:
+    """How many partial sums of a sequence of so many queries a sink's gradient has."""
+    return -(-queries // rows_of_part(target(device_of(device).target).wave_size))
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, then dK and dV, then dQ.
 
     `request` is one that this kernel's row of `dispatch.BACKWARD_KERNELS` serves. `tensors`: those of the forward
-    call with its out and lse, and dout like out, dlse like lse or None, and the results dq, dk and dv like q, k and
-    v. delta, float32 like lse, is a result where it is given. Rows past the end of packed sequences and of lengths in
-    use are not written. q, k, v and dout are 16-byte aligned.
+    call with its out and lse, and dout like out, dlse like lse or None, the results dq, dk and dv like q, k and v,
+    and of a block mask the lists by key blocks, `LISTS_BY_KEYS`. Rows past the end of packed sequences and of lengths
+    in use are not written. q, k, v and dout are 16-byte aligned.
+
+    Results that are there only where they are wanted: delta, float32 like lse; dsink (`sink_parts`, B, H) f32, to be
+    summed over the first two; dbias, zeros of the shape (B, H, Sq, Skv) in any dtype, or in f32 the same expanded or
+    (B, H, Skv), for the sums over what has stride 0; daux0 and so on (`aux_name`), zeros like the auxiliary tensors
+    in f32.
     """
     description = target(device_of(tensors["q"].device).target)
+    aux = tuple(i for i in range(request.aux_tensors) if tensors.get(f"d{aux_name(i)}") is not None)
+    dbias = tensors.get("dbias")
+    features, of_operands = request.static_features, bool(aux) or dbias is not None
     of_keys, of_queries = options_for(
-        description, request.head_dim, request.value_dim, request.causal, request.static_features
+        description, request.head_dim, request.value_dim, request.causal, features, of_operands
     )
+    of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]
     start = aligned(4 * lse.numel())
     parts = {"lse2": 0} if tensors.get("delta") is not None else {"lse2": 0, "delta": start}
@@ -342,24 +415,32 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         **dict.fromkeys(parts, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
     }
     batch, heads, wave = request.batch, request.num_heads, description.wave_size
+    steps: list[BoundKernel] = []
+
+    def add(
+        kernel: Any, grid: tuple[int, int, int], threads: int, operands: Sequence[str] = (), **statics: Any
+    ) -> None:
+        grid, fold = fold_grid(grid)
+        steps.append(bind_kernel(kernel, grid, threads, given, {**statics, **fold}, operands=operands))
+
     rows, tokens = THREADS // lanes_of_row(request.value_dim), tensors["out"].shape[-3]
     entries = 1 if tensors["out"].dim() == 3 else batch
-    statics: dict[str, Any] = {"head_dim": request.value_dim}
-    steps = [bind_kernel(row_statistics, (-(-tokens // rows), heads, entries), THREADS, given, statics)]
+    add(row_statistics, (-(-tokens // rows), heads, entries), THREADS, head_dim=request.value_dim)
+    if (dsink := tensors.get("dsink")) is not None:
+        add(sink_gradients, (dsink.shape[0], heads, batch), wave)
+    by_keys = [_BY_KEYS.get(name, name) for name in request.operands]
     for options in of_keys:
         blocks = (-(-request.seq_len_kv // options.block_m), request.num_kv_heads, batch)
-        wanted = {name: given[name] if name in options.results else None for name in ("dk", "dv")}
-        steps.append(
-            bind_kernel(
-                flash_attn_generic_dkdv,
-                blocks,
-                options.waves * wave,
-                {**given, **wanted},
-                {"options": options},
-                operands=request.operands,
-            )
-        )
+        given |= {name: tensors[name] if name in options.results else None for name in ("dk", "dv")}
+        add(flash_attn_generic_dkdv, blocks, options.waves * wave, by_keys, options=options)
     blocks = (-(-request.seq_len // of_queries.block_m), heads, batch)
-    threads, statics = of_queries.waves * wave, {"options": of_queries}
-    steps.append(bind_kernel(flash_attn_generic_dq, blocks, threads, given, statics, operands=request.operands))
+    operands = (*request.operands, *(f"d{aux_name(i)}" for i in aux))
+    add(flash_attn_generic_dq, blocks, of_queries.waves * wave, operands, options=of_queries)
     return Steps(tuple(steps), parts, 2 * start).launch()
+
+
+def _is_summed(dbias: torch.Tensor | None) -> bool:
+    """Whether several scores have one element of a bias."""
+    if dbias is None:
+        return False
+    return dbias.dim() == 3 or any(n > 1 and not stride for n, stride in zip(dbias.shape, dbias.stride()))

@@ -30,7 +30,7 @@ from .call import device_values
 from .call.checks import check_call
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
-from .problem.catalogue import BLOCKS, NO_WINDOW
+from .problem.catalogue import BLOCKS, DIFFERENTIABLE, NO_WINDOW
 from .problem.contract import aux_name
 from .problem.mods import Mod
 
@@ -175,7 +175,12 @@ def flydsl_flash_attn_func(
     if TYPE_CHECKING:
         assert k is not None and v is not None
     try:
-        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if _grad_enabled() and (
+            (q.requires_grad or k.requires_grad or v.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (sink is not None and sink.requires_grad)
+            or (aux_tensors and any(x.requires_grad for x in aux_tensors))
+        ):
             needs_gradient = True
             if return_lse is False:
                 return_lse = True  # the backward pass makes the weights from it
@@ -244,7 +249,7 @@ def flydsl_flash_attn_func(
         if out is not None:
             check_gradients({"out": out})
         if operands:
-            ATTENTION.no_operand_gradients(operands)
+            ATTENTION.have_gradients(operands, (*DIFFERENTIABLE, *map(aux_name, range(len(aux_tensors)))))
         if needs_gradient:
             from .call import gradients  # inference does not wait for the backward kernels to load
 
@@ -291,7 +296,7 @@ def flydsl_flash_attn_func(
         if scope is not None:
             scope.__exit__(None, None, None)
     if needs_gradient:
-        out, lse = gradients.recorded(plan.kind, leaves or (q, k, v), tensors)
+        out, lse = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask)
         return (out, lse) if wants_lse else out
     return out if lse is None else (out, lse)
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -171,6 +171,12 @@ class Checks:
                     f"{arg(name)} requires a gradient, and only q, k and v have one: pass it detached",
                     UnsupportedError,
                 )
+
+    def have_gradients(self, operands: Mapping[str, Any], have: Collection[str]) -> None:
+        """Operands of features that require a gradient are among those that `have` one."""
+        for name, tensor in operands.items():
+            if tensor is not None and tensor.requires_grad and name not in have:
+                self.fail(f"{arg(name)} requires a gradient, and has none: pass it detached", UnsupportedError)
 
 
 ATTENTION = Checks("flydsl_flash_attn_func")

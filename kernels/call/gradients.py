@@ -25,18 +25,19 @@ from .. import dispatch
 from ..arguments.callers import OWN, arg, problem
 from ..arguments.checks import ALIGNMENT, ATTENTION
 from ..arguments.stacked import unstacked
-from ..problem.catalogue import BY_NAME
+from ..flash_attn_generic_bwd import LISTS_BY_KEYS
+from ..problem.block_mask import BlockMask
+from ..problem.catalogue import BLOCKS, BY_NAME
 from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
 from .checks import INPUTS, check_call, is_aligned, settled
+from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans
 
 __all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "recorded", "run"]
 
 Options = Mapping[str, Any]
 
-# operands of features that get gradients where they require one; a backward kernel's result for x is "dx"
-OPERANDS: tuple[str, ...] = ()
 # what a call with gradients does not take, and what to do instead
 _NOT_TAKEN = {
     "out": "leave it out",
@@ -91,11 +92,18 @@ def check_8_bits(dtype: torch.dtype) -> None:
 
 
 def recorded(
-    kind: Kind, leaves: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor | None]
+    kind: Kind,
+    leaves: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | None],
+    block_mask: BlockMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse among `tensors`, those of a call that was launched, as autograd's results of its leaves."""
     kept = {name: x for name, x in tensors.items() if x is not None and name not in _NOT_KEPT}
-    operands = [name for name in OPERANDS if name in kept and kept[name].requires_grad] if OPERANDS else ()
+    operands: Sequence[str] = ()
+    if kind.operands:
+        operands = [name for name in differentiable(kind.request) if name in kept and kept[name].requires_grad]
+    if block_mask is not None and (brought := block_mask.brought) is not None:
+        kept |= zip(LISTS_BY_KEYS, brought)
     leaves = (*leaves, *[kept.pop(name) for name in operands])
     # one argument besides the leaves, as autograd looks at each
     result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply((kind, kept, operands), *leaves)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -163,7 +171,10 @@ def run(
     `tensors`: the call's others by name, out and lse too, and delta, where that is wanted: float32 like lse. The last
     leaves are the `operands`. Gradients are contiguous and of the leaves' shapes, one for what is stacked, with zeros
     for tokens outside of all sequences; or they are written to `results`, which kernels can write to as they are, and
-    tokens outside of all sequences are not written.
+    tokens outside of all sequences are not written. Those of operands are like the operands.
+
+    Raises:
+        UnsupportedError: see `operand_gradients.memory_for`.
     """
     out = tensors["out"]
     if dout is None:
@@ -172,21 +183,27 @@ def run(
         dout = _aligned(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
-    form: Any = len(leaves)
+    inputs = leaves[: len(leaves) - len(operands)]
+    needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
+    form: Any = len(inputs)
     if results is None:
         make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
-        results = [make(x, memory_format=_CONTIGUOUS) for x in leaves]
+        results = [make(x, memory_format=_CONTIGUOUS) for x in inputs]
     else:
         form = tuple(x.stride() for x in results)
     if kind.empty:
         if "delta" in tensors:
             tensors["delta"].zero_()
-        return [x.zero_() for x in results]
-    inputs = len(leaves) - len(operands)
-    q, k, v = unstacked(leaves[:inputs])
-    dq, dk, dv = unstacked(results[:inputs])
+        return [*(x.zero_() for x in results), *(gradient_without_scores(*item, dlse) for item in needed.items())]
+    q, k, v = unstacked(inputs)
+    dq, dk, dv = unstacked(results)
+    memory = memory_for(needed, kind.request, q.device) if needed else {}
+    if kind.request.static_features.block_size is not None:
+        memory |= _lists_by_keys(kind.request, tensors)
     given: dict[str, Any] = {
         **tensors,
+        **needed,
+        **memory,
         "q": q,
         "k": k,
         "v": v,
@@ -196,10 +213,10 @@ def run(
         "dk": dk,
         "dv": dv,
     }
-    for name, leaf, result in zip(operands, leaves[inputs:], results[inputs:], strict=True):
-        given |= {name: leaf, f"d{name}": result}
     environment = map(config.raw_value, _ENVIRONMENT)
     key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
+    if memory:
+        key += tuple((x.shape, x.stride(), x.dtype) for x in memory.values())
     prepared = kind.backward.get(key)
     if prepared is None:
         prepared = kind.backward[key] = _prepared(kind, given)
@@ -208,7 +225,23 @@ def run(
     if size := prepared.launch.workspace_bytes:
         given["workspace"] = q.new_empty(size, dtype=torch.uint8)
     prepared.launch.run(given, None)
-    return list(results)
+    return [*results, *(gradient(name, memory[f"d{name}"], of) for name, of in needed.items())]
+
+
+def _lists_by_keys(request: Request, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A block mask's lists by key blocks, as it brings them or made on the device."""
+    counts, indices, *more = (tensors.get(name) for name in (*BLOCKS, *LISTS_BY_KEYS))
+    size = request.static_features.block_size
+    assert counts is not None and indices is not None and size is not None
+    lengths, whole, brought = (request.seq_len, request.seq_len_kv), more[:2], more[2:]
+    mask = BlockMask(counts, indices, whole[0], whole[1], size, lengths, _listed_only, *brought)
+    by_keys = mask.check_transposed(request.batch, request.num_heads, lengths, counts.device)
+    return dict(zip(LISTS_BY_KEYS, by_keys))
+
+
+def _listed_only(batch: Any, head: Any, query: Any, key: Any) -> bool:
+    """The `mask_mod` of a mask of which nobody asks but for its lists."""
+    return True
 
 
 def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly.backends.target import Target
 from fly.errors import ShapeError
 
 from ..problem.features import NO_FEATURES, Features
+from .block_tiles import Tiles, tiles_within
 from .operands import Tiling, padded
 
 
@@ -17,7 +18,9 @@ class BackwardOptions:
 
     A block has `block_m` rows, wave w those from w * block_m / waves on, and what passes by comes in tiles of
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
-    "registers" or "shared". `results`: of `dkdv`, which to compute.
+    "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
+    block mask's blocks are (keys, queries). `adds_bias`: of `dq`, whether several blocks have an element of the
+    bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -36,6 +39,8 @@ class BackwardOptions:
     features: Features = NO_FEATURES
     min_blocks: int | None = None
     waves_per_eu: int | None = None
+    adds_bias: bool = False
+    aux_gradients: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.vector not in (1, 2, 4, 8):
@@ -68,10 +73,10 @@ class BackwardOptions:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row of the tables: (block_m, block_n, waves) of `dkdv` and of `dq`; `vector`: of copies."""
+    """A row of the tables, of `dkdv` and of `dq`; `vector`: of copies."""
 
-    dkdv: tuple[int, int, int]
-    dq: tuple[int, int, int]
+    dkdv: Tiles
+    dq: Tiles
     vector: int = 8
 
 
@@ -86,6 +91,8 @@ _NVIDIA = {
     224: _Rows((64, 64, 4), (64, 64, 4)),
     256: _Rows((64, 32, 4), (64, 32, 4)),
 }
+# Where gradients of operands take registers beside dQ's.
+_NVIDIA_OF_OPERANDS = {128: _Rows((128, 32, 8), (128, 32, 8))}
 # Where a block has less shared memory than those take.
 _NVIDIA_SMALL = {
     160: _Rows((64, 32, 4), (64, 32, 4)),
@@ -107,32 +114,56 @@ TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
 
 
 def options_for(
-    target: Target, head_dim: int, head_dim_v: int, causal: bool, features: Features = NO_FEATURES
+    target: Target,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    features: Features = NO_FEATURES,
+    of_operands: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
-    """(the builds of `dkdv`, one after the other, the build of `dq`) for a target."""
+    """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
+
+    `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well.
+
+    Raises:
+        UnsupportedError: blocks of a block mask that tiles do not divide.
+    """
     dim = max(padded(head_dim), padded(head_dim_v))
     nvidia = target.backend == "nvvm"
 
-    def made(rows: _Rows, place: tuple[int, int, int], results: tuple[str, ...]) -> BackwardOptions:
+    def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
+        tiles: Tiles = getattr(rows, kernel)
+        given, by_keys = features, kernel == "dkdv"
+        if features.block_size is not None:
+            queries, keys = features.block_size
+            blocks = (keys, queries) if by_keys else (queries, keys)
+            while blocks[1] % tiles[1] and tiles[2] > 1:
+                # all at once: threads still have a piece each of what passes by
+                tiles = (tiles[0] // 2, tiles[1] // 2, tiles[2] // 2)
+            tiles = tiles_within(blocks, tiles, f"flash_attn_generic_{kernel}")
+            given = replace(features, block_size=blocks)
+        crowded = of_operands and not by_keys and dim == TOGETHER
         return BackwardOptions(
             head_dim,
             head_dim_v,
             causal,
-            *place,
+            *tiles,
             stages=2 if nvidia else 1,
             vector=rows.vector,
             resident="shared" if nvidia else "registers",
             results=results,
-            features=features,
-            waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER else 2,
+            features=given,
+            waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER or crowded else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         rows = (_NVIDIA if nvidia else _AMD)[dim]
-        options = made(rows, getattr(rows, kernel), results)
+        if nvidia and of_operands:
+            rows = _NVIDIA_OF_OPERANDS.get(dim, rows)
+        options = made(rows, kernel, results)
         if nvidia and options.shared_bytes > target.shared_bytes:
             rows = _NVIDIA_SMALL[dim]
-            options = made(rows, getattr(rows, kernel), results)
+            options = made(rows, kernel, results)
         return options
 
     launches: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if dim <= TOGETHER else (("dk",), ("dv",))

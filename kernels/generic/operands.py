@@ -204,6 +204,13 @@ class ListedCopy:
         self.copy.land(in_flight, destination)
 
 
+def listed_copies(
+    copies: Sequence[tuple[Any, fly.SharedTile]], tile_of: Callable[[Any], Any] | None
+) -> list[tuple[Any, fly.SharedTile]]:
+    """`copies` for a ring whose steps take the tiles that `tile_of` names; None: those of the same numbers."""
+    return [(copy if tile_of is None else ListedCopy(copy, tile_of), slots) for copy, slots in copies]
+
+
 class KeyValues:
     """K and V tiles on their way through `ring`, and the products with them.
 
@@ -222,9 +229,7 @@ class KeyValues:
     ):
         self.k = Stream("k", link, k_rows, tiling, across=True, along=False)
         self.v = Stream("v", link, v_rows, tiling, across=False, along=True)
-        copies = [
-            (c if listed is None else ListedCopy(c, listed), ring) for c, ring in (*self.k.copies, *self.v.copies)
-        ]
+        copies = listed_copies((*self.k.copies, *self.v.copies), listed)
         self.ring = (
             fly.AlternatingTiles(*copies) if tiling.alternate else fly.TileRing(copies, tiling.stages, lags=(0, lag))
         )

@@ -58,7 +58,7 @@ def attention_forward(
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
-        UnsupportedError: dropout, gradients of sinks, `output_attentions`, a paged `cache` (a NotImplementedError).
+        UnsupportedError: dropout, `output_attentions`, a paged `cache` (a NotImplementedError).
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dense(FUNCTION, name, tensor)

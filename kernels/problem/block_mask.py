@@ -81,15 +81,22 @@ class BlockMask:
         whole = () if self.full_kv_num_blocks is None else (self.full_kv_num_blocks, self.full_kv_indices)
         return self.kv_num_blocks, self.kv_indices, *whole
 
+    @property
+    def brought(self) -> tuple[torch.Tensor, ...] | None:
+        """`transposed` as it comes with the mask, None where it does not."""
+        lists = [self.q_num_blocks, self.q_indices]
+        if self.full_kv_num_blocks is not None:
+            lists += [self.full_q_num_blocks, self.full_q_indices]
+        there = tuple(x for x in lists if x is not None)
+        return there if len(there) == len(lists) else None
+
     def transposed(self) -> tuple[torch.Tensor, ...]:
         """`tensors` by key blocks: (B, H, Kb) numbers and (B, H, Kb, N) indices of the query blocks that see them.
 
         The mask's own, or made of the lists by query blocks: on their device, without reading them on the host.
         """
-        if self.q_num_blocks is not None and self.q_indices is not None:
-            whole = () if self.full_kv_num_blocks is None else (self.full_q_num_blocks, self.full_q_indices)
-            if None not in whole:
-                return self.q_num_blocks, self.q_indices, *whole
+        if (brought := self.brought) is not None:
+            return brought
         blocks = -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])
         pairs = zip(self.tensors[::2], self.tensors[1::2])
         return tuple(

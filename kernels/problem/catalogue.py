@@ -47,7 +47,8 @@ class Feature:
     fields of `Features` by name; nothing where it is not asked for.
 
     `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
-    tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does.
+    tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does. `differentiable`: its
+    operands have gradients.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Feature:
     load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
     modify: Callable[[BoundFeatures, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
     raw: bool = False
+    differentiable: bool = False
 
     @property
     def told(self) -> tuple[str, str]:
@@ -314,6 +316,7 @@ FEATURES = (
         operands=("bias",),
         check=_bias,
         modify=lambda given, tile, bias, at: scores.add_bias(tile, bias, at, alone=given.features.only_bias),
+        differentiable=True,
     ),
     Feature(
         "sink",
@@ -323,6 +326,7 @@ FEATURES = (
         flash_attention={"learnable_sink": "sink"},
         operands=("sink",),
         check=_sink,
+        differentiable=True,
     ),
     Feature(
         "block_mask",
@@ -362,4 +366,5 @@ EVERYWHERE = tuple(feature.name for feature in FEATURES if feature.everywhere)
 # The operands that kernels know, in the order in which they take them. Auxiliary tensors come last.
 OPERANDS = tuple(name for feature in FEATURES for name in feature.operands)
 NUMBERS = tuple(name for feature in FEATURES if feature.numbers for name in feature.operands)
+DIFFERENTIABLE = tuple(name for feature in FEATURES if feature.differentiable for name in feature.operands)
 MODIFIERS = tuple(feature for feature in FEATURES if feature.modify is not None)

@@ -5,8 +5,9 @@ delta = rowsum(dO * O) - dLSE:
 
     P = exp2(s * scale - lse2)        dS = P * (dP - delta), dP = dO V^T        dT = dS * ds/dt
 
-dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. Rows
-are queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
+dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. What
+modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. Rows are
+queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import fly
 
 from .features import BoundFeatures
-from .scores import LOG2_E, Place
+from .scores import LARGEST_INVERSE, LOG2_E, Place
 
 
 def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -31,14 +32,38 @@ def turned(fragment: fly.Fragment) -> fly.Fragment:
 
 
 @dataclass(frozen=True)
+class ScoreGradients:
+    """Of a tile: `raw`, dT, and what modifiers' operands have of it, where it was asked for.
+
+    `bias`: of its bias. `loads`: of the elements that a `score_mod` loaded, one by one; an element's gradient is the
+    sum of all of them.
+    """
+
+    raw: fly.Fragment
+    bias: fly.Fragment | None = None
+    loads: tuple[fly.LoadGradient, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What beside raw scores gets gradients: the `bias`, what a `score_mod` `loads`."""
+
+    bias: bool = False
+    loads: bool = False
+
+
+SCORES_ALONE = Inputs()
+
+
+@dataclass(frozen=True)
 class Weights:
-    """A tile's P, and `pull`: of the scores' gradients, those of the raw scores (but for softmax_scale)."""
+    """A tile's P, and `pull`: the gradients of raw scores, and of other inputs, from those of scores."""
 
     weights: fly.Fragment
-    pull: Callable[[fly.Fragment], fly.Fragment]
+    pull: Callable[[fly.Fragment], ScoreGradients]
 
-    def score_gradients(self, excess: fly.Fragment) -> fly.Fragment:
-        """dT, of dP - delta."""
+    def score_gradients(self, excess: fly.Fragment) -> ScoreGradients:
+        """Of dP - delta."""
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
 
 
@@ -51,17 +76,21 @@ def weights(
     scale_log2: fly.Value,
     lse2: fly.RowVector,
     hide: Callable[[fly.Fragment], fly.Fragment] | None,
+    inputs: Inputs = SCORES_ALONE,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
     `lse2`: +inf for rows without keys, whose weights are 0. `hide`: -inf where a query does not see a key, None for
     tiles that all rows see whole.
     """
-    scores, pull = _modified(raw, given, place, rows, first_key, scale_log2)
+    scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
-        scores = given.mask(hide(scores), rows, first_key, place)
-    minus = lse2.map(lambda x: -x)
-    return Weights(scores.fma_rows(given.scale(scale_log2), minus).map(lambda x, r, c: fly.exp2(x)), pull)
+        scores = hide(scores)
+    exponents = scores.fma_rows(given.scale(scale_log2), lse2.map(lambda x: -x))
+    if given.features.modifies:
+        # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
+        exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
+    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull)
 
 
 def _modified(
@@ -71,14 +100,15 @@ def _modified(
     rows: fly.RowVector,
     first_key: fly.Value,
     scale_log2: fly.Value,
-) -> tuple[fly.Fragment, Callable[[fly.Fragment], fly.Fragment]]:
+    inputs: Inputs,
+) -> tuple[fly.Fragment, Callable[[fly.Fragment], ScoreGradients]]:
     """(modified scores, the way of their gradients back), column tile by column tile: each has a tape of its own."""
     if not given.features.modifies:
-        return raw, lambda gradients: gradients
+        return raw, ScoreGradients
     # the factor that results get is part of the modification too
-    inverse = fly.rcp(scale_log2 * (1 / LOG2_E))
+    inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
     columns = raw.layout.columns
-    parts, tapes = [], []
+    parts, tapes, biases = [], [], []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
         part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
         bias = given.load_bias(columns, lambda c=c: (rows, first_key + c * columns, place))  # type: ignore[misc]
@@ -86,12 +116,24 @@ def _modified(
             part = given.modify(part, scale_log2, rows, first_key + c * columns, place, bias)
         parts.append([row[0] for row in part.tiles])
         tapes.append(tape)
+        biases.append(bias)
 
-    def pull(gradients: fly.Fragment) -> fly.Fragment:
+    def pull(gradients: fly.Fragment) -> ScoreGradients:
+        loads: list[fly.LoadGradient] = []
+        of_bias: dict[tuple[int, int], fly.Value] = {}
+
         def one(x: fly.Value, r: int, c: int) -> fly.Value:
-            (found,) = tapes[c].gradients(parts[c][r], [raw.tiles[r][c]], x * inverse).inputs
-            return found
+            asked, bias = [raw.tiles[r][c]], biases[c]
+            if inputs.bias and bias is not None:
+                asked.append(bias.tiles[r][0])
+            found = tapes[c].gradients(parts[c][r], asked, x, loads=inputs.loads)
+            loads.extend(found.loads)
+            for gradient in found.inputs[1:]:
+                of_bias[r, c] = gradient
+            return found.inputs[0] * inverse
 
-        return gradients.map(one)
+        of_raw = gradients.map(one)
+        bias = gradients.map(lambda x, r, c: of_bias[r, c]) if of_bias else None
+        return ScoreGradients(of_raw, bias, tuple(loads))
 
     return fly.Fragment(raw.layout, tuple(zip(*parts, strict=True))), pull

@@ -18,7 +18,7 @@ from .mods import Aux, Batch, Mod, score_of
 from .score_bias import BiasTile, add
 
 LOG2_E = math.log2(math.e)
-LARGEST_INVERSE = 2.0**126  # of a softcap, times the scale: infinity times a score of 0 would be NaN
+LARGEST_INVERSE = 2.0**126  # of a softcap, or of the scale: infinity times 0 would be NaN
 TANH_SMALL = 0.35
 TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925)  # of tanh(x) / x, in x squared
 
@@ -152,10 +152,12 @@ def _each(
     queries = rows.map(lambda row: fly.minimum(row, last_row))
 
     one = place.head
-    heads = one if isinstance(one, fly.RowVector) else rows.map(lambda _: one)
+    by_row = (one,) if isinstance(one, fly.RowVector) else ()
 
-    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, head: fly.Value) -> fly.Value:
+    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, *by_row: fly.Value) -> fly.Value:
         count = len(tile)
+        # one head stays one value, so that who differentiates sees that it is
+        head = by_row[0] if by_row else [one] * count
         if one_by_one:
             keys = [fly.minimum(column[i], last_key) for i in range(count)]
         else:
@@ -163,4 +165,4 @@ def _each(
             keys = [cut[i] for i in range(count)]
         return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(count)])
 
-    return scores.map_places(queries, elements, heads, first_column=first_key)
+    return scores.map_places(queries, elements, *by_row, first_column=first_key)

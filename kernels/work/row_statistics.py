@@ -8,8 +8,10 @@ import fly
 
 from ..problem.scores import LOG2_E
 from .sequences import Sequence
+from .tile_scheduler import head_of_block
 
 THREADS = 256
+LARGEST = float(2**128 - 2**104)  # of float32
 
 
 @fly.kernel
@@ -23,15 +25,18 @@ def row_statistics(
     *,
     head_dim: int,
     vector: int = 8,
+    folded: bool = False,
 ) -> None:
     """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
-    sequences are. Grid: (row blocks, H, B or 1); lanes next to each other share a row, `vector` elements at a time.
+    sequences are. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements
+    at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
-    head, batch, first = fly.block_id.y, fly.block_id.z, fly.block_id.x * rows
+    head, batch, exists = head_of_block(out.shape[-2], out.shape[0] if out.rank == 4 else 1, folded=folded)
+    first = fly.block_id.x * rows
     row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
     everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
     sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
@@ -46,12 +51,16 @@ def row_statistics(
     bits = [1 << bit for bit in range((lanes - 1).bit_length())]
     total = fly.reduce_lanes(total, lambda a, b: a + b, bits)
     number = first + row
-    with fly.when((lane == 0) & (number < everything.length)):
+    stores = (lane == 0) & (number < everything.length)
+    with fly.when(stores if exists is None else stores & exists):
         log = logs.load(number)
         empty = log == -math.inf
         if dlse is not None:
             total = total - everything.vector(dlse, head).load(number)
-        lse2_of.store(fly.select(empty, math.inf, log * LOG2_E), number)
+        log2 = log * LOG2_E
+        # a sink or a bias near -3e38: hidden scores less -inf would be NaN
+        log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
+        lse2_of.store(fly.select(empty, math.inf, log2), number)
         delta_of.store(fly.select(empty, 0.0, total), number)
 
 

@@ -50,6 +50,12 @@ class ScoreStages:
         )
         return limited
 
+    def mask(self, scores: fly.Fragment, tile: Any, masked: bool) -> fly.Fragment:
+        """All masks of a tile of a loop that is `masked`; of others, what cuts a list's whole blocks."""
+        if masked:
+            return self.hide(self.limit(scores, tile), tile)
+        return scores if self.work.listed is None else self.limit_unless_whole(scores, tile)
+
     def mask_step(self, scores: fly.Fragment, step: Any, tile: Any) -> fly.Fragment:
         """All masks of a list's step of either kind; most steps are whole, and test it once."""
         assert self.work.seen is not None

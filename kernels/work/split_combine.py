@@ -25,7 +25,7 @@ from ..problem.features import NO_FEATURES, Features
 from ..problem.scores import LOG2_E
 from .sequences import Sequence, sequences_of, tokens_of
 from .steps import aligned
-from .tile_scheduler import part, slice_of_block
+from .tile_scheduler import head_of_block, part
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
@@ -98,11 +98,7 @@ def split_combine(
     given = features.bind(operands)
     lanes = head_dim // VECTOR
     rows = rows_of_block(head_dim)
-    head, batch, exists = fly.block_id.y, fly.block_id.z, None
-    if folded:
-        slice_, exists = slice_of_block(out.shape[-2] * sequences_of(out, cu_seqlens_q))
-        batch = slice_ // out.shape[-2]
-        head = slice_ - batch * out.shape[-2]
+    head, batch, exists = head_of_block(out.shape[-2], sequences_of(out, cu_seqlens_q), folded=folded)
     first_row = fly.block_id.x * rows
     row, column = fly.thread_id.x // lanes, fly.thread_id.x % lanes * VECTOR
 

@@ -258,6 +258,18 @@ def slice_of_block(slices: Any) -> tuple[fly.Value, fly.Value]:
     return fly.minimum(place, slices - 1), place < slices
 
 
+def head_of_block(heads: Any, sequences: Any, *, folded: bool) -> tuple[fly.Value, fly.Value, fly.Value | None]:
+    """(head, sequence, whether the block has any) in a grid of (blocks, heads, sequences); None: it has.
+
+    Spare blocks of a `folded` grid have the last head's.
+    """
+    if not folded:
+        return fly.block_id.y, fly.block_id.z, None
+    place, exists = slice_of_block(heads * sequences)
+    sequence = place // heads
+    return place - sequence * heads, sequence, exists
+
+
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing
 # and reading the parts costs for every round of blocks. Estimates, not measured.
 _START, _COMBINE, _COMBINE_ROUND = 3, 8, 4

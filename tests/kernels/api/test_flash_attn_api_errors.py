@@ -142,7 +142,7 @@ MISTAKES = {
         dense,
         {"alibi_slopes": torch.ones(4, requires_grad=True)},
         UNSUPPORTED,
-        "alibi_slopes requires a gradient, and only q, k and v have one: pass it detached",
+        "alibi_slopes requires a gradient, and has none: pass it detached",
     ),
     "gradient of a cache": (
         cached,

@@ -16,7 +16,6 @@ from kernels.arguments.callers import plain
 from kernels.dispatch import AMD, BACKWARD, BACKWARD_KERNELS, NVIDIA, as_backward, choose
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.catalogue import BY_NAME
-from kernels.work.tile_scheduler import MAX_GRID_YZ
 from tests.kernels.call.test_dispatch import REQUEST
 
 GENERIC = BACKWARD_KERNELS[-1]
@@ -86,16 +85,6 @@ def test_every_variables_value_is_a_kernels_name():
         pytest.raises(ConfigError, match=f"FLY_BACKWARD_KERNEL='sm80': expected one of {accepted}$"),
     ):
         choose("sm_90a", REQUEST, BACKWARD)
-
-
-@pytest.mark.parametrize("side", ["heads", "sequences"])
-def test_more_blocks_than_a_grid_has_are_refused(side):
-    changes = {{"heads": "num_heads", "sequences": "batch"}[side]: MAX_GRID_YZ}
-    fitting = replace(REQUEST, **changes)
-    assert choose("sm_90a", fitting, BACKWARD)
-    more = replace(REQUEST, **{name: count + 1 for name, count in changes.items()})
-    with pytest.raises(UnsupportedError, match=f"takes 65535 {side}, not 65536: pass the batch in parts"):
-        choose("sm_90a", more, BACKWARD)
 
 
 def test_what_the_forward_kernel_is_told_does_not_decide():

@@ -14,26 +14,13 @@ import torch
 
 from fly.backends.target import target, targets
 from fly.errors import ShapeError, UnsupportedError
+from fly.runtime.prepared import bindings
+from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.backward import BackwardOptions, options_for
+from kernels.work import tile_scheduler
 from tests.kernels.feature_cases import Inputs, by_head, stripes
-from tests.kernels.gradient_reference import gradients
-
-
-def by_autograd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv of a call."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    results = flydsl_flash_attn_func(*leaves, causal, return_lse=True, **options)
-    used = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
-    return torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])
+from tests.kernels.gradient_reference import by_autograd, gradients
 
 
 def lengths(inputs: Inputs) -> dict[str, int]:
@@ -85,6 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90a"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_references(name, arch, emulate, seed):
@@ -179,8 +167,7 @@ def test_gradients_of_gradients_are_refused(gfx950):
     [
         ({"out": torch.empty(1, 40, 2, 64, dtype=torch.bfloat16)}, "out is given where a gradient is needed"),
         ({"workspace": torch.empty(16)}, "workspace is given where a gradient is needed: leave it out"),
-        ({"bias": torch.zeros(1, 2, 40, 40, requires_grad=True)}, "bias requires a gradient, and only q, k and v"),
-        ({"sink": torch.zeros(2, requires_grad=True)}, "sink requires a gradient, and only q, k and v have one"),
+        ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, "alibi_slopes requires a gradient, and has none"),
     ],
 )  # fmt: skip
 def test_what_has_no_gradient_is_refused_by_name(options, message, gfx950):
@@ -207,6 +194,21 @@ def test_numbers_of_8_bits_have_no_gradient(emulate):
     q, k, v = (x.to(torch.float8_e4m3fn) for x in small(head_dim=128)[1])
     with pytest.raises(UnsupportedError, match=r"q requires a gradient, and torch\.float8_e4m3fn has none"):
         flydsl_flash_attn_func(q.requires_grad_(), k, v)
+
+
+def test_grids_fold_where_there_are_more_heads_or_sequences_than_places(emulate, monkeypatch, seed):
+    emulate("sm_90a", "generic")
+    monkeypatch.setattr(tile_scheduler, "MAX_GRID_YZ", 3)
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    inputs = Inputs([5] * 5, [20] * 5, heads=2, kv_heads=2, seed=seed)
+    q, k, v = inputs.tensors()
+    dout, sink = inputs.floats(*q.shape, dtype=q.dtype), inputs.floats(2).requires_grad_()
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), sink]
+    with bindings() as bound:
+        found = torch.autograd.grad(flydsl_flash_attn_func(*leaves[:3], sink=sink), leaves, dout)
+    # 10 heads of sequences in 3 * 4 places, two of them spare
+    assert {binding.grid[1:] for binding in bound} == {(3, 4)} and len(bound) == 5
+    assert not gradients(q, k, v, True, dout, of=["sink"], sink=sink).wrong(found), f"seed {seed}"
 
 
 @pytest.mark.parametrize("arch", [t.arch for t in targets()])
