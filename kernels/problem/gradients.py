@@ -5,6 +5,13 @@ delta = rowsum(dO * O) - dLSE:
 
     P = exp2(s * scale - lse2)        dS = P * (dP - delta), dP = dO V^T        dT = dS * ds/dt
 
+With dropout, what of O, dV and dP comes of kept weights alone is 1 / share times as large, share being that of the
+weights that are kept, and
+
+    dS = P * (keep * dO V^T - share * delta) / share
+
+dS is without the factor 1 / share too.
+
 dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. Rows
 are queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
 """
@@ -16,6 +23,7 @@ from dataclasses import dataclass
 
 import fly
 
+from .dropout_tile import only
 from .features import BoundFeatures
 from .scores import LOG2_E, Place
 
@@ -32,13 +40,24 @@ def turned(fragment: fly.Fragment) -> fly.Fragment:
 
 @dataclass(frozen=True)
 class Weights:
-    """A tile's P, and `pull`: of the scores' gradients, those of the raw scores (but for softmax_scale)."""
+    """A tile's P, and `pull`: of the scores' gradients, those of the raw scores (but for softmax_scale).
+
+    `kept`: with dropout, which weights are.
+    """
 
     weights: fly.Fragment
     pull: Callable[[fly.Fragment], fly.Fragment]
+    kept: fly.Fragment | None = None
 
-    def score_gradients(self, excess: fly.Fragment) -> fly.Fragment:
-        """dT, of dP - delta."""
+    @property
+    def of_values(self) -> fly.Fragment:
+        """P as values were added up with it, without dropout's scale."""
+        return self.weights if self.kept is None else only(self.kept, self.weights)
+
+    def score_gradients(self, excess: fly.Fragment, less: fly.Fragment) -> fly.Fragment:
+        """dT, of dP - delta and of -delta, which it is where a weight is dropped."""
+        if (kept := self.kept) is not None:
+            excess = excess.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, less.tiles[r][c]))
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
 
 
@@ -51,17 +70,20 @@ def weights(
     scale_log2: fly.Value,
     lse2: fly.RowVector,
     hide: Callable[[fly.Fragment], fly.Fragment] | None,
+    first_query: fly.Value,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
-    `lse2`: +inf for rows without keys, whose weights are 0. `hide`: -inf where a query does not see a key, None for
+    `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights are 0. `hide`: -inf where a query does not see a key, None for
     tiles that all rows see whole.
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2)
     if hide is not None:
         scores = given.mask(hide(scores), rows, first_key, place)
     minus = lse2.map(lambda x: -x)
-    return Weights(scores.fma_rows(given.scale(scale_log2), minus).map(lambda x, r, c: fly.exp2(x)), pull)
+    exponentials = scores.fma_rows(given.scale(scale_log2), minus).map(lambda x, r, c: fly.exp2(x))
+    dropout = given.dropout(place)
+    return Weights(exponentials, pull, None if dropout is None else dropout.kept(raw, first_query, first_key))
 
 
 def _modified(
