@@ -19,7 +19,6 @@ from .problem.contract import Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
-WITHOUT_DROPOUT = tuple(name for name in EVERYWHERE if name != "dropout")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
 
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
@@ -191,7 +190,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(*WITHOUT_DROPOUT, "debug_counts"),
+        features=(*EVERYWHERE, "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(
@@ -220,7 +219,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("bf16", "f16"),
-        features=WITHOUT_DROPOUT,
+        features=EVERYWHERE,
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16), mask_blocks(64, 64), PAGES),

@@ -130,9 +130,9 @@ def flydsl_flash_attn_func(
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
         dropout_p: probability, 0 or from 1/512 up to 511/512 and rounded to 256ths, with which each weight is dropped
             after the softmax; others are scaled by 1 / (1 − dropout_p). lse does not change.
-        rng_state: (2,) int64 on q's device, a seed and an offset: which weights dropout keeps, the same ones in every
-            kernel (`fly_attention.dropout_mask` tells them). By default drawn from torch's generator of the device, so
-            that torch.manual_seed repeats it.
+        rng_state: (2,) int64 on q's device, a seed and an offset, which decide what dropout keeps, the same in every
+            kernel (see `fly_attention.dropout_mask`). By default drawn from torch's generator of the device, so that
+            torch.manual_seed repeats it.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
             (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
@@ -193,7 +193,8 @@ def flydsl_flash_attn_func(
         # fmt: on
         if not (
             alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
-            is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is rng_state is None
+            is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
+            and rng_state is None
             and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
             if rng_state is None and dropout_p:
@@ -202,7 +203,8 @@ def flydsl_flash_attn_func(
             operands = {
                 "seqused_q": seqused_q, "seqused_kv": seqused_kv, "cache_leftpad": cache_leftpad,
                 "kv_batch_idx": kv_batch_idx, "block_table": block_table, "alibi_slopes": alibi_slopes, "bias": bias,
-                "sink": sink, "rng_state": rng_state, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+                "sink": sink, "rng_state": rng_state, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale,
             }
             # fmt: on
             functions = (score_mod, mask_mod)

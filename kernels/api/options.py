@@ -19,7 +19,7 @@ from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
-from .conversions import HINTS, check_dense, check_dropout, splits_of, window_of
+from .conversions import HINTS, check_dense, splits_of, window_of
 from .torch_ops import attention
 
 
@@ -128,7 +128,7 @@ def options_of(
         if flag is not True and flag is not False:
             Checks(caller.function).flag(name, flag)
     if not isinstance(dropout_p, float) or dropout_p:
-        check_dropout(caller.function, "dropout_p", dropout_p)
+        options["dropout_p"] = dropout_p
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
     # torch.compile up to 2.11 cannot ask whether a tuple is another

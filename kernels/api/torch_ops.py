@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from fly.errors import FlyError
+from fly.errors import ArgumentError, FlyError
 
-from ..arguments.callers import CALLERS, Caller
+from ..arguments.callers import CALLERS, Caller, arg, problem
 from ..arguments.checks import Checks
 from ..cache.kv_cache import append_to_cache
 from ..call.checks import OUT_DTYPES
 from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
+from ..problem.dropout_mask import random_state
 
 F = TypeVar("F")
 
@@ -75,6 +76,9 @@ def attention(
     if torch.is_grad_enabled():
         named = zip(("q", "k", "v", "out"), (q, k, v, out))
         Checks(caller.function).no_gradients({caller.name(name): tensor for name, tensor in named})
+    if options.get("dropout_p") and options.get("rng_state") is None:
+        # outside of the operation, whose results are a function of its arguments
+        options["rng_state"] = random_state(q.device)
     key = caller.key
     if out is None:
         out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse, caller=key, **options)
@@ -118,6 +122,9 @@ def _run(
     else:
         options.pop("window_size", None)
     with _in_names_of(options.pop("caller", None)):
+        if options.get("dropout_p") and options.get("rng_state") is None:
+            text = f"torch.ops.fly.flash_attn draws nothing: {arg.dropout_p} needs rng_state, int64 (seed, offset)"
+            raise problem(ArgumentError, text)
         result = flydsl_flash_attn_func(q, k, v, causal, **options)
     # an operation has the same number of results in every call
     return result if isinstance(result, tuple) else (result, _lse(q, False))

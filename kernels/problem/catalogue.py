@@ -43,9 +43,9 @@ class Feature:
     operations, "" for what these cannot take. `flash_attention`: those that FlashAttention-3 and -4 have, by their
     names.
 
-    `operands`: what kernels get for it, in order; `numbers`: those that are no tensors. `implied`: operands that another
-    one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands and
-    fields of `Features` by name; nothing where it is not asked for.
+    `operands`: what kernels get for it, in order; `numbers`: those that are no tensors. `implied`: operands that
+    another one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands
+    and fields of `Features` by name; nothing where it is not asked for.
 
     `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
     tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does.

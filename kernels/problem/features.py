@@ -14,7 +14,7 @@ from typing import Any
 import fly
 
 from . import scores
-from .catalogue import MODIFIERS, Feature
+from .catalogue import BY_NAME, MODIFIERS, Feature
 from .dropout import RandomHead
 from .dropout_tile import Dropout, kept_share
 from .mask import KeyRange
@@ -61,13 +61,17 @@ class Features:
     @property
     def elementwise(self) -> bool:
         """Whether there is code for every score of every tile alone."""
-        return self.score_mod is not None or self.masks_every_tile or "bias" in self.operands
+        return self.score_mod is not None or self.masks_every_tile or self.drops or "bias" in self.operands
 
     @property
     def alone(self) -> str | None:
-        """What has code for every score alone, a "bias" or a "function", where that is all that a call asks for."""
+        """What has code for every score alone, where that is all that a call asks for.
+
+        A "bias", "dropout" or a "function".
+        """
         functions = (self.score_mod is not None) + (self.mask_mod is not None)
-        return {(("bias",), 0): "bias", ((), 1): "function"}.get((self.operands, functions))
+        known = {(("bias",), 0): "bias", (BY_NAME["dropout"].operands, 0): "dropout", ((), 1): "function"}
+        return known.get((self.operands, functions))
 
     @property
     def drops(self) -> bool:

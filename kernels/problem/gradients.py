@@ -74,8 +74,8 @@ def weights(
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
-    `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights are 0. `hide`: -inf where a query does not see a key, None for
-    tiles that all rows see whole.
+    `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights
+    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole.
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2)
     if hide is not None:

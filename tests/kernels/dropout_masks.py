@@ -1,7 +1,7 @@
 """Which weights a kernel kept, read from its results: inputs under which each result element is one weight's.
 
 Queries of zero make all weights of a row alike. With values that are one-hot, out[i, j] is the weight of key j, or 0;
-with gradients that are one-hot, dv[j, i] is. With dO and V of ones over D, the gradient of a score is above zero where
+with gradients that are one-hot, dv[j, i] is. With dO and V that are even, the gradient of a score is above zero where
 its weight is kept and below zero where it is not, unless the row's are all kept or all dropped: one-hot keys make dq
 that, and one-hot queries dk.
 """
