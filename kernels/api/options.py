@@ -245,6 +245,11 @@ def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return rows
 
 
+def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q and k as `attend` hands them on."""
+    return tuple(_ready(tensor, _padded_dim(tensor.shape[-1])) for tensor in tensors)
+
+
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:
     """Whether kernels do not take these tensors as they are; not of what no copy makes better."""
     try:

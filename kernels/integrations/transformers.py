@@ -48,7 +48,7 @@ def attention_forward(
         query: (B, H, Sq, D). key, value: (B, Hkv, Skv, D), not repeated.
         attention_mask: None, or broadcastable to (B, H, Sq, Skv): True where a query sees a key, or added to the
             scores. With a mask nothing else hides keys: it contains causality and windows.
-        scaling: factor of the scores, D**-0.5 by default.
+        scaling: factor of the scores, D**-0.5 by default. dropout: probability, as layers pass it in training.
         sliding_window: keys that a query sees, itself included, where there is no mask.
         softcap: scores become softcap·tanh(score/softcap). s_aux: (H,) sinks.
         kwargs: what other implementations need; nothing in it changes the result, except what is refused.

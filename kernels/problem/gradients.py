@@ -54,6 +54,13 @@ class Weights:
         """P as values were added up with it, without dropout's scale."""
         return self.weights if self.kept is None else only(self.kept, self.weights)
 
+    @property
+    def signed(self) -> fly.Fragment:
+        """P, or -P where it is dropped."""
+        if (kept := self.kept) is None:
+            return self.weights
+        return self.weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, -x))
+
     def score_gradients(self, excess: fly.Fragment, less: fly.Fragment) -> fly.Fragment:
         """dT, of dP - delta and of -delta, which it is where a weight is dropped."""
         if (kept := self.kept) is not None:
