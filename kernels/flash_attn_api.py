@@ -22,8 +22,8 @@ What holds for all functions here:
 
     Returns out, or with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (B, H, Sq) float32, packed
     (H, total_q), the natural log of the sum of exponentials of the scaled scores, −inf where a query sees no key;
-    S_dmask with dropout is (B, H, longest Sq, longest Skv) of q's dtype, the softmax's weights before dropout's scale:
-    below zero where they are dropped, and 0 where a query does not see a key. Without dropout it is empty.
+    S_dmask with dropout is (B, H, longest Sq, longest Skv) of q's dtype, softmax weights before dropout's scale,
+    below zero where they are dropped and 0 where a query does not see a key. Without dropout it is empty.
 
     Errors name the function that was called and its arguments.
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
