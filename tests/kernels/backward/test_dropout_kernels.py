@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
+from kernels.generic.tiles import TILES
 from tests.kernels.backward.test_generic_bwd import by_autograd, lengths
 from tests.kernels.dropout_masks import dense, packed
 from tests.kernels.feature_cases import Inputs, compare
@@ -56,6 +58,15 @@ def test_results_of_the_chips_kernels_are_the_references(kernel, emulate, seed):
     q, k, v = Inputs([70], [150], 2, 1, 128, seed=seed).tensors()
     report = compare(q, k, v, True, dropout_p=0.2, rng_state=state_of(seed), window_size=(100, 0))
     assert report.ok, f"seed {seed}: {report}"
+
+
+def test_scores_of_a_tile_ahead_have_their_own_mask(emulate, monkeypatch, seed):
+    emulate("sm_90a", "generic")
+    monkeypatch.setitem(TILES, ("nvvm", 64), {"block_m": 64, "block_n": 32, "waves": 4, "stages": 2, "overlap": True})
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    for keys in (20, 130):
+        problem = dense(state_of(seed), queries=(30,), keys=(keys,), kv_heads=1, group=1, causal=True)
+        assert not problem.wrong("forward"), f"seed {seed}"
 
 
 @ARCHS
