@@ -93,7 +93,7 @@ def _attend(
     out, lse = attend(caller, q, k, v, causal, options, return_lse=return_attn_probs)
     if lse is None:
         return out
-    shown = signed_probabilities(caller, *padded(q, k), lse, causal, options) if dropped else q.new_empty(0)
+    shown = signed_probabilities(caller, padded(q), padded(k), lse, causal, options) if dropped else q.new_empty(0)
     return out, lse, shown
 
 

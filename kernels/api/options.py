@@ -245,9 +245,9 @@ def _ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return rows
 
 
-def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q and k as `attend` hands them on."""
-    return tuple(_ready(tensor, _padded_dim(tensor.shape[-1])) for tensor in tensors)
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """q, k or v as `attend` hands it on."""
+    return _ready(tensor, _padded_dim(tensor.shape[-1]))
 
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:
