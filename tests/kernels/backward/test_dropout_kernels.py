@@ -25,13 +25,13 @@ def state_of(seed: int) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @ARCHS
 @pytest.mark.parametrize("which", ["forward", "dv", "dk", "dq"])
 @pytest.mark.parametrize(("form", "causal"), [("dense", True), ("packed", False)])
 def test_masks_of_the_generic_kernels_are_the_mask(which, form, causal, arch, emulate, seed):
     emulate(arch, "generic")
-    problem = FORMS[form](state_of(seed), causal=causal, head_dim=64 if which == "forward" else 128)
+    problem = FORMS[form](state_of(seed), causal=causal)
     assert not problem.wrong(which), f"seed {seed}"
 
 
@@ -76,23 +76,19 @@ def test_split_keys_have_the_mask_of_whole_ones(arch, emulate, seed):
 
 
 def test_packed_sequences_have_the_bits_of_dense_ones(gfx950, seed):
-    """Outputs and gradients, one sequence after the other and as a batch."""
-    inputs = Inputs([33] * 3, [50] * 3, 4, 2, 64, seed=seed)
-    q, k, v = inputs.tensors()
-    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    """One sequence after the other and as a batch."""
+    inputs = Inputs([20] * 2, [40] * 2, 2, 1, 32, seed=seed)
+    tensors, flat = inputs.tensors(), replace(inputs, packed=True)
     options = {"dropout_p": 0.2, "rng_state": state_of(seed)}
-    flat = replace(inputs, packed=True)
-    both = []
-    for tensors, more in (((q, k, v, dout), {}), ([x.flatten(0, 1) for x in (q, k, v, dout)], lengths(flat))):
-        form = {**options, **more, **(flat.form() if more else {})}
-        out = flydsl_flash_attn_func(*tensors[:3], True, **form)
-        both.append([out, *by_autograd(*tensors[:3], True, tensors[3], None, **form)])
-    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(*both, strict=True)), f"seed {seed}"
+    dense_out = flydsl_flash_attn_func(*tensors, True, **options)
+    packed_tensors = [x.flatten(0, 1) for x in tensors]
+    packed_out = flydsl_flash_attn_func(*packed_tensors, True, **options, **flat.form(), **lengths(flat))
+    assert torch.equal(dense_out.flatten(0, 1), packed_out), f"seed {seed}"
 
 
 CASES = {
     "causal, heads share keys": (
-        {"queries": [60, 60], "keys": [60, 60], "heads": 4, "kv_heads": 2, "head_dim": 64},
+        {"queries": [40, 40], "keys": [40, 40], "heads": 4, "kv_heads": 2, "head_dim": 64},
         True,
         lambda i: {},
     ),
@@ -101,11 +97,7 @@ CASES = {
         False,
         lambda i: {"window_size": (30, 4), "softcap": 3.0, "sink": i.floats(2)},
     ),
-    "wide heads, bias": (
-        {"queries": [40], "keys": [70], "head_dim": 160},
-        False,
-        lambda i: {"bias": i.floats(40, 70)},
-    ),
+    "wide heads": ({"queries": [20], "keys": [40], "head_dim": 160}, False, lambda i: {}),
 }
 
 
