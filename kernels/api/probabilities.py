@@ -9,7 +9,7 @@ import torch
 
 from fly.errors import FlyError, UnsupportedError
 
-from ..arguments.callers import Caller, arg
+from ..arguments.callers import Caller
 from ..arguments.checks import ALIGNMENT, Checks
 from ..call.checks import check_call
 from ..flash_attn_interface import flydsl_flash_attn_func
@@ -20,7 +20,8 @@ _DEFAULTS = {name: p.default for name, p in inspect.signature(flydsl_flash_attn_
 def refuse_while_compiling(caller: Caller) -> None:
     """Raise `UnsupportedError` where torch compiles: no operation makes probabilities."""
     if torch.compiler.is_compiling():
-        text = f"{arg.return_lse} with {arg.dropout_p} is not available while torch compiles: leave one of them out"
+        shown, dropout = caller.name("return_lse"), caller.name("dropout_p")
+        text = f"{shown} with {dropout} is not available while torch compiles: leave one of them out"
         Checks(caller.function).fail(text, UnsupportedError)
 
 

@@ -73,6 +73,14 @@ def test_probabilities_of_pages_are_refused():
         )
 
 
+def test_probabilities_are_refused_while_torch_compiles(monkeypatch):
+    q = torch.zeros(1, 5, 2, 32, dtype=torch.float16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    message = "flash_attn_func: return_attn_probs with dropout_p is not available while torch compiles"
+    with pytest.raises(UnsupportedError, match=message):
+        api.flash_attn_func(q, q, q, dropout_p=0.5, return_attn_probs=True)
+
+
 def test_layers_of_transformers_drop_in_training(seed):
     q, k, v = Inputs([30], [30], 2, 2, 32, seed=seed).tensors()
     q.requires_grad_()

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, UnsupportedError
 from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from kernels.generic.tiles import TILES
+from kernels.problem.catalogue import BY_NAME
+from kernels.problem.features import Features
+from kernels.sm90.builds import decode_options
 from tests.kernels.backward.test_generic_bwd import by_autograd, lengths
 from tests.kernels.dropout_masks import dense, packed
 from tests.kernels.feature_cases import Inputs, compare
@@ -197,6 +200,12 @@ STATE = torch.tensor([1, 2])
 def test_mistakes_are_named(options, kind, message, small):
     with pytest.raises(kind, match=message):
         flydsl_flash_attn_func(*small, **options)
+
+
+def test_heads_are_not_packed_where_there_is_dropout():
+    options, asked = decode_options(128, 128, False), Features(BY_NAME["dropout"].operands)
+    with pytest.raises(ShapeError, match="pack_gqa is 8; expected 1 with dropout, whose masks are by head"):
+        replace(options, pack_gqa=8, features=asked)
 
 
 def test_8_bit_kernels_refuse_dropout_by_name(monkeypatch):
