@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
         " flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
         ".cache.kv_cache": "append_to_cache",
         ".problem.block_mask": "BlockMask create_block_mask",
+        ".problem.dropout_mask": "dropout_mask",
     }.items()
     for name in names.split()
 }

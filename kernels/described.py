@@ -81,6 +81,7 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
     "alibi": lambda r: {"alibi_slopes": _float32(r.num_heads)},
     "bias": lambda r: {"bias": torch.empty(r.num_heads, r.seq_len, r.seq_len_kv, dtype=DTYPES[r.dtype])},
     "sink": lambda r: {"sink": _float32(r.num_heads)},
+    "dropout": lambda r: {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64)},
     "block_mask": lambda r: {"block_mask": _block_mask(r)},
     "descale": lambda r: {f"{name}_descale": _float32(r.batch, r.num_kv_heads) for name in ("q", "k", "v")},
     "score_mod": lambda r: {"score_mod": _halved},

@@ -260,7 +260,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),
-            *("softcap", "alibi", "bias", "sink", "block_mask", "score_mod", "mask_mod"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "block_mask", "score_mod", "mask_mod"),
         ),
         tuning={},
         reason="the same bits every time, on every target",

@@ -8,7 +8,9 @@ What holds for all functions here:
 
     Integers (window sides, max_seqlen_*, cache_seqlens, num_splits) may be Python's, numpy's or tensors without
         dimensions on the CPU. On a device only cache_seqlens may be: reading others would synchronise.
-    dropout_p: 0.0; others raise. deterministic: either; forward and backward pass always give the same bits.
+    dropout_p: probability with which weights are dropped, for training; rounded to 256ths, 0 or from 1/512 up to
+        511/512. Which ones is drawn from torch's generator of the device (torch.manual_seed).
+    deterministic: either; forward and backward pass always give the same bits.
     softmax_scale: factor of the scores, D**-0.5 by default.
     causal: query i of Sq sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
     window_size: (left, right); query i sees keys from i + Skv − Sq − left to i + Skv − Sq + right, both included.
@@ -20,12 +22,13 @@ What holds for all functions here:
 
     Returns out, or with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (B, H, Sq) float32, packed
     (H, total_q), the natural log of the sum of exponentials of the scaled scores, −inf where a query sees no key;
-    S_dmask is empty, as it is in FlashAttention-2 without dropout.
+    S_dmask with dropout is (B, H, longest Sq, longest Skv) of q's dtype, softmax weights before dropout's scale,
+    below zero where they are dropped and 0 where a query does not see a key. Without dropout it is empty.
 
     Errors name the function that was called and its arguments.
     Raises ArgumentError and ArgumentTypeError (a ValueError, the second a TypeError too) for bad arguments, and
-    UnsupportedError (a NotImplementedError) for what is not available: dropout, gradients of caches and 8-bit
-    inputs, and what kernels of these do not do, such as packed sequences.
+    UnsupportedError (a NotImplementedError) for what is not available: gradients of caches and 8-bit inputs, and what
+    kernels of these do not do, such as packed sequences.
 
 q, k and v have gradients, or what they are packed in (docs/training.md). Under torch.compile and torch.export a call
 becomes the operation `torch.ops.fly.flash_attn`, whose gradient is one too.
@@ -45,7 +48,19 @@ from .api.inner import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from .api.options import CACHE, DENSE, PACKED, Extras, add_packing, attend, check_stacked, one_of, options_of
+from .api.options import (
+    CACHE,
+    DENSE,
+    PACKED,
+    Extras,
+    add_packing,
+    attend,
+    check_stacked,
+    one_of,
+    options_of,
+    padded,
+)
+from .api.probabilities import refuse_while_compiling, signed_probabilities
 from .api.rows import with_rows
 from .api.torch_ops import append
 from .arguments.callers import (
@@ -60,8 +75,10 @@ from .arguments.callers import (
     Caller,
 )
 from .arguments.checks import Checks
+from .arguments.stacked import leaves_of, unstacked
 from .cache.packed import append_packed, batch_of
 from .problem.catalogue import NO_WINDOW
+from .problem.dropout_mask import random_state
 
 __all__ = [
     "_flash_attn_backward",
@@ -91,8 +108,17 @@ def _attend(
 ) -> Result:
     if return_attn_probs is not False:
         Checks(caller.function).flag("return_attn_probs", return_attn_probs)
+    dropped = return_attn_probs and bool(options.get("dropout_p"))
+    if dropped and isinstance(q, torch.Tensor):
+        refuse_while_compiling(caller)
+        options["rng_state"] = random_state(q.device)
     out, lse = attend(caller, q, k, v, causal, options, return_lse=return_attn_probs)
-    return out if lse is None else (out, lse, q.new_empty(0))
+    if lse is None:
+        return out
+    if not dropped:
+        return out, lse, q.new_empty(0)
+    queries, keys, _ = unstacked(leaves_of(q, k, v))
+    return out, lse, signed_probabilities(caller, padded(queries), padded(keys), lse, causal, options)
 
 
 def flash_attn_func(

@@ -154,7 +154,7 @@ def flash_attn_generic(
     with work.if_any_row():
         output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
-        store_output(work.out, output.scale_rows(inverse), rows.first, rows.count)
+        store_output(work.out, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 
@@ -198,7 +198,7 @@ def _attend(
     else:
         queries = direct_rows(link, q_window, wave_offset, wave_rows)
 
-    scale = given.scale(scale_log2)
+    scale, dropout = given.scale(scale_log2), given.dropout(work)
 
     stages = ScoreStages(work, given, scale_log2, rows, options.block_n)
 
@@ -211,13 +211,15 @@ def _attend(
         return stages.mask(scores, tile, masked)
 
     def take_in(
-        scores: fly.Fragment, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool
+        scores: fly.Fragment, j: Any, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool
     ) -> tuple[fly.Fragment, OnlineSoftmax]:
         output, softmax = state
         masked = masked or given.features.may_hide
         softmax, probabilities, output = softmax.update(
             scores, output, scale, masked=masked, lazy=options.lazy, late=options.late
         )
+        if dropout is not None:
+            probabilities = dropout.drop(probabilities, wave_row, tile_of(j) * options.block_n)
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
@@ -226,14 +228,14 @@ def _attend(
         bias = stages.bias(lambda: tile_of(j))
         scores = tiles.scores(queries, row_tiles, k_tile)
         flight = ring.halfway(j, flight)
-        return *take_in(featured(scores, j, masked, bias), v_tile, before, masked), flight
+        return *take_in(featured(scores, j, masked, bias), j, v_tile, before, masked), flight
 
     def step_ahead(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
         *before, scores, flight = state
         (k_tile, v_tile), flight = ring.advance(j, flight)
         bias = stages.bias(lambda: tile_of(j))
         following = featured(tiles.scores(queries, row_tiles, k_tile), j, masked, bias)
-        return *take_in(scores, v_tile, before, masked), following, flight
+        return *take_in(scores, j - 1, v_tile, before, masked), following, flight
 
     first, full, last = work.tiles.first, work.tiles.whole_end, work.tiles.end
     if given.features.mask_mod is not None and listed is None:
@@ -260,7 +262,7 @@ def _attend(
     output, softmax, *ahead, flight = loop.results
     if options.overlap:
         (_, v_tile), _ = ring.advance(last, flight)
-        output, softmax = take_in(ahead[0], v_tile, (output, softmax), masked=True)
+        output, softmax = take_in(ahead[0], last - 1, v_tile, (output, softmax), masked=True)
     return output, softmax, WaveRows(wave_row, wave_rows, rows)
 
 

@@ -143,7 +143,7 @@ class _KeyBlock:
             )
             lse = fly.RowVector(turned_layout(layout), lse_columns.values)
             queries = lse.rows().map(lambda row: row + first_query)
-            less = zeros.map_columns(lambda zero, delta: -delta, deltas)
+            less = zeros.map_columns(lambda zero, delta: -delta, deltas.map(given.of_kept))
             ready, flight = ring.advance(i, flight)
             q_tile, dout_tile = ready[:split], ready[split:]
 
@@ -160,13 +160,14 @@ class _KeyBlock:
                 return limited
 
             raw = turned(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, place, queries, self.wave_key, scale_log2, lse, hide)
+            made = weights(raw, given, place, queries, self.wave_key, scale_log2, lse, hide, first_query)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
-                results["dv"] = of_dout.along(results["dv"], turned(made.weights), dout_tile)
+                results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
             if wants_k:
                 excess = turned(of_dout.across(less, self.operands[1], dout_tile))
-                results["dk"] = of_q.along(results["dk"], turned(made.score_gradients(excess).raw), q_tile)
+                found = made.score_gradients(excess, turned(less))
+                results["dk"] = of_q.along(results["dk"], turned(found.raw), q_tile)
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more
@@ -248,10 +249,10 @@ def flash_attn_generic_dkdv(
         results = dict(zip(options.results, heads.results, strict=True))
         if dv is not None:
             view = keys.rows(dv, kv_head, options.head_dim_v)
-            store_output(view, results["dv"], mine.wave_key, options.wave_rows)
+            store_output(view, _scaled(results["dv"], given), mine.wave_key, options.wave_rows)
         if dk is not None:
             view = keys.rows(dk, kv_head, options.head_dim)
-            store_output(view, _scaled(results["dk"], scale_log2), mine.wave_key, options.wave_rows)
+            store_output(view, _scaled(results["dk"], given, scale_log2), mine.wave_key, options.wave_rows)
 
 
 def _resident(
@@ -277,10 +278,12 @@ def _resident(
     return [partial(arrived, rows) for rows in arriving]
 
 
-def _scaled(sums: fly.Fragment, scale_log2: fly.Value) -> fly.Fragment:
-    """Times softmax_scale."""
-    softmax_scale = scale_log2 * (1 / LOG2_E)
-    return sums.map(lambda x, r, c: x * softmax_scale)
+def _scaled(sums: fly.Fragment, given: BoundFeatures, scale_log2: fly.Value | None = None) -> fly.Fragment:
+    """Times dropout's scale, and times softmax_scale where it is given."""
+    factor = None if scale_log2 is None else scale_log2 * (1 / LOG2_E)
+    if given.features.drops:
+        factor = given.scale_kept(fly.f32(1.0) if factor is None else factor)
+    return sums if factor is None else sums.map(lambda x, r, c: x * factor)
 
 
 @fly.kernel
@@ -347,6 +350,7 @@ def flash_attn_generic_dq(
         if inputs != SCORES_ALONE:
             # rows past the end, whose results are dropped, have no weights either
             lse = lse.map(lambda value, row: fly.select(row <= last, value, math.inf), rows)
+        deltas = deltas.map(given.of_kept)
         zeros = fly.Fragment.zeros(layout, row_tiles, of_k.row_tiles)
         less = zeros.map(lambda zero, r, c: -zeros.spread(deltas, r))
 
@@ -358,9 +362,9 @@ def flash_attn_generic_dq(
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            made = weights(raw, here, work, rows, first_key, scale_log2, lse, hide, inputs)
+            made = weights(raw, here, work, rows, first_key, scale_log2, lse, hide, wave_row, inputs)
             excess = of_v.across(less, of_dout, v_tile)
-            found = made.score_gradients(excess)
+            found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:
                 put_bias_gradients(dbias, found.bias, wave_row, first_key, work, adds=options.adds_bias)
             add_load_gradients(found.loads, of_aux, work)
@@ -371,7 +375,7 @@ def flash_attn_generic_dq(
         always_masked = options.features.masks_every_tile
         sums, _ = _walk(tiles, (sums, flight), step, always_masked=always_masked)
         view = work.queries.rows(dq, work.head, options.head_dim)
-        store_output(view, _scaled(sums, scale_log2), wave_row, options.wave_rows)
+        store_output(view, _scaled(sums, given, scale_log2), wave_row, options.wave_rows)
 
 
 # a block mask's lists among the operands, and what the same by key blocks are called

@@ -34,6 +34,7 @@ has 128 rows and four waves, no second group: two such blocks, which may walk di
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,7 +171,7 @@ def attend(
             s_barrier()
 
     inverse, row_lse = tiles.finish(softmax)
-    store_output(work.out, output.scale_rows(inverse), wave_row, WAVE_ROWS)
+    store_output(work.out, output.scale_rows(given.scale_kept(inverse)), wave_row, WAVE_ROWS)
     if work.lse is not None:
         store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
     if debug_counts is not None:
@@ -214,7 +215,7 @@ class Tiles:
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
         self.count = work.tiles.end - work.tiles.first
-        first = work.first_row + row_offset
+        self.first_row = first = work.first_row + row_offset
         self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
         window = work.q.window(work.first_row, options.block_m)
@@ -226,11 +227,10 @@ class Tiles:
         """Set up buffers, copies and operand loads."""
         link, loads = self.link, self._loads()
         atom, operand = link.atom, link.column_operand
-        values = atom.values(operand)
 
         def plan(**kwargs: Any) -> fly.OperandPlan:
             want = fly.operand_coordinates(atom, operand, **kwargs)
-            return fly.require_plan(fly.plan_operand(loads, want, values), atom, operand)
+            return fly.require_plan(fly.plan_operand(loads, want, atom.values(operand)), atom, operand)
 
         k_layout, v_layout = self._layouts()
         self.copies = copies_of(self.work, k_layout, v_layout)
@@ -259,8 +259,7 @@ class Tiles:
         pivot = origin - softmax.shift
         # the shift of a row without any key is 0
         empty = total.map(lambda t: t == 0.0)
-        sink = self.given.sink(self.work, self.rows)
-        if sink is not None:
+        if (sink := self.given.sink(self.work, self.rows)) is not None:
             return finish_with_sink(empty.map(lambda e: fly.select(e, -math.inf, pivot)), total, sink)
         return finish_rows(total, empty, lambda t: (fly.log2(t) + pivot) * math.log(2))
 
@@ -272,6 +271,8 @@ class Tiles:
             takes = f"{scores} {listed}"
             featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
+        dropped = listed if self.given.features.drops else ""  # which weights are kept goes by the key tile
+        early, late = (functools.partial(self.weights, half) for half in (0, 1))
         first = self.packed_first
         exponents = stage(
             "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
@@ -288,13 +289,13 @@ class Tiles:
                 *self.copies.ahead(delay=0, cluster=0, past_end=True),
                 *packed_first,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
-                stage("early weights", self.weights, "e_early softmax", "p_early softmax", delay=2, cluster=1),
+                stage("early weights", early, f"e_early softmax {dropped}", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 self.copies.v_stage(delay=1, cluster=2),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
-                stage("late weights", self.weights, "e_late softmax", "p_late softmax", delay=2, cluster=3),
+                stage("late weights", late, f"e_late softmax {dropped}", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
@@ -316,7 +317,7 @@ class Tiles:
         )
         return done["output"], done["softmax"]
 
-    def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None) -> fly.Value:
+    def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None = None) -> fly.Value:
         """The number of a tile among all of the keys'."""
         key_tile: fly.Value = self.work.tiles.first + tile.number if listed is None else listed
         return key_tile
@@ -444,13 +445,15 @@ class Tiles:
         return exponents
 
     def weights(
-        self, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
     ) -> tuple[list[fly.Value], LazySoftmax]:
-        """Probabilities of one accumulator tile as operands, and the sum with them."""
+        """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
-        total = softmax.total
-        for i in range(0, len(probabilities), 2):
-            total = total + probabilities[i : i + 2]
+        total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
+        if (dropout := self.given.dropout(self.work)) is not None:
+            first_key = self.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
+            whole = fly.Fragment(self.link.layout, ((probabilities,),))
+            probabilities = dropout.drop(whole, self.first_row, first_key).tiles[0][0]
         return self.link.operands([self._narrow(probabilities)]), replace(softmax, total=total)
 
     def accumulate(
@@ -502,14 +505,12 @@ class Tiles:
         def rescaled(largest: fly.Value) -> tuple[fly.Fragment, LazySoftmax]:
             row = fly.RowVector(self.link.layout, ((largest,),)).reduce_lanes(fly.maximum).values[0][0]
             maximum = fly.maximum(softmax.maximum, row)
-            shift = self._shift(maximum)
             large = fly.absolute(maximum * self.scale) >= EXACT_BELOW
-            shift = fly.select(large, self.measured_shift, shift)
+            shift = fly.select(large, self.measured_shift, self._shift(maximum))
             # a row without any key so far is measured from 0: -inf - -inf is NaN
             shift = fly.select(maximum == -math.inf, 0.0, shift)
             apart = (softmax.maximum - maximum) * self.scale
-            measured = self._measured(shift) | self._measured(softmax.shift)
-            apart = fly.select(measured, apart, shift - softmax.shift)
+            apart = fly.select(self._measured(shift) | self._measured(softmax.shift), apart, shift - softmax.shift)
             # nothing was accumulated in a row without keys
             factor = fly.select(softmax.maximum == -math.inf, 1.0, fly.exp2(apart))
             factors = fly.RowVector(self.link.layout, ((factor,),))

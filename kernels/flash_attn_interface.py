@@ -32,6 +32,7 @@ from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, DIFFERENTIABLE, NO_WINDOW
 from .problem.contract import aux_name
+from .problem.dropout_mask import random_state
 from .problem.mods import Mod
 
 # the variables that a plan depends on
@@ -68,6 +69,8 @@ def flydsl_flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -128,6 +131,11 @@ def flydsl_flash_attn_func(
         alibi_slopes: (H,) or (B, H) float32: scores are lowered by slope · |key − p|.
         bias: added to the scaled scores, floats that broadcast to (B, H, Sq, Skv); dense tensors only.
         sink: (H,) floats: every row's softmax has this score too, whose value is zero. lse contains it.
+        dropout_p: probability, 0 or from 1/512 up to 511/512 and rounded to 256ths, with which each weight is dropped
+            after the softmax; others are scaled by 1 / (1 − dropout_p). lse does not change.
+        rng_state: (2,) int64 on q's device, a seed and an offset, which decide what dropout keeps, the same in every
+            kernel (see `fly_attention.dropout_mask`). By default drawn from torch's generator of the device, so that
+            torch.manual_seed repeats it.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
             (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
@@ -205,13 +213,17 @@ def flydsl_flash_attn_func(
         if not (
             alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
             is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
-            and softcap == 0.0 and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
+            and rng_state is None
+            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
+            if rng_state is None and dropout_p:
+                rng_state = random_state(q.device)
             # fmt: off
             operands = {
                 "seqused_q": seqused_q, "seqused_kv": seqused_kv, "cache_leftpad": cache_leftpad,
                 "kv_batch_idx": kv_batch_idx, "block_table": block_table, "alibi_slopes": alibi_slopes, "bias": bias,
-                "sink": sink, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+                "sink": sink, "rng_state": rng_state, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale,
             }
             # fmt: on
             functions = (score_mod, mask_mod)
@@ -229,6 +241,7 @@ def flydsl_flash_attn_func(
                 tuple(window_size),
                 attention_chunk,
                 softcap,
+                dropout_p,
                 *[None if mod is None else Mod.of(mod) for mod in functions],
                 *[None if tensor is None else _geometry(tensor) for tensor in operands.values()],
             )

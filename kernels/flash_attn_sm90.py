@@ -357,7 +357,16 @@ class ConsumerOf(Generic[O]):
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
-        return softmax, probabilities
+        return softmax, self._dropped(work, j if listed is None else listed, probabilities, of_head)
+
+    def _dropped(self, work: Work, tile: Any, probabilities: fly.Fragment, of_head: OfHead) -> fly.Fragment:
+        """Those of a key tile that dropout keeps, 0 for others."""
+        if not self.features.drops:
+            return probabilities
+        assert isinstance(of_head, BoundFeatures)
+        dropout = of_head.dropout(work)
+        assert dropout is not None
+        return dropout.drop(probabilities, self.first_row(work), tile * self.options.block_n)
 
     def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
@@ -379,7 +388,8 @@ class ConsumerOf(Generic[O]):
 
     def _finish(self, work: Work, softmax: OnlineSoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What each row of the output is to be multiplied by, and its log-sum-exp."""
-        return softmax.finish(self.scale, self.given.sink(self.place(work)))
+        inverse, lse = softmax.finish(self.scale, self.given.sink(self.place(work)))
+        return self.given.scale_kept(inverse), lse
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -435,11 +445,14 @@ class ConsumerOf(Generic[O]):
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
+        tile = j if listed is None else listed
         if self.options.rescale == "always":
             softmax, probabilities, factor = self._advance(of_head, state.softmax, fragment, masked=hides)
+            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._rescaled(self._added(started, output, state, softmax.total), factor)
         else:
             probabilities, growth = self._advance_lazily(state.softmax, fragment, masked=hides)
+            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._added(started, output, state, growth.sums)
             softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)

@@ -21,16 +21,6 @@ from ..work.tile_scheduler import MAX_SPLITS
 MOST = 2**31 - 1  # of a window's side or a length
 
 
-def check_dropout(function: str, name: str, probability: Any) -> None:
-    """Raise `UnsupportedError` for dropout, and `ArgumentError` for what is no probability below 1."""
-    number = Checks(function).number(name, probability, "a probability from 0 up to 1", lambda p: 0 <= p < 1)
-    if number:
-        raise UnsupportedError(
-            f"{function}: dropout is not available, got {name}={written(probability)}: pass 0.0, as inference does, "
-            "or use torch.nn.functional.scaled_dot_product_attention"
-        )
-
-
 def window_of(function: str, window_size: Any, causal: bool) -> tuple[int, int]:
     """(left, right) with -1 for no limit; None is that too. A causal call has no limit on the right besides its own.
 

@@ -8,11 +8,11 @@ What holds for all of them:
 
     Tensors are as in `fly_attention.flash_attn_api`. window_size_left, window_size_right: from 0, or -1 for no limit.
     The forward functions return (out, softmax_lse, S_dmask, rng_state): softmax_lse (B, H, Sq) float32, packed
-    (H, total_q); S_dmask and rng_state are empty, as there is no dropout.
+    (H, total_q); S_dmask is empty; rng_state is (2,) int64, which weights dropout has dropped, empty without dropout.
     The backward functions write dq, dk and dv, which may have any strides and share no memory with another argument,
     and return softmax_d, float32 like softmax_lse: the sum of dout times out over a row, 0 where it sees no key. Rows
-    outside of all sequences are not written. rng_state is what the forward function gave; it decides nothing.
-    dropout_p other than 0, return_softmax and zero_tensors raise `UnsupportedError`.
+    outside of all sequences are not written. rng_state is what the forward function gave, and needed with dropout.
+    return_softmax and zero_tensors raise `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..arguments.callers import (
     arg,
 )
 from ..arguments.checks import Checks
+from ..problem.dropout_mask import random_state
 from .conversions import MOST, check_dense
 from .options import add_packing, attend, options_of
 from .torch_ops import gradients
@@ -66,9 +67,11 @@ def _options(
 def _forward(
     caller: Caller, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]
 ) -> Results:
+    if options.get("dropout_p") and isinstance(q, torch.Tensor):
+        options["rng_state"] = random_state(q.device)
     out, lse = attend(caller, q, k, v, causal, options, return_lse=True)
     assert lse is not None
-    return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
+    return out, lse, q.new_empty(0), options.get("rng_state", q.new_empty(0, dtype=torch.int64))
 
 
 def _backward(
@@ -81,6 +84,10 @@ def _backward(
 ) -> torch.Tensor:
     for name, tensor in (given | results | ({} if rng_state is None else {"rng_state": rng_state})).items():
         check_dense(caller.function, caller.name(name), tensor)
+    if options.get("dropout_p"):
+        if rng_state is None:
+            Checks(caller.function).fail(f"{arg.rng_state} is None with dropout: pass what the forward function gave")
+        options["rng_state"] = rng_state
     return gradients(caller, given, results, causal, options)
 
 

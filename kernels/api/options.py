@@ -19,7 +19,7 @@ from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
-from .conversions import HINTS, check_dense, check_dropout, splits_of, window_of
+from .conversions import HINTS, check_dense, splits_of, window_of
 from .rows import SMALLEST_HEAD_DIM, padded_dim, ready
 from .torch_ops import attention
 
@@ -129,7 +129,7 @@ def options_of(
         if flag is not True and flag is not False:
             Checks(caller.function).flag(name, flag)
     if not isinstance(dropout_p, float) or dropout_p:
-        check_dropout(caller.function, "dropout_p", dropout_p)
+        options["dropout_p"] = dropout_p
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
     # torch.compile up to 2.11 cannot ask whether a tuple is another
@@ -219,6 +219,11 @@ def check_stacked(function: str, name: str, tensor: Any, count: int, dim: int, l
     check_dense(function, name, tensor)
     if tensor.dim() != dim + 3 or tensor.shape[dim] != count:
         raise ArgumentError(f"{function}: {name} must have shape {layout}, got {tuple(tensor.shape)}")
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """q, k or v as `attend` hands it on."""
+    return ready(tensor, padded_dim(tensor.shape[-1]))
 
 
 def _needs_copies(q: Any, k: Any, v: Any) -> bool:

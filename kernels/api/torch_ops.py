@@ -17,15 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from fly.errors import FlyError, UnsupportedError
+from fly.errors import ArgumentError, FlyError, UnsupportedError
 
-from ..arguments.callers import CALLERS, Caller, arg
+from ..arguments.callers import CALLERS, Caller, arg, problem
 from ..arguments.checks import ATTENTION, Checks, shares_memory
 from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
 from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from ..problem.catalogue import FEATURES
+from ..problem.dropout_mask import random_state
 from .rows import padded_dim, ready
 
 F = TypeVar("F")
@@ -93,6 +94,9 @@ def attention(
             caller.tell(error)
             raise
         return result if isinstance(result, tuple) else (result, None)
+    if options.get("dropout_p") and options.get("rng_state") is None:
+        # outside of the operation, whose results are a function of its arguments
+        options["rng_state"] = random_state(q.device)
     key = caller.key
     if out is None:
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves_of(q, k, v))
@@ -218,6 +222,9 @@ def _inputs(named: dict[str, Any]) -> tuple[Any, Any, Any, bool]:
 def _run(named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, causal = _inputs(named)
     with _in_names_of(named.pop("caller", None)):
+        if named.get("dropout_p") and named.get("rng_state") is None:
+            text = f"torch.ops.fly.flash_attn draws nothing: {arg.dropout_p} needs rng_state, int64 (seed, offset)"
+            raise problem(ArgumentError, text)
         result = flydsl_flash_attn_func(q, k, v, causal, **named)
     # an operation has the same number of results in every call
     return result if isinstance(result, tuple) else (result, result.new_empty(0, dtype=torch.float32))

@@ -112,7 +112,7 @@ _COMMON = _SCORES | _names(
     sink="learnable_sink",
     return_lse="return_attn_probs",
 )
-_DENSE = _COMMON | _names("q", "k", "v", "seqused_q")
+_DENSE = _COMMON | _names("q", "k", "v", "seqused_q", "dropout_p")
 _VARLEN = _DENSE | _names(
     "cu_seqlens_q", "max_seqlen_q", "block_table", cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"
 )
@@ -171,6 +171,7 @@ TRANSFORMERS = Caller(
         sink="s_aux",
         softmax_scale="scaling",
         window_size="sliding_window",
+        dropout_p="dropout",
     ),
 )
 _INNER = _names(

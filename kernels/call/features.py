@@ -82,6 +82,13 @@ class CallArguments:
         self.checks.vector(name, self[name], torch.int32, self.device, what, self.batch)
         return self[name]
 
+    def random_state(self, name: str) -> Any:
+        """A keyword argument that is two int64 numbers, (seed, offset); some memory like them where it is None."""
+        if self[name] is None:
+            return torch.empty(2, dtype=torch.int64, device=self.device)
+        self.checks.vector(name, self[name], torch.int64, self.device, "2 contiguous int64 numbers (seed, offset)", 2)
+        return self[name]
+
     def function(self, name: str, function: Any, dependencies: Callable[[Any], Any]) -> Any:
         """A function that captures no tensor; `dependencies`: (name, value) of what it captures."""
         if not isinstance(function, Callable):  # type: ignore[arg-type]  # to mypy no class

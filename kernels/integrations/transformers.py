@@ -17,7 +17,7 @@ import torch
 
 from fly.errors import ArgumentError, UnsupportedError
 
-from ..api.conversions import check_dense, check_dropout
+from ..api.conversions import check_dense
 from ..api.options import attend
 from ..arguments.callers import TRANSFORMERS
 from ..arguments.checks import Checks
@@ -48,7 +48,7 @@ def attention_forward(
         query: (B, H, Sq, D). key, value: (B, Hkv, Skv, D), not repeated.
         attention_mask: None, or broadcastable to (B, H, Sq, Skv): True where a query sees a key, or added to the
             scores. With a mask nothing else hides keys: it contains causality and windows.
-        scaling: factor of the scores, D**-0.5 by default.
+        scaling: factor of the scores, D**-0.5 by default. dropout: probability, as layers pass it in training.
         sliding_window: keys that a query sees, itself included, where there is no mask.
         softcap: scores become softcap·tanh(score/softcap). s_aux: (H,) sinks.
         kwargs: what other implementations need; nothing in it changes the result, except what is refused.
@@ -58,13 +58,12 @@ def attention_forward(
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
-        UnsupportedError: dropout, `output_attentions`, a paged `cache` (a NotImplementedError).
+        UnsupportedError: `output_attentions`, a paged `cache` (a NotImplementedError).
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dense(FUNCTION, name, tensor)
         if tensor.dim() != 4:
             raise ArgumentError(f"{FUNCTION}: {name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
-    check_dropout(FUNCTION, "dropout", dropout)
     if kwargs.get("output_attentions"):
         raise UnsupportedError(f'{FUNCTION}: output_attentions is not available: use attn_implementation="eager"')
     if kwargs.get("cache") is not None:
@@ -77,6 +76,8 @@ def attention_forward(
     options: dict[str, Any] = {"num_kv_splits": 0}
     given = {"softmax_scale": scaling, "softcap": softcap, "sink": s_aux}
     options |= {name: value for name, value in given.items() if value is not None}
+    if not isinstance(dropout, float) or dropout:
+        options["dropout_p"] = dropout
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     CHECKS.flag("is_causal", is_causal)
     queries, keys = query.shape[2], key.shape[2]

@@ -17,6 +17,7 @@ from fly.errors import ArgumentTypeError
 
 from ..arguments.callers import arg, written
 from . import scores
+from .dropout import threshold
 from .mods import Mod, dependencies
 from .scores import Place, ScoreTile
 
@@ -42,9 +43,9 @@ class Feature:
     operations, "" for what these cannot take. `flash_attention`: those that FlashAttention-3 and -4 have, by their
     names.
 
-    `operands`: what kernels get for it, in order; `numbers`: these are no tensors. `implied`: operands that another
-    one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands and
-    fields of `Features` by name; nothing where it is not asked for.
+    `operands`: what kernels get for it, in order; `numbers`: those that are no tensors. `implied`: operands that
+    another one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands
+    and fields of `Features` by name; nothing where it is not asked for.
 
     `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
     tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does. `differentiable`: its
@@ -58,7 +59,7 @@ class Feature:
     keywords: Mapping[str, str] = field(default_factory=dict)
     flash_attention: Mapping[str, str] = field(default_factory=dict)
     operands: tuple[str, ...] = ()
-    numbers: bool = False
+    numbers: tuple[str, ...] = ()
     implied: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[CallArguments], Found] | None = None
     load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
@@ -182,6 +183,14 @@ def _sink(call: CallArguments) -> Found:
     return {"sink": sink}
 
 
+def _dropout(call: CallArguments) -> Found:
+    accepted = "a probability from 0 up to 1"
+    probability = call.checks.number("dropout_p", call["dropout_p"], accepted, lambda p: 0 <= p < 1)
+    state = call.random_state("rng_state")
+    dropped = threshold(probability, call.checks.function)
+    return {"rng_state": state, "dropped": dropped, "query_heads": call.heads} if dropped else {}
+
+
 def _descales(call: CallArguments) -> Found:
     found = {}
     for name in DESCALES:
@@ -274,7 +283,7 @@ FEATURES = (
         f"a {arg.mask_mod} gives the same result",
         keywords={"window_size": "SymInt[]?"},
         operands=("window_left", "window_right"),
-        numbers=True,
+        numbers=("window_left", "window_right"),
         check=_window,
     ),
     Feature(
@@ -284,7 +293,7 @@ FEATURES = (
         keywords={"attention_chunk": "SymInt"},
         flash_attention={"attention_chunk": "attention_chunk"},
         operands=("attention_chunk",),
-        numbers=True,
+        numbers=("attention_chunk",),
         check=_chunk,
     ),
     Feature(
@@ -293,7 +302,7 @@ FEATURES = (
         f"a {arg.score_mod} gives the same result",
         keywords={"softcap": "float"},
         operands=("softcap",),
-        numbers=True,
+        numbers=("softcap",),
         check=_softcap,
         modify=lambda given, tile, cap, at: scores.cap(tile, cap, at, wide=given.features.wide_softcap),
         raw=True,
@@ -327,6 +336,15 @@ FEATURES = (
         operands=("sink",),
         check=_sink,
         differentiable=True,
+    ),
+    Feature(
+        "dropout",
+        f"dropout ({arg.dropout_p})",
+        f"{arg.dropout_p}=0.0 is what inference does",
+        keywords={"dropout_p": "float", "rng_state": "Tensor?"},
+        operands=("rng_state", "dropped", "query_heads"),
+        numbers=("dropped", "query_heads"),
+        check=_dropout,
     ),
     Feature(
         "block_mask",
@@ -365,6 +383,6 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 EVERYWHERE = tuple(feature.name for feature in FEATURES if feature.everywhere)
 # The operands that kernels know, in the order in which they take them. Auxiliary tensors come last.
 OPERANDS = tuple(name for feature in FEATURES for name in feature.operands)
-NUMBERS = tuple(name for feature in FEATURES if feature.numbers for name in feature.operands)
+NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)
 DIFFERENTIABLE = tuple(name for feature in FEATURES if feature.differentiable for name in feature.operands)
 MODIFIERS = tuple(feature for feature in FEATURES if feature.modify is not None)

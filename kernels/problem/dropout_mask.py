@@ -23,6 +23,11 @@ def philox(key: tuple[torch.Tensor, torch.Tensor], counter: Words, rounds: int =
     return words
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """What a call draws for its dropout: int64 (seed, offset), from torch's generator of the device."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
 def dropout_mask(
     rng_state: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float, rounds: int = ROUNDS
 ) -> torch.Tensor:

@@ -264,3 +264,30 @@ def _held(made: Plan, own: Sequence[tuple[Mate, fly.Value]], words: Sequence[fly
             held = held.moved_out(mate.label, axis)
         held = held.exchanged(mate, bit)
     return held
+
+
+def kept_share(dropped: fly.Value) -> fly.Value:
+    """The share of the weights that is kept, f32, of the threshold, i32."""
+    share: fly.Value = (256 - dropped).to(fly.f32) * (1 / 256)
+    return share
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """What dropout does to a head's weights: its random numbers, and `dropped`, the threshold, i32."""
+
+    random: RandomHead
+    dropped: fly.Value
+
+    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
+        """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
+        return keep_tile(like, first_query, first_key, self.random, self.dropped)
+
+    def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
+        """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
+        return only(self.kept(weights, first_query, first_key), weights)
+
+
+def only(kept: fly.Fragment, weights: fly.Fragment) -> fly.Fragment:
+    """Weights that are kept, and 0 for others."""
+    return weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, 0.0))

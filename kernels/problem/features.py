@@ -14,7 +14,9 @@ from typing import Any
 import fly
 
 from . import scores
-from .catalogue import MODIFIERS, Feature
+from .catalogue import BY_NAME, MODIFIERS, Feature
+from .dropout import RandomHead
+from .dropout_tile import Dropout, kept_share
 from .mask import KeyRange
 from .mods import Mod
 from .score_bias import BiasTile
@@ -59,13 +61,22 @@ class Features:
     @property
     def elementwise(self) -> bool:
         """Whether there is code for every score of every tile alone."""
-        return self.score_mod is not None or self.masks_every_tile or "bias" in self.operands
+        return self.score_mod is not None or self.masks_every_tile or self.drops or "bias" in self.operands
 
     @property
     def alone(self) -> str | None:
-        """What has code for every score alone, a "bias" or a "function", where that is all that a call asks for."""
+        """What has code for every score alone, where that is all that a call asks for.
+
+        A "bias", "dropout" or a "function".
+        """
         functions = (self.score_mod is not None) + (self.mask_mod is not None)
-        return {(("bias",), 0): "bias", ((), 1): "function"}.get((self.operands, functions))
+        known = {(("bias",), 0): "bias", (BY_NAME["dropout"].operands, 0): "dropout", ((), 1): "function"}
+        return known.get((self.operands, functions))
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout."""
+        return "rng_state" in self.operands
 
     @property
     def masks_every_tile(self) -> bool:
@@ -151,7 +162,32 @@ class BoundFeatures:
             for feature in self.features.modifiers
             if feature.load is not None
         }
+        if self.features.drops:
+            loaded["rng_state"] = self._random(place)
         return replace(self, operands={**self.operands, **loaded}) if loaded else self
+
+    def _random(self, place: Place) -> RandomHead:
+        """The random numbers of the head, loaded if they are not yet."""
+        state, head = self.operands["rng_state"], place.head
+        if isinstance(state, RandomHead):
+            return state
+        assert not isinstance(head, fly.RowVector), "rows are of one head where there is dropout"
+        return RandomHead.load(state, place.batch * self.operands["query_heads"] + head)
+
+    def dropout(self, place: Place) -> Dropout | None:
+        """What dropout does to the weights of the head, where there is any."""
+        return Dropout(self._random(place), self.operands["dropped"]) if self.features.drops else None
+
+    def of_kept(self, delta: fly.Value) -> fly.Value:
+        """A number times the share of the weights that dropout keeps."""
+        return delta * kept_share(self.operands["dropped"]) if self.features.drops else delta
+
+    def scale_kept(self, factor: fly.Value | fly.RowVector) -> Any:
+        """A factor of what was added up with kept weights, or of each row: times 1 / the share that is kept."""
+        if not self.features.drops:
+            return factor
+        scale = fly.rcp(kept_share(self.operands["dropped"]))
+        return factor.map(lambda x: x * scale) if isinstance(factor, fly.RowVector) else factor * scale
 
     def _value(self, feature: Feature, place: Place) -> Any:
         """A modifier's operand, loaded if it is one number for the head."""

@@ -5,6 +5,13 @@ delta = rowsum(dO * O) - dLSE:
 
     P = exp2(s * scale - lse2)        dS = P * (dP - delta), dP = dO V^T        dT = dS * ds/dt
 
+With dropout, what of O, dV and dP comes of kept weights alone is 1 / share times as large, share being that of the
+weights that are kept, and
+
+    dS = P * (keep * dO V^T - share * delta) / share
+
+dS is without the factor 1 / share too.
+
 dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. What
 modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. Rows are
 queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
@@ -13,10 +20,11 @@ queries and columns keys; where a kernel has them the other way round, `turned` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fly
 
+from .dropout_tile import only
 from .features import BoundFeatures
 from .scores import LARGEST_INVERSE, LOG2_E, Place
 
@@ -57,13 +65,31 @@ SCORES_ALONE = Inputs()
 
 @dataclass(frozen=True)
 class Weights:
-    """A tile's P, and `pull`: the gradients of raw scores, and of other inputs, from those of scores."""
+    """A tile's P, and `pull`: the gradients of raw scores, and of other inputs, from those of scores.
+
+    `kept`: with dropout, which weights are.
+    """
 
     weights: fly.Fragment
     pull: Callable[[fly.Fragment], ScoreGradients]
+    kept: fly.Fragment | None = None
 
-    def score_gradients(self, excess: fly.Fragment) -> ScoreGradients:
-        """Of dP - delta."""
+    @property
+    def of_values(self) -> fly.Fragment:
+        """P as values were added up with it, without dropout's scale."""
+        return self.weights if self.kept is None else only(self.kept, self.weights)
+
+    @property
+    def signed(self) -> fly.Fragment:
+        """P, or -P where it is dropped."""
+        if (kept := self.kept) is None:
+            return self.weights
+        return self.weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, -x))
+
+    def score_gradients(self, excess: fly.Fragment, less: fly.Fragment) -> ScoreGradients:
+        """Of dP - delta, and of -delta, which it is where a weight is dropped."""
+        if (kept := self.kept) is not None:
+            excess = excess.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, less.tiles[r][c]))
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
 
 
@@ -76,12 +102,13 @@ def weights(
     scale_log2: fly.Value,
     lse2: fly.RowVector,
     hide: Callable[[fly.Fragment], fly.Fragment] | None,
+    first_query: fly.Value,
     inputs: Inputs = SCORES_ALONE,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
-    `lse2`: +inf for rows without keys, whose weights are 0. `hide`: -inf where a query does not see a key, None for
-    tiles that all rows see whole.
+    `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights
+    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole.
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
@@ -90,7 +117,9 @@ def weights(
     if given.features.modifies:
         # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
-    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull)
+    dropout = given.dropout(place)
+    kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
+    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull, kept)
 
 
 def _modified(
@@ -127,9 +156,10 @@ def _modified(
             if inputs.bias and bias is not None:
                 asked.append(bias.tiles[r][0])
             found = tapes[c].gradients(parts[c][r], asked, x, loads=inputs.loads)
-            loads.extend(found.loads)
+            # raw scores' gradients get dropout's scale with the results
+            loads.extend(replace(load, cotangent=given.scale_kept(load.cotangent)) for load in found.loads)
             for gradient in found.inputs[1:]:
-                of_bias[r, c] = gradient
+                of_bias[r, c] = given.scale_kept(gradient)
             return found.inputs[0] * inverse
 
         of_raw = gradients.map(one)

@@ -79,6 +79,8 @@ class Sm90Options:
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
         if self.block_n % self.key_rows or (self.page_size or self.key_rows) % self.key_rows:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
+        if self.pack_gqa > 1 and self.features.drops:
+            raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected 1 with dropout, whose masks are by head")
         if self.features.block_size is not None:
             rows, keys = self.features.block_size
             if self.pack_gqa > 1 or self.consumers == 3:
@@ -262,6 +264,8 @@ def _plain_build_for(
     group, keys = request.num_heads // request.num_kv_heads, request.seq_len_kv
     if request.static_features.block_size is not None:
         group, keys = 1, 0  # heads may have lists of their own, and lists are short
+    if request.static_features.drops:
+        group = 1  # and masks of dropout
 
     @cache
     def packing(key: Key) -> Packing:
@@ -289,6 +293,9 @@ def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
     return most
 
 
+# Keys of a tile where dropout is all that a call asks for, but beside three consumers: builds have registers for so
+# many, and lanes share all calls for random numbers of a multiple of 32. Not measured.
+_DROPOUT = 128
 # Keys of a tile of decoding where what is computed for every score alone needs registers: its one consumer has 256. A
 # power of two: with a bias, 80 keys took 1.3 times as long as 64.
 _ELEMENTWISE_DECODING = 128
@@ -303,6 +310,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
     what = asked.alone
+    if what == "dropout" and options.consumers < 3:
+        return min(options.block_n, _DROPOUT)
     alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
 

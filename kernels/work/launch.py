@@ -29,7 +29,7 @@ def split_count(request: Request, device: torch.device, block_m: int, block_n: i
 
 _OF_ONE_QUERY = ("sink", "window", "attention_chunk")  # where it matters that rows are heads of one query
 # What goes by a score's query head stands in the way of heads as rows.
-_BY_HEAD = ("packed", "alibi", "bias", "score_mod", "mask_mod")
+_BY_HEAD = ("packed", "alibi", "bias", "dropout", "score_mod", "mask_mod")
 
 
 def heads_as_rows(tensors: Tensors, request: Request) -> tuple[Tensors, Request]:

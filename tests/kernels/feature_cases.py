@@ -162,6 +162,7 @@ FEATURES: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
         "bias": x.floats(x.heads, x.queries[0], -(-x.keys[0] // 8) * 8, dtype=torch.bfloat16)[..., : x.keys[0]]
     },
     "sink": lambda x: {"sink": x.floats(x.heads, dtype=torch.bfloat16, scale=3.0)},
+    "dropout": lambda x: {"dropout_p": 0.3, "rng_state": torch.tensor([x.seed, 5], device=x.device)},
     "score_mod": lambda x: {"score_mod": damped()},
     "score_mod aux": lambda x: {"score_mod": by_head, "aux_tensors": (x.floats(x.heads, max(x.keys)),)},
     "mask_mod": lambda x: {"mask_mod": stripes},

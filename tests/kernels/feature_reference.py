@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from fly_attention.problem.dropout import scale as scale_of_kept
+from fly_attention.problem.dropout import threshold
+from fly_attention.problem.dropout_mask import dropout_mask
 from tests.kernels.reference import (
     MAX_SCORES,
     Reference,
@@ -153,6 +156,8 @@ def feature_attention(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Sequence[torch.Tensor] = (),
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     **lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, used): attention with every step in `dtype`.
@@ -162,6 +167,7 @@ def feature_attention(
         k, v: (B, Skv, Hkv, D), with `cu_seqlens_kv` (total keys, Hkv, D), or with `block_table`, (B, pages of a
             sequence) i32, pages (N, page size, Hkv, D).
         bias: what broadcasts to (B, H, Sq, Skv); its first key is the first one that counts.
+        dropout_p, rng_state: weights after the softmax are times `dropout_mask`, and its scale.
         lengths: `cu_seqlens_q`, `cu_seqlens_kv`, `seqused_q`, `seqused_kv`, `cache_leftpad`, `kv_batch_idx` and
             `block_table`.
 
@@ -203,6 +209,10 @@ def feature_attention(
             scores = scores.masked_fill(empty[..., None], 0.0)
             total = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
             probabilities = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)[..., :keys]
+            if dropout_p:
+                shape = (span.batch + 1, heads, rows.stop, keys)
+                kept = dropout_mask(rng_state, shape, dropout_p)[span.batch, some, rows]
+                probabilities = probabilities * kept * scale_of_kept(threshold(dropout_p))
             values = product(probabilities, key_heads(span.value, heads, some).to(dtype))
             place = slice(rows_used.start + rows.start, rows_used.start + rows.stop)
             out[(*entry, place, some)] = values.transpose(0, 1)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import compare_trees, fit_costs, flash_attn_decode, report, run_record, shapes, tune
+from benchmarks import compare_trees, dropout, fit_costs, flash_attn_decode, report, run_record, shapes, tune
 from benchmarks import comparison as benchmark
 from benchmarks.providers import BACKWARD, FORWARD, Provider
 from benchmarks.report import Figure
@@ -373,6 +373,16 @@ def test_the_page_on_benchmarks_names_what_there_is():
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *shapes.BACKWARD_PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):
         assert re.search(rf"`(--)?{name}`", page), name
+
+
+def test_dropout_is_timed_against_the_same_call_without(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(dropout, "flydsl_flash_attn_func", lambda q, k, v, causal, **options: given.append(options))
+    dropout.main(["--device", "cpu", "--kernel", "generic", "--seq_len", "32"])
+    header, columns, *lines = capsys.readouterr().out.splitlines()
+    assert header.startswith("emulated") and columns.split()[-1] == "ratio"
+    assert [line.split()[:4] for line in lines] == [["generic", "64", "32", form] for form in ("full", "causal")]
+    assert {options.get("dropout_p") for options in given} == {None, dropout.PROBABILITY}
 
 
 def test_decoding_needs_whole_pages_and_a_gpu(monkeypatch, capsys):

@@ -126,7 +126,8 @@ NAMED = [
     (HUB, {"sliding_window": "x"}, "sliding_window must be an int, got 'x' (str)"),
     (HUB, {"is_causal": 1}, "is_causal must be True or False, got 1 (int)"),
     (HUB, {"dropout": "x"}, "dropout must be a Python number, got 'x' (str)"),
-    (HUB, {"dropout": 0.5}, "dropout is not available, got dropout=0.5"),
+    (HUB, {"dropout": 1.5}, "dropout must be a probability from 0 up to 1, got 1.5"),
+    (HUB, {"dropout": 0.001}, "dropout must be 0 or from 1/512 up to 511/512, as it is rounded to 256ths, got 0.001"),
 ]
 
 

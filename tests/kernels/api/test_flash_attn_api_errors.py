@@ -55,9 +55,9 @@ def paged(**changes):
 MISTAKES = {
     "dropout": (
         dense,
-        {"dropout_p": 0.1},
-        UNSUPPORTED,
-        "flash_attn_func: dropout is not available, got dropout_p=0.1",
+        {"dropout_p": 0.001},
+        VALUE,
+        "flash_attn_func: dropout_p must be 0 or from 1/512 up to 511/512, as it is rounded to 256ths, got 0.001",
     ),
     "window of three": (
         dense,
@@ -218,9 +218,9 @@ MISTAKES = {
     "vllm: q_v": (paged, {"q_v": Q}, UNSUPPORTED, "vllm.flash_attn_varlen_func: q_v is not available"),
     "vllm: dropout": (
         paged,
-        {"dropout_p": 0.5},
-        UNSUPPORTED,
-        "vllm.flash_attn_varlen_func: dropout is not available",
+        {"dropout_p": 1.5},
+        VALUE,
+        "vllm.flash_attn_varlen_func: dropout_p must be a probability from 0 up to 1, got 1.5",
     ),
     "vllm: probabilities": (paged, {"return_attn_probs": True}, UNSUPPORTED, "pass return_softmax_lse for the LSE"),
     "vllm: context parallel": (paged, {"cp_world_size": 2}, UNSUPPORTED, "combine the parts of the ranks by their"),

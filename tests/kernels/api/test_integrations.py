@@ -217,7 +217,11 @@ def test_a_static_cache_that_is_being_filled(random):
 
 
 REFUSED = {
-    "dropout": ({"dropout": 0.1}, UnsupportedError, "transformers' attention: dropout is not available"),
+    "dropout": (
+        {"dropout": 1.0},
+        ArgumentError,
+        "transformers' attention: dropout must be a probability from 0 up to",
+    ),
     "weights": ({"output_attentions": True}, UnsupportedError, 'use attn_implementation="eager"'),
     "paged": ({"cache": object()}, UnsupportedError, "a paged cache .continuous batching. is not available"),
     "bias": ({"position_bias": torch.zeros(1)}, UnsupportedError, "position_bias is not available: add it to"),

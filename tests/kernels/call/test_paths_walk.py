@@ -144,6 +144,7 @@ OPERAND_SPECS = {
     "alibi_slopes": TensorSpec("f32", 2, 4, True),
     "bias": TensorSpec("bf16", 4, 2, True),
     "sink": TensorSpec("f32", 1, 4, True),
+    "rng_state": TensorSpec("i64", 1, 8, True),
     **{name: TensorSpec("i32", 3, 4, True) for name in ("block_counts", "whole_block_counts")},
     **{name: TensorSpec("i32", 4, 4, True) for name in ("block_indices", "whole_block_indices")},
 }

@@ -336,7 +336,7 @@ def _combination(draw: Draw, function: str, arguments: dict[str, Any]) -> tuple[
         ]
     if function not in (OURS, APPEND):
         choices += [
-            ("dropout_p", draw.choice((0.1, "x", math.nan, -1)), "dropout", function != "flash_attn_with_kvcache")
+            ("dropout_p", draw.choice((0.001, "x", math.nan, -1)), "dropout", function != "flash_attn_with_kvcache")
         ]
     return draw.choice(choices)
 

@@ -11,7 +11,7 @@ import pytest
 from fly.lang.signature import ScalarSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.problem.catalogue import NUMBERS, OPERANDS
+from kernels.problem.catalogue import BY_NAME, NUMBERS, OPERANDS
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod
 from kernels.sm90.builds import Sm90Options, build_for, decode_options, elementwise_keys, options_of
@@ -28,10 +28,12 @@ TENSORS = {
     "alibi_slopes": TensorSpec("f32", 2, 4, True),
     "bias": TensorSpec("bf16", 4, 2, True),
     "sink": TensorSpec("f32", 1, 4, True),
+    "rng_state": TensorSpec("i64", 1, 8, True),
     **{name: TensorSpec("i32", 3 + name.endswith("indices"), 4, True) for name in LISTS},
 }
 COUNTS = TensorSpec("i32", 1, 4, True)
 WINDOW = ("window_left", "window_right")
+DROPOUT = BY_NAME["dropout"].operands
 MANY = 1 << 20  # keys of a long call
 LONG, FULL, SHORT = (128, 128, True, 2, None), (128, 128, False, 2, None), (64, 64, True, 3, None)
 
@@ -68,6 +70,10 @@ def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "alibi_slopes"))),
         (decode_options(64, 64, False, 8), "dense", Features(("window_left", "softcap", "sink"))),
         (options_of(LONG), "dense", Features(("attention_chunk",))),
+        (options_of(LONG), "dense", Features(DROPOUT)),
+        (options_of(FULL), "packed", Features(DROPOUT)),
+        (options_of(SHORT), "dense", Features(("softcap", *DROPOUT))),
+        (decode_options(128, 128, False), "split", Features(("window_left", *DROPOUT))),
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "attention_chunk"))),
         (replace(decode_options(128, 128, False, 8), combines=True), "split", Features(("seqused_kv", "sink"))),
     ],
