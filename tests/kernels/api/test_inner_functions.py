@@ -100,19 +100,22 @@ def packed(seed: int) -> tuple[Any, ...]:
     return q, k, v, dout, (offsets, offsets, 9, 9)
 
 
-def test_packed_gradients_are_autograds_and_nothing_else_is_written(seed):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_packed_gradients_are_autograds_and_nothing_else_is_written(dropout_p, seed):
     q, k, v, dout, places = packed(seed)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    options = {"causal": True, "window_size": (4, -1)}
+    options = {"causal": True, "window_size": (4, -1), "dropout_p": dropout_p}
+    torch.manual_seed(seed)
     autograd = torch.autograd.grad(api.flash_attn_varlen_func(*leaves, *places, **options), leaves, dout)
     scale = 32**-0.5
+    torch.manual_seed(seed)
     out, lse, _, rng_state = api._flash_attn_varlen_forward(
-        q, k, v, *places, 0.0, scale, causal=True, window_size_left=4, window_size_right=0
+        q, k, v, *places, dropout_p, scale, causal=True, window_size_left=4, window_size_right=0
     )
     # with strides that kernels do not write to
     found = [torch.full((17, 2, 33), 7.0, dtype=q.dtype)[..., 1:] for _ in range(3)]
     softmax_d = api._flash_attn_varlen_backward(
-        *(dout, q, k, v, out, lse, *found, *places, 0.0, scale, True, 4, 0, 0.0, None, False, rng_state)
+        *(dout, q, k, v, out, lse, *found, *places, dropout_p, scale, True, 4, 0, 0.0, None, False, rng_state)
     )
     assert all(torch.equal(x[:14], y[:14]) for x, y in zip(found, autograd, strict=True)), f"seed {seed}"
     assert all((x[14:] == 7.0).all() for x in found)
@@ -157,7 +160,6 @@ FORWARD |= {"window_size_left": -1, "window_size_right": -1, "alibi_slopes": Non
 BACKWARD = {name: value for name, value in FORWARD.items() if name != "return_softmax"} | {"deterministic": True}
 BACKWARD |= {"dout": Q, "out": Q, "softmax_lse": LSE}
 REFUSED = [
-    ({"dropout_p": 0.1}, UnsupportedError, "dropout is not available, got dropout_p=0.1"),
     ({"window_size_left": -2}, ArgumentError, "window_size_left must be from -1 to 2147483647, got -2"),
     ({"window_size_right": None}, ArgumentTypeError, "window_size_right must be an int, got None (NoneType)"),
     ({"k": zeros(1, 4, 3, 32), "v": zeros(1, 4, 3, 32)}, ArgumentError, "q's heads must be a multiple of k's heads"),
@@ -165,6 +167,7 @@ REFUSED = [
 OF_FORWARD = [({"return_softmax": True}, UnsupportedError, "return_softmax is not available: pass False")]
 OF_BACKWARD = [
     ({"dq": None}, ArgumentTypeError, "dq must be a torch.Tensor, got NoneType"),
+    ({"dropout_p": 0.1}, ArgumentError, "rng_state is None with dropout: pass what the forward function gave"),
     ({"rng_state": 3}, ArgumentTypeError, "rng_state must be a torch.Tensor, got int"),
     ({"dk": zeros(1, 4, 1, 32)}, ArgumentError, "dk must have shape (1, 4, 2, 32) on cpu, got (1, 4, 1, 32) on cpu"),
     ({"dv": zeros(1, 4, 2, 40)}, ArgumentError, "dv must have shape (1, 4, 2, 32) on cpu, got (1, 4, 2, 40) on cpu"),
@@ -186,7 +189,7 @@ def test_what_the_forward_function_does_not_take_is_refused_by_name(changes, kin
     assert caught.type is kind
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), REFUSED[:3] + OF_BACKWARD)
+@pytest.mark.parametrize(("changes", "kind", "message"), REFUSED[:2] + OF_BACKWARD)
 def test_what_the_backward_function_does_not_take_is_refused_by_name(changes, kind, message):
     results = {name: torch.empty_like(Q) for name in ("dq", "dk", "dv")}
     with pytest.raises(FlyError, match=re.escape(f"_flash_attn_backward: {message}")) as caught:
