@@ -145,9 +145,9 @@ def fits_gpu(workload: Workload) -> bool:
     return needed + 4 * 4 * MAX_SCORES <= torch.cuda.get_device_properties(0).total_memory
 
 
-def reduced(family: str, kind: Kind) -> list[Workload]:
-    """A family's workloads of one kind, in miniature, each once."""
-    length = REDUCED_LENGTHS[family]
+def reduced(family: str, kind: Kind, length: int = 0) -> list[Workload]:
+    """A family's workloads of one kind, in miniature, each once; `length`: instead of the one in the table."""
+    length = length or REDUCED_LENGTHS[family]
     heads = 2 if length < 1024 else 1
     return list(dict.fromkeys(workload.reduced(length, heads) for workload in FAMILIES[family](kind)))
 

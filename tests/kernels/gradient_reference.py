@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_reference import feature_attention
 from tests.kernels.reference import exact_products, max_difference
 
@@ -22,20 +24,19 @@ class Gradients:
     plain: tuple[torch.Tensor, ...]
     slack: float
 
-    def errors(self, found: Sequence[torch.Tensor]) -> Iterator[tuple[str, float, float]]:
-        """(name, largest error, what is allowed): 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
+    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
+        """What does not hold |g - exact| <= 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
 
-        The second term is FlashAttention's: plain attention's own error may be 0.
+        The second term is FlashAttention's: plain attention's own error may be 0. NaN is wrong.
         """
+        result = []
         for name, g, exact, plain in zip(NAMES, found, self.exact, self.plain, strict=True):
             narrow = exact.to(plain.dtype)
             rounding = ((narrow + 0.3 - 0.3) - narrow).abs().max().item() if narrow.numel() else 0.0
-            yield name, max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
-
-    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
-        """What has a larger error than is allowed. NaN is wrong."""
-        every = self.errors(found)
-        return [f"{name}: error {error:.3g}, bound {bound:.3g}" for name, error, bound in every if not error <= bound]
+            error, bound = max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
+            if not error <= bound:
+                result.append(f"{name}: error {error:.3g}, bound {bound:.3g}")
+        return result
 
 
 def gradients(
@@ -71,32 +72,32 @@ def gradients_by_parts(
     dout: torch.Tensor,
     dlse: torch.Tensor,
     lengths: Sequence[tuple[int, int]] = (),
-    rows: int = 4096,
+    max_scores: int = 1 << 26,
 ) -> Gradients:
-    """`gradients` of a call without features, of one key head and `rows` queries at a time: for long sequences.
+    """`gradients` of a call without features, of one key head and some queries at a time: for long sequences.
 
-    The sums are the same, added up in another order. `lengths`: (queries, keys) of packed sequences.
+    The sums are the same, added up in another order. `lengths`: (queries, keys) of packed sequences. `max_scores`
+    at a time, or those of one query.
     """
-    whole = Gradients(
-        *(tuple(torch.zeros_like(x, dtype=t) for x in (q, k, v)) for t in (torch.float64, torch.float32)), 2.0
-    )
+    exact, plain = ([torch.zeros_like(x, dtype=t) for x in (q, k, v)] for t in (torch.float64, torch.float32))
     group = q.shape[-2] // k.shape[-2]
     for of_q, of_kv in _places(q, k, lengths):
         queries, keys = q[of_q].shape[0], k[of_kv].shape[0]
+        rows = max(1, max_scores // max(1, group * keys))
         for kv_head in range(k.shape[-2]):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             for first in range(0, queries, rows):
                 some = slice(first, min(first + rows, queries))
-                # without the keys behind the last one that these queries see: the mask stays where it is
+                # without the keys that the last of these queries does not see: the mask stays where it is
                 seen = slice(0, max(0, some.stop + keys - queries) if causal else keys)
                 of_part = (q[of_q][None, some, heads], *(x[of_kv][None, seen, kv_head, None] for x in (k, v)))
                 of_lse = dlse[(*of_q[:-1], heads, of_q[-1])][None, :, some]
                 part = gradients(*of_part, causal, dout[of_q][None, some, heads], of_lse)
-                for into, found in ((whole.exact, part.exact), (whole.plain, part.plain)):
-                    into[0][of_q][some, heads] += found[0][0]
-                    for x, g in zip(into[1:], found[1:], strict=True):
+                for (dq, *others), (found, *of_keys) in ((exact, part.exact), (plain, part.plain)):
+                    dq[of_q][some, heads] += found[0]
+                    for x, g in zip(others, of_keys, strict=True):
                         x[of_kv][seen, kv_head] += g[0, :, 0]
-    return Gradients(whole.exact, tuple(x.to(q.dtype) for x in whole.plain), whole.slack)
+    return Gradients(tuple(exact), tuple(x.to(q.dtype) for x in plain), slack=2.0)
 
 
 def _places(q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
@@ -108,3 +109,32 @@ def _places(q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]
     for queries, keys in lengths:
         yield (slice(at_q, at_q + queries),), (slice(at_kv, at_kv + keys),)
         at_q, at_kv = at_q + queries, at_kv + keys
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What torch allocates holds NaN, or the bits of one, until something is written there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def by_autograd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv of a call, whose results and workspaces begin as NaN."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with poisoned_memory():
+        results = flydsl_flash_attn_func(*leaves, causal, return_lse=True, **options)
+        used = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
+        return torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])

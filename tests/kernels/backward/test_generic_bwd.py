@@ -17,23 +17,7 @@ from fly.errors import ShapeError, UnsupportedError
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.backward import BackwardOptions, options_for
 from tests.kernels.feature_cases import Inputs, by_head, stripes
-from tests.kernels.gradient_reference import gradients
-
-
-def by_autograd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv of a call."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    results = flydsl_flash_attn_func(*leaves, causal, return_lse=True, **options)
-    used = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
-    return torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])
+from tests.kernels.gradient_reference import by_autograd, gradients
 
 
 def lengths(inputs: Inputs) -> dict[str, int]:

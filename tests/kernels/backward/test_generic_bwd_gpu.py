@@ -9,9 +9,8 @@ import torch
 
 from kernels.flash_attn_api import flash_attn_varlen_qkvpacked_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from tests.kernels.backward.test_generic_bwd import by_autograd
 from tests.kernels.feature_cases import Inputs, by_head, stripes
-from tests.kernels.gradient_reference import gradients
+from tests.kernels.gradient_reference import by_autograd, gradients
 
 pytestmark = [
     pytest.mark.gpu,
