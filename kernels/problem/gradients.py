@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import fly
 
 from .features import BoundFeatures
-from .scores import LOG2_E, Place
+from .scores import LARGEST_INVERSE, LOG2_E, Place
 
 
 def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -60,8 +60,11 @@ def weights(
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2)
     if hide is not None:
         scores = given.mask(hide(scores), rows, first_key, place)
-    minus = lse2.map(lambda x: -x)
-    return Weights(scores.fma_rows(given.scale(scale_log2), minus).map(lambda x, r, c: fly.exp2(x)), pull)
+    exponents = scores.fma_rows(given.scale(scale_log2), lse2.map(lambda x: -x))
+    if given.features.modifies:
+        # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
+        exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
+    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull)
 
 
 def _modified(
@@ -76,7 +79,7 @@ def _modified(
     if not given.features.modifies:
         return raw, lambda gradients: gradients
     # the factor that results get is part of the modification too
-    inverse = fly.rcp(scale_log2 * (1 / LOG2_E))
+    inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
     columns = raw.layout.columns
     parts, tapes = [], []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
@@ -89,8 +92,8 @@ def _modified(
 
     def pull(gradients: fly.Fragment) -> fly.Fragment:
         def one(x: fly.Value, r: int, c: int) -> fly.Value:
-            (found,) = tapes[c].gradients(parts[c][r], [raw.tiles[r][c]], x * inverse).inputs
-            return found
+            (found,) = tapes[c].gradients(parts[c][r], [raw.tiles[r][c]], x).inputs
+            return found * inverse
 
         return gradients.map(one)
 

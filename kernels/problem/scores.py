@@ -18,7 +18,7 @@ from .mods import Aux, Batch, Mod, score_of
 from .score_bias import BiasTile, add
 
 LOG2_E = math.log2(math.e)
-LARGEST_INVERSE = 2.0**126  # of a softcap, times the scale: infinity times a score of 0 would be NaN
+LARGEST_INVERSE = 2.0**126  # of a softcap, or of the scale: infinity times 0 would be NaN
 TANH_SMALL = 0.35
 TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925)  # of tanh(x) / x, in x squared
 

@@ -10,6 +10,7 @@ from ..problem.scores import LOG2_E
 from .sequences import Sequence
 
 THREADS = 256
+LARGEST = float(2**128 - 2**104)  # of float32
 
 
 @fly.kernel
@@ -51,7 +52,10 @@ def row_statistics(
         empty = log == -math.inf
         if dlse is not None:
             total = total - everything.vector(dlse, head).load(number)
-        lse2_of.store(fly.select(empty, math.inf, log * LOG2_E), number)
+        log2 = log * LOG2_E
+        # a sink or a bias near -3e38: hidden scores less -inf would be NaN
+        log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
+        lse2_of.store(fly.select(empty, math.inf, log2), number)
         delta_of.store(fly.select(empty, 0.0, total), number)
 
 
