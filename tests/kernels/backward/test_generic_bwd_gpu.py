@@ -138,3 +138,67 @@ def test_a_warm_step_does_not_wait_for_the_gpu(seed):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, strides",
+    [(2, 80, (2**31, 128, 64, 1)), (2, 300, (8192, 2**23 - 64, 64, 1))],
+    ids=["between batches", "between rows"],
+)
+def test_offsets_of_inputs_past_32_bits(batch, tokens, strides, seed):
+    inputs = Inputs([tokens] * batch, [tokens] * batch, 2, 2, 64, seed=seed, device="cuda")
+    q, k, v = inputs.tensors()
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    last = sum(stride * (size - 1) for stride, size in zip(strides, q.shape, strict=True))
+    assert last > 2**31
+    memory = torch.empty(last + 2**17, dtype=q.dtype, device="cuda")
+    far = [memory.as_strided(q.shape, strides, 2**15 * i) for i in range(4)]
+    for x, source in zip(far, (q, k, v, dout), strict=True):
+        x.copy_(source)
+    found = by_autograd(*far[:3], True, far[3], None)
+    assert not gradients(q, k, v, True, dout).wrong(found), f"seed {seed}"
+
+
+def test_offsets_of_results_past_32_bits(seed):
+    """2049 sequences of 64 tokens with 128 heads: the last one has gradients of its own, the others none."""
+    count, tokens, dim = 2049, 64, 128
+    lengths = [tokens] * count
+    inputs = Inputs(lengths, lengths, 128, 1, dim, packed=True, seed=seed, device="cuda")
+    q = torch.zeros(count * tokens, 128, dim, dtype=torch.bfloat16, device="cuda")
+    assert (q.numel() - q[0].numel() * tokens) >= 2**31
+    k, v = (torch.zeros(count * tokens, 1, dim, dtype=q.dtype, device="cuda") for _ in range(2))
+    dout = torch.zeros_like(q)
+    for x in (q, k, v, dout):
+        x[-tokens:] = inputs.floats(*x[-tokens:].shape, dtype=x.dtype)
+    options = {**inputs.form(), "max_seqlen_q": tokens, "max_seqlen_kv": tokens}
+    found = by_autograd(q, k, v, True, dout, None, **options)
+    last = [x[None, -tokens:] for x in (q, k, v, dout)]
+    expected = gradients(*last[:3], True, last[3])
+    assert not expected.wrong([x[None, -tokens:] for x in found]), f"seed {seed}"
+    assert not any(x[:-tokens].any() for x in found)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_calls_one_after_the_other(own_stream, seed):
+    """Statistics of rows, dK and dV, and dQ of many calls are queued at once; memory goes from one to the next."""
+    shapes = [(300, 64), (1000, 128), (65, 64), (700, 256)]
+    some = []
+    for i, (tokens, dim) in enumerate(shapes):
+        inputs = Inputs([tokens], [tokens], 4, 2, dim, seed=seed + i, device="cuda")
+        q, k, v = inputs.tensors()
+        some.append((q, k, v, inputs.floats(*q.shape, dtype=q.dtype)))
+    alone = []
+    for q, k, v, dout in some:
+        alone.append(by_autograd(q, k, v, True, dout, None))
+        torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    with torch.cuda.stream(stream):
+        for _ in range(30):
+            for q, k, v, dout in some:
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                found.append(torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout))
+    torch.cuda.synchronize()
+    for i, of in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(of, alone[i % len(some)], strict=True)), f"seed {seed}, call {i}"
