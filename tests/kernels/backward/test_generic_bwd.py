@@ -69,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90a"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_references(name, arch, emulate, seed):

@@ -98,7 +98,7 @@ def hold(seed: int, device: str, inputs: list[torch.Tensor], causal: bool = Fals
         assert excess <= 1, f"seed {seed}: {name} is {excess:.3g} of what is allowed"
 
 
-@pytest.mark.parametrize("scale", [1e-46, 1e-40, 1e-30, 1e-3, 4.0], ids=str)
+@pytest.mark.parametrize("scale", [1e-46, 1e-30, 4.0], ids=str)
 def test_any_softmax_scale(device, scale, seed):
     hold(seed, device, tensors(seed, 40, 70), softmax_scale=scale)
 
@@ -116,12 +116,12 @@ def test_scores_of_a_million(device, seed):
     hold(seed, device, [q, k, *others])
 
 
-@pytest.mark.parametrize("cap", [1e-45, 1e-3, 50.0, 1e20, 1e300], ids=str)
+@pytest.mark.parametrize("cap", [1e-45, 50.0, 1e300], ids=str)
 def test_any_softcap(device, cap, seed):
     hold(seed, device, tensors(seed, 40, 70, 3.0), True, softcap=cap)
 
 
-@pytest.mark.parametrize("scale", [1e-46, 1e-40], ids=str)
+@pytest.mark.parametrize("scale", [1e-40], ids=str)
 def test_a_softcap_of_scores_that_are_next_to_nothing(device, scale, seed):
     """The inverse of such a scale is infinite."""
     hold(seed, device, tensors(seed, 40, 70), True, softcap=1.0, softmax_scale=scale)
@@ -144,7 +144,7 @@ def test_biases_that_float32_does_not_tell_from_scores(device, hidden, seed):
     hold(seed, device, [q, k, v, dout, dlse], bias=bias)
 
 
-@pytest.mark.parametrize("sink", [-3e38, -300.0, 60.0, 3e38], ids=str)
+@pytest.mark.parametrize("sink", [-3e38, 60.0, 3e38], ids=str)
 def test_sinks_far_from_the_scores(device, sink, seed):
     hold(seed, device, tensors(seed, 40, 30), True, sink=torch.tensor([sink]))
 
@@ -157,7 +157,6 @@ def test_sinks_far_from_the_scores(device, sink, seed):
         ((LARGEST, 7), 90, 40),
         ((5, LARGEST - 40), 40, 90),
         ((0, 0), 90, 40),
-        ((0, 0), 40, 90),
     ],
     ids=str,
 )
