@@ -130,7 +130,7 @@ BUGS = (
         "dv has the columns of dk",
         bwd.flash_attn_generic_dkdv,
         "function",
-        'dims = {"dk": options.head_dim, "dv": options.head_dim_v} => dims = dict.fromkeys(("dk", "dv"), options.head_dim)',
+        '"dv": options.head_dim_v} => "dv": options.head_dim}',
         "dims",
         "wrong shared-race out-of-bounds global-race",
     ),
