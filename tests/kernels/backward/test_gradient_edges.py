@@ -155,7 +155,7 @@ def test_sinks_far_from_the_scores(device, sink, seed):
         ((-1, LARGEST), 90, 40),
         ((LARGEST, -1), 40, 90),
         ((LARGEST, 7), 90, 40),
-        ((5, LARGEST - 40), 40, 90),
+        ((5, LARGEST - 40), 20, 160),  # a block of keys that no query sees
         ((0, 0), 90, 40),
     ],
     ids=str,
