@@ -24,19 +24,20 @@ class Gradients:
     plain: tuple[torch.Tensor, ...]
     slack: float
 
-    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
-        """What does not hold |g - exact| <= 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
+    def errors(self, found: Sequence[torch.Tensor]) -> Iterator[tuple[str, float, float]]:
+        """(name, largest error, what is allowed): 2 |plain - exact| + slack * a rounding of the exact ones near 0.3.
 
-        The second term is FlashAttention's: plain attention's own error may be 0. NaN is wrong.
+        The second term is FlashAttention's: plain attention's own error may be 0.
         """
-        result = []
         for name, g, exact, plain in zip(NAMES, found, self.exact, self.plain, strict=True):
             narrow = exact.to(plain.dtype)
             rounding = ((narrow + 0.3 - 0.3) - narrow).abs().max().item() if narrow.numel() else 0.0
-            error, bound = max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
-            if not error <= bound:
-                result.append(f"{name}: error {error:.3g}, bound {bound:.3g}")
-        return result
+            yield name, max_difference(g, exact), 2 * max_difference(plain, exact) + self.slack * rounding
+
+    def wrong(self, found: Sequence[torch.Tensor]) -> list[str]:
+        """What has a larger error than is allowed. NaN is wrong."""
+        every = self.errors(found)
+        return [f"{name}: error {error:.3g}, bound {bound:.3g}" for name, error, bound in every if not error <= bound]
 
 
 def gradients(
