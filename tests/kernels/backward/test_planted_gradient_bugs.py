@@ -14,6 +14,7 @@ import torch
 from fly.errors import SimulatorReportError
 from fly.runtime.launch import Launcher
 from kernels import flash_attn_generic_bwd as bwd
+from kernels import flash_attn_interface
 from kernels.call import gradients as calls
 from kernels.problem.gradients import Weights
 from kernels.problem.mask import QueryRange
@@ -32,7 +33,8 @@ KERNELS = (bwd.flash_attn_generic_dkdv, bwd.flash_attn_generic_dq, row_statistic
 def fresh(emulate, monkeypatch):
     """The simulated Hopper GPU without what was planned or traced before."""
     emulate("sm_90a", "generic")
-    monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    monkeypatch.setattr(calls, "_kinds", {})
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
 
