@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import stat
 import struct
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import llvmlite.binding as llvm
 import pytest
@@ -224,9 +228,18 @@ def test_no_linker_at_all_says_what_to_install(no_lld):
         find_lld("")
 
 
+def test_without_the_program_of_the_wheel_its_module_runs_it(monkeypatch, tmp_path):
+    empty = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(codegen.importlib.util, "find_spec", lambda name: empty)
+    assert codegen.zig() == (sys.executable, "-m", "ziglang")
+
+
 def test_linkers_are_tried_in_order(no_lld, monkeypatch):
-    monkeypatch.setattr(codegen.importlib.util, "find_spec", lambda name: name == "ziglang")
-    assert find_lld("")[1:] == ("-m", "ziglang", "ld.lld")
+    monkeypatch.setattr(codegen.importlib.util, "find_spec", find_spec)
+    command = find_lld("")
+    assert command == (*codegen.zig(), "ld.lld")
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("LLD")
     for name in ("ld.lld", "ld.lld-9", "ld.lld-18"):  # the newest version on PATH, then ROCm's
         path = script(no_lld / "bin" / name, "")
         assert find_lld("") == (path,)

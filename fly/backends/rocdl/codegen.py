@@ -32,6 +32,19 @@ def generate(text: str, arch: str, options: tuple[str, ...], assembly: bool = Tr
     return emitted, link(emitted.object)
 
 
+def zig() -> tuple[str, ...]:
+    """The command that runs the tools of the ziglang wheel, empty without it.
+
+    `python -m ziglang` does no more than to become that program, and starting Python takes four times as long as to
+    link a kernel.
+    """
+    found = importlib.util.find_spec("ziglang")
+    if found is None:
+        return ()
+    program = Path(found.origin or "").with_name("zig")
+    return (str(program),) if os.access(program, os.X_OK) else (sys.executable, "-m", "ziglang")
+
+
 @functools.lru_cache(maxsize=8)
 def _find_lld(forced: str) -> tuple[str, ...]:
     """The command that runs ld.lld: FLY_LLD, ROCm's, the PATH's, or the ziglang wheel's."""
@@ -55,8 +68,8 @@ def _find_lld(forced: str) -> tuple[str, ...]:
     for name in names:
         if found := shutil.which(name):
             return (found,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "ld.lld")
+    if command := zig():
+        return (*command, "ld.lld")
     raise MissingPackageError(
         "no ld.lld found: linking for AMD GPUs", "ziglang", ", or set FLY_LLD to the path of an ld.lld"
     )
