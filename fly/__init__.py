@@ -69,10 +69,10 @@ def __getattr__(name: str) -> Any:
 
 def _launch(*args: Any) -> None:
     """What `kernel[grid, block](...)` calls: the runtime, with the compiler behind it."""
-    from fly.runtime.compile import compile_kernel
+    from fly.runtime.compile import compile_to_launch
     from fly.runtime.launch import launch
 
-    launch(*args, compile_kernel)
+    launch(*args, compile_to_launch)
 
 
 def __dir__() -> list[str]:

@@ -61,7 +61,8 @@ class Resources:
 class Artefact:
     """One kernel compiled for one target and block size.
 
-    `binary` is a linked code object, a cubin, or PTX text in UTF-8; `isa` the assembly for people to read;
+    `binary` is a linked code object, a cubin, or PTX text in UTF-8; `isa` the assembly for people to read,
+    empty in what was compiled to be launched on AMD;
     `fields` the flat arguments, packed in order at natural alignment; `written` the names of the tensors among them
     that the kernel may write, None where nobody looked; `dynamic_shared` bytes of shared memory that the launch must
     ask for.

@@ -32,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What code generation gave: optimised LLVM IR, assembly text, and object bytes (empty if not asked for)."""
+    """What code generation gave: optimised LLVM IR, assembly text, and object bytes (each empty if not asked for)."""
 
     llvm_ir: str
     assembly: str
@@ -49,8 +49,8 @@ def _binding() -> ModuleType:
     return binding
 
 
-def emit(text: str, machine: Machine, *, want_object: bool) -> Emitted:
-    """Optimise LLVM IR at O3 with the current pass manager and generate code.
+def emit(text: str, machine: Machine, *, want_object: bool, want_assembly: bool = True) -> Emitted:
+    """Optimise LLVM IR at O3 with the current pass manager and generate code, once for each form that is wanted.
 
     LLVM's command-line options are global to a process, so a kernel that sets some is compiled in a process of
     its own and no other compile sees them.
@@ -59,11 +59,11 @@ def emit(text: str, machine: Machine, *, want_object: bool) -> Emitted:
         CompileError: LLVM rejected the IR, or an option.
     """
     if machine.options:
-        return _emit_apart(text, machine, want_object)
-    return _emit_here(text, machine, want_object)
+        return _emit_apart(text, machine, want_object, want_assembly)
+    return _emit_here(text, machine, want_object, want_assembly)
 
 
-def _emit_here(text: str, machine: Machine, want_object: bool) -> Emitted:
+def _emit_here(text: str, machine: Machine, want_object: bool, want_assembly: bool) -> Emitted:
     llvm = _binding()
     try:
         module = llvm.parse_assembly(text)
@@ -77,8 +77,8 @@ def _emit_here(text: str, machine: Machine, want_object: bool) -> Emitted:
         builder.getModulePassManager().run(module, builder)
         llvm_ir = str(module)
         # code generation rewrites the module: each form needs its own copy
-        object_code = target.emit_object(module.clone()) if want_object else b""
-        return Emitted(llvm_ir, target.emit_assembly(module), object_code)
+        object_code = target.emit_object(module.clone() if want_assembly else module) if want_object else b""
+        return Emitted(llvm_ir, target.emit_assembly(module) if want_assembly else "", object_code)
     except RuntimeError as error:
         raise CompileError(f"LLVM rejected the kernel for {machine.cpu}: {error}") from None
 
@@ -104,7 +104,7 @@ def _known_options() -> frozenset[str]:
     return frozenset(re.findall(r"^ +--?([\w.-]+)", _python("-c", list_and_exit).stdout, re.M))
 
 
-def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
+def _emit_apart(text: str, machine: Machine, want_object: bool, want_assembly: bool) -> Emitted:
     def fail(reason: str) -> CompileError:
         return CompileError(
             f"LLVM with options {' '.join(machine.options)} failed for {machine.cpu}: {reason[-2000:]}"
@@ -123,6 +123,7 @@ def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
             "features": machine.features,
             "options": machine.options,
             "object": want_object,
+            "assembly": want_assembly,
         }
     )
     done = _python("-m", "fly.backends.llvm", given=request)
@@ -136,7 +137,7 @@ def _emit_apart(text: str, machine: Machine, want_object: bool) -> Emitted:
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
     _set_options(request["options"])
     machine = Machine(request["triple"], request["cpu"], request["features"])
-    emitted = _emit_here(request["text"], machine, request["object"])
+    emitted = _emit_here(request["text"], machine, request["object"], request["assembly"])
     return {"llvm_ir": emitted.llvm_ir, "assembly": emitted.assembly, "object": emitted.object.hex()}
 
 

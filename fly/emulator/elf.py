@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from fly.backends.rocdl.code_object import Section, metadata_of, sections_of, symbols_of
 from fly.errors import EmulatorError
 
 _EM_AMDGPU = 224
 _MACHINES = {0x04C: "gfx942", 0x04F: "gfx950"}
-_NOTE_METADATA = 32
+_SHT_RELA = 4
 _R_AMDGPU_RELATIVE64 = 13
 
 
@@ -91,66 +92,6 @@ class CodeObject:
         return line
 
 
-def _msgpack(data: bytes, at: int) -> tuple[Any, int]:
-    """One msgpack value; the metadata note uses maps, arrays, strings, integers, booleans and nil."""
-    tag = data[at]
-    at += 1
-    if tag < 0x80:
-        return tag, at
-    if tag >= 0xE0:
-        return tag - 256, at
-    if tag < 0x90 or tag in (0xDE, 0xDF):
-        count, at = _length(data, at, tag, tag & 15 if tag < 0x90 else None, {0xDE: 2, 0xDF: 4})
-        result: dict[Any, Any] = {}
-        for _ in range(count):
-            key, at = _msgpack(data, at)
-            result[key], at = _msgpack(data, at)
-        return result, at
-    if tag < 0xA0 or tag in (0xDC, 0xDD):
-        count, at = _length(data, at, tag, tag & 15 if tag < 0xA0 else None, {0xDC: 2, 0xDD: 4})
-        items = []
-        for _ in range(count):
-            item, at = _msgpack(data, at)
-            items.append(item)
-        return items, at
-    if tag < 0xC0 or tag in (0xD9, 0xDA, 0xDB):
-        count, at = _length(data, at, tag, tag & 31 if tag < 0xC0 else None, {0xD9: 1, 0xDA: 2, 0xDB: 4})
-        return data[at : at + count].decode(), at + count
-    fixed = {0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
-    if tag in fixed:
-        size = struct.calcsize(fixed[tag])
-        return struct.unpack_from(">" + fixed[tag], data, at)[0], at + size
-    constants = {0xC0: None, 0xC2: False, 0xC3: True}
-    if tag in constants:
-        return constants[tag], at
-    raise EmulatorError(f"code object metadata: msgpack tag {tag:#x} is not used by AMDGPU metadata")
-
-
-def _length(data: bytes, at: int, tag: int, short: int | None, sizes: dict[int, int]) -> tuple[int, int]:
-    if short is not None:
-        return short, at
-    size = sizes[tag]
-    return int.from_bytes(data[at : at + size], "big"), at + size
-
-
-def _metadata(data: bytes, sections: list[tuple[int, ...]]) -> dict[str, Any]:
-    for section in sections:
-        kind, offset, size = section[1], section[4], section[5]
-        at, end = offset, offset + size
-        while kind == 7 and at + 12 <= end:
-            name_size, desc_size, note = struct.unpack_from("<III", data, at)
-            desc = at + 12 + (name_size + 3 & ~3)
-            if note == _NOTE_METADATA and data[at + 12 : at + 18] == b"AMDGPU":
-                metadata: dict[str, Any] = _msgpack(data[desc : desc + desc_size], 0)[0]
-                return metadata
-            at = desc + (desc_size + 3 & ~3)
-    return {}
-
-
-def _name(table: bytes, at: int) -> str:
-    return table[at : table.index(b"\0", at)].decode()
-
-
 def read_code_object(data: bytes) -> CodeObject:
     """Parse and load a linked AMDGPU code object (relative relocations applied).
 
@@ -160,8 +101,7 @@ def read_code_object(data: bytes) -> CodeObject:
     if data[:4] != b"\x7fELF" or data[4] != 2:
         raise EmulatorError("not a code object: expected an ELF64 file")
     header = struct.unpack_from("<HHIQQQIHHHHHH", data, 16)
-    kind, machine, phoff, shoff, flags = header[0], header[1], header[4], header[5], header[6]
-    phnum, shnum, shstr = header[9], header[11], header[12]
+    kind, machine, phoff, flags, phnum = header[0], header[1], header[4], header[6], header[9]
     arch = _MACHINES.get(flags & 0xFF)
     if machine != _EM_AMDGPU or arch is None:
         raise EmulatorError(
@@ -179,13 +119,16 @@ def read_code_object(data: bytes) -> CodeObject:
         if segment[0] == 1:
             offset, address, filesz = segment[2], segment[3], segment[5]
             image[address : address + filesz] = np.frombuffer(data, np.uint8, filesz, offset)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, shoff + 64 * i) for i in range(shnum)]
-    strings = data[sections[shstr][4] : sections[shstr][4] + sections[shstr][5]]
-    named = {_name(strings, s[0]): (s[4], s[5], s[3]) for s in sections}
+    sections = sections_of(data)
+    named = {s.name: (s.offset, s.size, s.address) for s in sections}
     _relocate(data, sections, image)
-    args = {k[".name"]: tuple(k.get(".args", ())) for k in _metadata(data, sections).get("amdhsa.kernels", ())}
+    try:
+        described = metadata_of(data, sections).get("amdhsa.kernels", ())
+    except ValueError as error:
+        raise EmulatorError(f"code object metadata: {error}") from None
+    args = {k[".name"]: tuple(k.get(".args", ())) for k in described}
     kernels, ends = {}, {}
-    for name, value, symbol_size in _symbols(data, sections):
+    for name, (value, symbol_size) in symbols_of(data, sections).items():
         if not name.endswith(".kd"):
             ends[name] = value + symbol_size
             continue
@@ -200,27 +143,12 @@ def read_code_object(data: bytes) -> CodeObject:
     return CodeObject(arch, image, kernels, ends, named, data)
 
 
-def _symbols(data: bytes, sections: list[tuple[int, ...]]) -> list[tuple[str, int, int]]:
-    found: dict[str, tuple[str, int, int]] = {}
-    for section in sections:
-        if section[1] not in (2, 11):
-            continue
-        table = sections[section[6]]
-        strings = data[table[4] : table[4] + table[5]]
-        for at in range(section[4], section[4] + section[5], 24):
-            name, _info, _other, _shndx, value, size = struct.unpack_from("<IBBHQQ", data, at)
-            text = _name(strings, name)
-            if text:
-                found[text] = (text, value, size)
-    return list(found.values())
-
-
-def _relocate(data: bytes, sections: list[tuple[int, ...]], image: np.ndarray) -> None:
+def _relocate(data: bytes, sections: list[Section], image: np.ndarray) -> None:
     base = int(image.ctypes.data)
     for section in sections:
-        if section[1] != 4:
+        if section.kind != _SHT_RELA:
             continue
-        for at in range(section[4], section[4] + section[5], 24):
+        for at in range(section.offset, section.offset + section.size, 24):
             offset, info, addend = struct.unpack_from("<QQq", data, at)
             if info & 0xFFFFFFFF != _R_AMDGPU_RELATIVE64:
                 raise EmulatorError(f"code object relocation of type {info & 0xFFFFFFFF} is not supported")

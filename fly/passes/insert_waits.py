@@ -13,6 +13,9 @@ from fly.passes.walk import build, kernel_function, operations
 # Age of a token whose copies have landed, or that stands for none.
 DONE = 1 << 20
 COPIES = ("fly.copy_async", "fly.copy_direct")
+_ENDS = ("scf.yield", "func.return")
+# what starts copies, and what has, takes, hands on or gives tokens
+_CONCERNED = frozenset((*COPIES, *_ENDS, "fly.commit", "fly.join", "fly.wait", "scf.for", "scf.if", "scf.while"))
 
 
 @dataclass(frozen=True)
@@ -33,29 +36,31 @@ class InsertWaits:
     def run(self, module: ir.Module) -> None:
         function = kernel_function(module)
         body = function.regions[0].blocks[0]
-        names = {op.name for op in operations(body)}
-        if not names & {*COPIES, "fly.wait", "fly.join"}:
+        found = [(op.name, op) for op in operations(body)]
+        if not {name for name, _ in found} & {*COPIES, "fly.wait", "fly.join"}:
             return
-        _refuse_unknown_length(body)
+        ours = [(name, op) for name, op in found if name in _CONCERNED]
+        _refuse_unknown_length([op for name, op in ours if name == "scf.while"])
         if self.groups:
-            _insert_commits(body)
+            _insert_commits(ours)
         analysis = _Analysis(self.groups)
         analysis.block(body, _State())
-        for op in operations(body):
-            if op.name == "fly.wait":
-                newer = analysis.waits[hash(op)]
+        for name, op in ours:
+            if name == "fly.wait":
+                newer = analysis.waits[op]
                 if newer < DONE:
                     attribute = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), newer)
                     build(op, "fly.wait_count", [], [], {"newer": attribute})
                 op.erase()
-        _erase_tokens(body)
+        _erase_tokens(body, [(name, op) for name, op in ours if name != "fly.wait"])
 
 
-def _refuse_unknown_length(body: ir.Block) -> None:
+Named = list[tuple[str, ir.Operation]]  # operations with their names, which take as long to ask for as to find them
+
+
+def _refuse_unknown_length(loops: list[ir.Operation]) -> None:
     """Loops whose iterations are not counted can neither start copies nor hand tokens on."""
-    for loop in operations(body):
-        if loop.name != "scf.while":
-            continue
+    for loop in loops:
         inside = {op.name for region in loop.regions for block in region.blocks for op in operations(block)}
         if inside & {*COPIES, "fly.wait"} or token_type() in [operand.type for operand in loop.operands]:
             raise CompileError("asynchronous copies and waits inside fly.while_ cannot be counted; use fly.range")
@@ -80,13 +85,15 @@ def _is_token(value: ir.Value) -> bool:
 @dataclass
 class _Analysis:
     groups: bool
-    waits: dict[int, int] = field(default_factory=dict)
+    waits: dict[ir.Operation, int] = field(default_factory=dict)
+    concerned: dict[ir.Block, Named] = field(default_factory=dict)
 
     def block(self, block: ir.Block, state: _State) -> list[ir.Value]:
         """Walk a block, ageing tokens; returns the operands of its terminator."""
-        for op in block.operations:
-            operation = op.operation
-            name = operation.name
+        if block not in self.concerned:
+            named = [(op.operation.name, op.operation) for op in block.operations]
+            self.concerned[block] = [(name, op) for name, op in named if name in _CONCERNED]
+        for name, operation in self.concerned[block]:
             if name in COPIES:
                 state.ages[operation.results[0]] = -1 if self.groups else 0
                 if not self.groups:
@@ -99,7 +106,7 @@ class _Analysis:
                 )
             elif name == "fly.wait":
                 age = state.ages[operation.operands[0]]
-                self.waits[hash(operation)] = min(age, self.waits.get(hash(operation), DONE))
+                self.waits[operation] = min(age, self.waits.get(operation, DONE))
                 for token, other in state.ages.items():
                     if other >= age:
                         state.ages[token] = DONE
@@ -107,7 +114,7 @@ class _Analysis:
                 self._loop(operation, state)
             elif name == "scf.if":
                 self._branch(operation, state)
-            elif name in ("scf.yield", "func.return"):
+            elif name in _ENDS:
                 return list(operation.operands)
         return []
 
@@ -147,14 +154,14 @@ class _Analysis:
                 state.ages[result] = min(inner.ages[yielded[i]] for inner, yielded in results)
 
 
-def _insert_commits(body: ir.Block) -> None:
+def _insert_commits(ours: Named) -> None:
     """Close a group after each join of copies, and after each copy that is used otherwise than by joins."""
-    for op in operations(body):
-        if op.name == "fly.join":
+    for name, op in ours:
+        if name == "fly.join":
             direct = any(_owner_name(token) in COPIES for token in op.operands)
-        elif op.name in COPIES:
+        elif name in COPIES:
             users = [use.owner.operation.name for use in op.results[0].uses]
-            direct = not users or any(name != "fly.join" for name in users)
+            direct = not users or any(user != "fly.join" for user in users)
         else:
             continue
         if direct:
@@ -167,11 +174,11 @@ def _owner_name(value: ir.Value) -> str:
     return owner.operation.name if hasattr(owner, "operation") else getattr(owner, "name", "")
 
 
-def _erase_tokens(body: ir.Block) -> None:
+def _erase_tokens(body: ir.Block, ours: Named) -> None:
     """Give carried tokens an integer type and a constant value; drop joins."""
     i32 = ir.IntegerType.get_signless(32)
     zero = None
-    for op in operations(body):
+    for name, op in ours:
         for region in op.regions:
             for block in region.blocks:
                 for argument in block.arguments:
@@ -180,12 +187,12 @@ def _erase_tokens(body: ir.Block) -> None:
         for result in op.results:
             if not _is_token(result):
                 continue
-            if op.name in ("fly.join", *COPIES):
+            if name in ("fly.join", *COPIES):
                 if zero is None:
                     first = body.operations[0].operation
                     zero = build(first, "arith.constant", [], [i32], {"value": ir.IntegerAttr.get(i32, 0)}).results[0]
                 result.replace_all_uses_with(zero)
             else:
                 result.set_type(i32)
-        if op.name == "fly.join":
+        if name == "fly.join":
             op.erase()

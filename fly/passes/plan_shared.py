@@ -43,12 +43,13 @@ class PlanSharedMemory:
 
     def run(self, module: ir.Module) -> None:
         function = kernel_function(module)
-        allocations = [op for op in operations(function.regions[0].blocks[0]) if op.name == "fly.alloc_shared"]
+        block = function.regions[0].blocks[0]
+        allocations = [op for op in operations(block) if op.name == "fly.alloc_shared"]
         i64 = ir.IntegerType.get_signless(64)
         function.attributes["fly.shared_bytes"] = ir.IntegerAttr.get(i64, 0)
         if not allocations:
             return
-        buffers, barriers = _lifetimes(function, allocations)
+        buffers, barriers = _lifetimes([op.operation for op in block.operations], allocations)
         offsets = place(buffers, barriers)
         total = max(offset + buffer.bytes for offset, buffer in zip(offsets, buffers, strict=True))
         if total > self.limit:
@@ -138,44 +139,40 @@ def _overlapping(buffers: list[Buffer], offsets: list[int]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-def _lifetimes(function: ir.Operation, allocations: list[ir.Operation]) -> tuple[list[Buffer], list[int]]:
+def _lifetimes(body: list[ir.Operation], allocations: list[ir.Operation]) -> tuple[list[Buffer], list[int]]:
     """Buffers with the range of top-level operations that use them, and where top-level barriers are."""
-    block = function.regions[0].blocks[0]
-    # a value's operations are compared by the position of their ancestor in the kernel's own block
-    position: dict[int, int] = {}
-    barriers = []
-    for index, op in enumerate(block.operations):
-        operation = op.operation
-        if operation.name == "fly.barrier":
-            barriers.append(index)
-        position[hash(operation)] = index
-        for region in operation.regions:
-            for inner_block in region.blocks:
-                for inner in operations(inner_block):
-                    position[hash(inner)] = index
+    top_level = {operation: index for index, operation in enumerate(body)}
+    barriers = [index for index, operation in enumerate(body) if operation.name == "fly.barrier"]
+
+    def position(operation: ir.Operation) -> int:
+        """Operations are compared by the position of their ancestor in the kernel's own block."""
+        while operation not in top_level:
+            operation = operation.parent.operation
+        return top_level[operation]
+
     buffers = []
     for op in allocations:
         uses: list[int] = []
         pending = [op.results[0]]
-        seen: set[int] = set()
+        seen: set[ir.Operation] = set()
         while pending:
             value = pending.pop()
             for use in value.uses:
                 user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
-                if hash(user) in seen:
+                if user in seen:
                     continue
-                seen.add(hash(user))
-                uses.append(position[hash(user)])
+                seen.add(user)
+                uses.append(position(user))
                 if user.name in COPIES and not _waited_for(user.results[0], frozenset()):
                     # it may land at any time: nobody else gets the place
-                    uses.append(len(block.operations))
+                    uses.append(len(body))
                 # derived addresses (and tokens of copies into the buffer) keep it alive
                 pending.extend(user.results)
                 if user.name == "scf.yield":
                     pending.extend(user.parent.operation.results)
                 if user.name == "scf.for":
                     pending.extend(user.regions[0].blocks[0].arguments)
-        here = position[hash(op)]
+        here = position(op)
         buffers.append(
             Buffer(
                 string(op, "name"),

@@ -56,12 +56,13 @@ def compile_kernel(
     target: str,
     block: Dim3,
     observe: Callable[[str, str], None] | None = None,
+    assembly: bool = True,
 ) -> Artefact:
     """The artefact of one configuration.
 
     `target`: a device's `build`. The kernel is always traced: the disk cache is keyed by what was traced, so it
     cannot be stale. A hit runs no pass. With `observe` (see `fly.backends.compile`) or a dump flag the cache is left
-    alone.
+    alone. Without `assembly` the artefact may have none: see `compile_to_launch`.
 
     Raises:
         AuthorError: a mistake in the kernel.
@@ -80,19 +81,24 @@ def compile_kernel(
     if only_traced:
         return _as_traced(module, kernel.name, arch, fields, block, {**extra, STAGE: TRACED})
 
+    shown = observe is not None or bool(config.DUMP.get()) or config.DUMP_IR.get()
+
     def build() -> Artefact:
         from fly.backends.compile import compile_module
 
-        artefact = compile_module(module, kernel.name, description, fields, block, observe=observe)
+        artefact = compile_module(
+            module, kernel.name, description, fields, block, observe=observe, assembly=assembly or shown
+        )
         return replace(artefact, metadata={**artefact.metadata, **extra})
 
-    if observe is not None or config.DUMP.get() or config.DUMP_IR.get():
+    if shown:
         return build()
 
     def fits(artefact: Artefact) -> bool:
         """Whether an entry says of itself that it is what is asked for."""
         said = (artefact.kernel, artefact.target, artefact.fields, artefact.block)
-        return said == (kernel.name, target, fields, block) and extra.items() <= artefact.metadata.items()
+        whole = bool(artefact.isa) or not assembly
+        return whole and said == (kernel.name, target, fields, block) and extra.items() <= artefact.metadata.items()
 
     traced = io.BytesIO()
     module.operation.write_bytecode(traced)
@@ -106,6 +112,11 @@ def compile_kernel(
         }
     )
     return get_or_build(key, build, fits)
+
+
+# What launches compile with: nobody reads their assembly, and to write it takes AMD's code generator as long as the
+# machine code does.
+compile_to_launch = functools.partial(compile_kernel, assembly=False)
 
 
 def _as_traced(

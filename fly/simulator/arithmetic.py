@@ -98,9 +98,13 @@ def extract(vector: np.ndarray, index: int) -> Any:
 
 def elements(*values: Any) -> np.ndarray:
     """A vector of scalars."""
-    if any(map(is_array, values)):
-        return np.stack(np.broadcast_arrays(*values), axis=1)
-    return np.array([values])
+    lanes = next((value for value in values if is_array(value)), None)
+    if lanes is None:
+        return np.array([values])
+    vector = np.empty((len(lanes), len(values)), lanes.dtype)
+    for i, value in enumerate(values):
+        vector[:, i] = value
+    return vector
 
 
 def broadcast(value: Any, length: int) -> np.ndarray:

@@ -69,6 +69,7 @@ class Shadow:
         self.writer = np.full((layers, words), NOBODY, np.int32)
         self.clock = np.full((layers, words), NEVER, np.int32)
         self.reads = np.zeros((readers, words), np.int32)
+        self.newest = np.zeros(readers, np.int32)  # of each reader's reads of any word
         self.first_reader = first_reader
         if written:
             self.writer[ASYNC], self.clock[ASYNC] = HOST, 0
@@ -85,10 +86,25 @@ class Shadow:
         if ((clocks[rows, writer] < clock) & (writer != NOBODY)).any():
             return False
         known = clocks[:, self.first_reader : self.first_reader + len(self.reads)]
-        return not len(self.reads) or bool((self.reads.take(words, axis=1) <= known[rows].T).all())
+        behind = np.flatnonzero((self.newest > known).any(axis=0))  # readers that some warp may have to wait for
+        if not len(behind):
+            return True
+        return bool((self.reads[behind[:, None], words] <= known[:, behind][rows].T).all())
+
+    def _known_at_once(self, layer: int, words: Words, clocks: np.ndarray) -> bool | None:
+        """Whether `clocks` knows of all writes of words that have one writer, as most accesses do; None of none, and
+        False also where it would take a look at each word.
+        """
+        writer = self.writer[layer, words]
+        first, last = int(writer.min(initial=NEVER)), int(writer.max(initial=NOBODY))
+        if first != last:
+            return False
+        return None if first == NOBODY else bool(clocks[first] >= self.clock[layer, words].max())
 
     def unwritten(self, words: Words) -> int | None:
         """The first word of an access that nobody has written."""
+        if any(writer[words].min(initial=NEVER) != NOBODY for writer in self.writer):
+            return None
         return _first((self.writer[:, words] == NOBODY).all(axis=0), words)
 
     def unseen(self, words: Words, clocks: np.ndarray, generic: np.ndarray | None = None) -> Conflict | None:
@@ -96,6 +112,8 @@ class Shadow:
 
         `generic`: clocks that count for what roles wrote, where they are others than for bulk copies.
         """
+        if self._known_at_once(ASYNC, words, clocks):
+            return None
         seen = self._knows(ASYNC, words, clocks)
         if seen.all():
             return None
@@ -110,6 +128,8 @@ class Shadow:
     def stored_unseen(self, words: Words, generic: np.ndarray) -> Conflict | None:
         """The first word with a store of a role that `generic` does not know of."""
         for layer in range(1, len(self.writer)):
+            if self._known_at_once(layer, words, generic) is not False:
+                continue
             writer = self.writer[layer, words]
             late = (generic[writer] < self.clock[layer, words]) & (writer != NOBODY)
             if late.any():
@@ -121,19 +141,19 @@ class Shadow:
 
         `part`: the access is of a part of a word, and warps may write other parts.
         """
-        layers = slice(1 if part else None)
-        writer, clock = _at(self.writer[layers], words), _at(self.clock[layers], words)
-        late = ((clocks[writer] < clock) & (writer != NOBODY)).any(axis=0)
-        if late.any():
-            return self._conflict(late, words)
-        if not len(self.reads):
-            return None
+        layers = range(1 if part else len(self.writer))
+        doubtful = [layer for layer in layers if self._known_at_once(layer, words, clocks) is False]
+        if doubtful:
+            writer, clock = _at(self.writer[doubtful], words), _at(self.clock[doubtful], words)
+            late = ((clocks[writer] < clock) & (writer != NOBODY)).any(axis=0)
+            if late.any():
+                return self._conflict(late, words)
         known = clocks[self.first_reader : self.first_reader + len(self.reads)]
-        late = _at(self.reads, words) > known[:, None]
-        if not late.any():
-            return None
-        row, place = (int(x) for x in np.argwhere(late)[0])
-        return Conflict(_word(words, place), self.first_reader + row)
+        for row in np.flatnonzero(self.newest > known).tolist():
+            late = self.reads[row, words] > known[row]
+            if late.any():
+                return Conflict(_word(words, int(late.argmax())), self.first_reader + row)
+        return None
 
     def _conflict(self, bad: np.ndarray, words: Words) -> Conflict | None:
         word = _first(bad, words)
@@ -149,8 +169,10 @@ class Shadow:
         self.writer[layer, words], self.clock[layer, words] = by, clock
 
     def read(self, words: Words, by: int | np.ndarray, clock: int | np.ndarray) -> None:
-        """Words were read."""
-        self.reads[by - self.first_reader, words] = clock
+        """Words were read; a reader's clock only grows."""
+        reader = by - self.first_reader
+        self.reads[reader, words] = clock
+        self.newest[reader] = clock
 
 
 class Additions:

@@ -31,12 +31,26 @@ def shuffle(value: Any, lane: Any, mode: str, size: int) -> Any:
     """
     if not is_array(value):
         return value
+    if mode != "idx" and not is_array(lane):
+        return value[_partners(len(value), int(lane), size)]
     own = np.arange(len(value))
     other = np.broadcast_to(lane, len(value)) if mode == "idx" else own % size ^ lane
+    result = value[_inside(own, other, size)]
+    return _same(result) if mode == "idx" else result
+
+
+@functools.cache
+def _partners(lanes: int, mask: int, size: int) -> np.ndarray:
+    own = np.arange(lanes)
+    return _inside(own, own % size ^ mask, size)
+
+
+def _inside(own: np.ndarray, other: np.ndarray, size: int) -> np.ndarray:
+    """The lanes `other`, counted in the warps of lanes `own`."""
     if ((other < 0) | (other >= size)).any():
         raise Finding("divergence", "a shuffle from a lane outside of the warp")
-    result = value[own // size * size + other]
-    return _same(result) if mode == "idx" else result
+    lanes: np.ndarray = own // size * size + other
+    return lanes
 
 
 def pair(value: Any, mask: int) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fly.backends.nvvm.wgmma import WarpgroupAtom
+from fly.simulator.arithmetic import is_array
 from fly.simulator.barriers import Mbarrier, NamedBarrier, Stores
 from fly.simulator.clocks import NEVER, Party
 from fly.simulator.memory import scatter
@@ -159,8 +160,8 @@ class Role(Warps):
             barrier.arrive(self.wave * len(these), count, self.released(these), held)
         return arrivals
 
-    def _holds(self, m: Mask, condition: Any) -> bool:
-        return bool(np.any(np.broadcast_to(condition, self.lanes)[self.indices(m)] != 0))
+    def _holds(self, m: np.ndarray, condition: Any) -> bool:
+        return bool(np.any(condition[m] != 0) if is_array(condition) else condition != 0)
 
     def _sync(self, node: Node, m: Mask, number: Any, threads: Any, condition: Any = False) -> Waiting:
         """What each warp's barrier was told: an i32 for all lanes, or one a lane where they were at several."""
@@ -212,7 +213,7 @@ class Role(Warps):
         for warp in self.active_warps(m):
             inside = self.inside_warp(m, warp)
             place = self.uniform(inside, address, "an mbarrier's address")
-            yield self.block.mbarrier(place, self.clocks[warp, 0]), warp, int(inside.sum())
+            yield self.block.mbarrier(place, self.clocks[warp, 0]), warp, int(np.count_nonzero(inside))
 
     def mbarrier_arrive(self, node: Node, m: Mask, address: Any) -> Waiting:
         yield from self.pause()

@@ -56,6 +56,8 @@ class Warps:
         x, y, _ = program.block
         self.thread_id = (thread % x, thread // x % y, thread // (x * y))
         self.warp_of = np.arange(self.lanes) // self.wave
+        self.lanes_of = [self.warp_of == warp for warp in range(self.warps)]
+        self.starts = np.arange(0, self.lanes, self.wave)
         numbers = range(self.first_warp, self.first_warp + self.warps)
         self.own = np.array([block.components.warp(number) for number in numbers])
         self.all_lanes = np.arange(self.lanes)
@@ -130,11 +132,14 @@ class Warps:
 
     def active_warps(self, m: Mask) -> list[int]:
         """Warps, counted in the role, with a lane in the mask."""
-        return list(range(self.warps)) if m is None else np.unique(self.warp_of[m]).tolist()
+        if m is None:
+            return list(range(self.warps))
+        warps: list[int] = np.flatnonzero(np.logical_or.reduceat(m, self.starts)).tolist()
+        return warps
 
     def inside_warp(self, m: Mask, warp: int) -> np.ndarray:
         """The lanes of a mask that are in a warp."""
-        lanes: np.ndarray = self.warp_of == warp
+        lanes: np.ndarray = self.lanes_of[warp]
         return lanes if m is None else m & lanes
 
     def whole_warps(self, m: Mask, what: str) -> list[int]:

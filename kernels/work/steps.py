@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from fly.runtime.compile import compile_kernel
+from fly.runtime.compile import compile_to_launch
 from fly.runtime.prepared import bind
 
 from ..problem.contract import Launch, Tensors
@@ -54,7 +54,7 @@ def bind_kernel(
     called = called or {}
     names = (*(called.get(p.name, p.name) for p in kernel.signature.parameters), *operands)
     values = tuple(arguments.get(name) for name in names)
-    bound = bind(kernel, grid, threads, values, statics, compile_kernel)
+    bound = bind(kernel, grid, threads, values, statics, compile_to_launch)
     takes = tuple(n for n, value in zip(names, values) if value is not None and not isinstance(value, int | float))
     return BoundKernel(bound.launch, takes, bound.entry.current_stream)
 

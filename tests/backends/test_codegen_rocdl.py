@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import stat
 import struct
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import llvmlite.binding as llvm
 import pytest
@@ -80,6 +84,13 @@ def test_barrier_waits_for_shared_memory(arch):
     assert any("lgkmcnt(0)" in line for line in code[store + 1 : barrier])
 
 
+def said_by(assembly: str) -> dict[str, int]:
+    """The numbers that LLVM writes into the assembly of a kernel."""
+    keys = "num_vgpr num_agpr vgpr_count sgpr_count vgpr_spill_count sgpr_spill_count group_segment_fixed_size "
+    keys += "private_segment_fixed_size max_flat_workgroup_size"
+    return {key: int(re.search(rf"\.{key}(?::\s+|, )(\d+)$", assembly, re.M).group(1)) for key in keys.split()}
+
+
 def test_accumulation_registers_are_counted_apart():
     text = """
     define amdgpu_kernel void @k(ptr addrspace(1) %p) {
@@ -87,8 +98,9 @@ def test_accumulation_registers_are_counted_apart():
       ret void
     }
     """
+    # assembly in IR is taken to text only
     emitted = emit(text, Machine(codegen.TRIPLE, "gfx942"), want_object=False)
-    resources = codegen.resources(emitted.assembly, target("gfx942"))
+    resources = codegen.resources(said_by(emitted.assembly), target("gfx942"))
     assert (resources.registers, resources.accum_registers) == (21, 10)
 
 
@@ -117,14 +129,35 @@ def test_occupancy_by_registers_is_what_llvm_says(registers):
     }}
     """
     emitted = emit(text, Machine(codegen.TRIPLE, "gfx950"), want_object=False)
-    resources = codegen.resources(emitted.assembly, target("gfx950"))
+    resources = codegen.resources(said_by(emitted.assembly), target("gfx950"))
     assert resources.registers == registers
     assert resources.occupancy == llvm_occupancy(emitted.llvm_ir, "gfx950")
 
 
-def test_assembly_without_metadata_is_an_error():
-    with pytest.raises(CompileError, match=r"LLVM's assembly has no \.group_segment_fixed_size"):
-        codegen.resources("s_endpgm", target("gfx942"))
+@pytest.mark.parametrize("kernels", [0, 2])
+def test_an_object_without_the_metadata_of_one_kernel_is_an_error(kernels):
+    text = "".join(f"define amdgpu_kernel void @k{i}() {{ ret void }}\n" for i in range(kernels))
+    emitted = emit(text, Machine(codegen.TRIPLE, "gfx942"), want_object=True, want_assembly=False)
+    with pytest.raises(CompileError, match=f"LLVM's object describes {kernels} kernels; expected one"):
+        codegen.counts(emitted.object)
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_an_objects_numbers_are_those_of_the_assembly(arch):
+    texts = {}
+    build(reversed_block, arch, observe=texts.__setitem__)
+    emitted = emit(texts["llvm"], Machine(codegen.TRIPLE, arch), want_object=True)
+    found, said = codegen.counts(emitted.object), said_by(emitted.assembly)
+    assert said["num_vgpr"] > 0 and said["group_segment_fixed_size"] == 1024
+    assert said == {key: found[key] for key in said}
+
+
+@pytest.mark.parametrize("options", [(), ("--amdgpu-waitcnt-forcezero",)])
+def test_without_assembly_there_is_the_same_machine_code(options):
+    text = "define amdgpu_kernel void @k(ptr addrspace(1) %p) { store i32 7, ptr addrspace(1) %p ret void }"
+    whole, bare = (codegen.generate(text, "gfx950", options, assembly) for assembly in (True, False))
+    assert "global_store_dword" in whole[0].assembly and bare[0].assembly == ""
+    assert whole[1] == bare[1]
 
 
 def test_author_limits_reach_the_code():
@@ -195,9 +228,18 @@ def test_no_linker_at_all_says_what_to_install(no_lld):
         find_lld("")
 
 
+def test_without_the_program_of_the_wheel_its_module_runs_it(monkeypatch, tmp_path):
+    empty = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(codegen.importlib.util, "find_spec", lambda name: empty)
+    assert codegen.zig() == (sys.executable, "-m", "ziglang")
+
+
 def test_linkers_are_tried_in_order(no_lld, monkeypatch):
-    monkeypatch.setattr(codegen.importlib.util, "find_spec", lambda name: name == "ziglang")
-    assert find_lld("")[1:] == ("-m", "ziglang", "ld.lld")
+    monkeypatch.setattr(codegen.importlib.util, "find_spec", find_spec)
+    command = find_lld("")
+    assert command == (*codegen.zig(), "ld.lld")
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("LLD")
     for name in ("ld.lld", "ld.lld-9", "ld.lld-18"):  # the newest version on PATH, then ROCm's
         path = script(no_lld / "bin" / name, "")
         assert find_lld("") == (path,)

@@ -8,7 +8,9 @@ from fly.backends.artefact import Artefact
 from fly.backends.compile import passes
 from fly.backends.target import target
 from fly.errors import CompileError, SharedMemoryError
-from tests.backends.builds import build, cached, reversed_block, scaled, several_buffers
+from fly.lang.signature import ScalarSpec
+from fly.runtime.compile import compile_kernel, compile_to_launch
+from tests.backends.builds import VECTOR, build, cached, reversed_block, scaled, several_buffers
 
 SHARED = ["plan-shared-memory", "insert-waits", "fast-math"]
 PASSES = {
@@ -101,3 +103,13 @@ def test_buffers_with_room_are_told_apart():
     build(several_buffers, "gfx950", elements=(256, 300), observe=seen.__setitem__)
     assert "@fly_shared_0" in seen["llvm"]
     assert "@fly_shared_1" in seen["llvm"]
+
+
+def test_launches_leave_out_the_assembly_and_whoever_asks_later_gets_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLY_CACHE_DIR", str(tmp_path))
+    configuration = scaled, (VECTOR, VECTOR, ScalarSpec("f32")), scaled.bind_statics({}), "gfx942", (256, 1, 1)
+    bare = compile_to_launch(*configuration)
+    whole = compile_kernel(*configuration)
+    assert bare.isa == "" and "s_endpgm" in whole.isa
+    assert (bare.binary, bare.resources) == (whole.binary, whole.resources)
+    assert compile_to_launch(*configuration) == whole  # the cache's entry is the one with the assembly now

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from fly.backends.llvm import Machine, emit
-from fly.backends.rocdl.codegen import TRIPLE, link
+from fly.backends.rocdl.codegen import TRIPLE, link, zig
 from fly.emulator import Program, Region
 
 LANES = 64
@@ -134,7 +133,7 @@ def assemble(text: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as directory:
         source, target = Path(directory, "a.s"), Path(directory, "a.o")
         source.write_text(text)
-        command = [sys.executable, "-m", "ziglang", "clang", "-target", TRIPLE, f"-mcpu={arch}", "-c", str(source)]
+        command = [*zig(), "clang", "-target", TRIPLE, f"-mcpu={arch}", "-c", str(source)]
         done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return target.read_bytes()

@@ -109,6 +109,7 @@ def explain(seed: int, index: int, want: np.ndarray, got: np.ndarray) -> str:
     return f"program {index} of seed {seed}: lane {lane}, bytes {at}..{at + 7} host/emulated {pair}\n{source}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_programs_agree(chunk: int) -> None:
     print(f"seed {SEED}; repeat with FLY_TEST_SEED={SEED}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import llvmlite.binding as llvm
+
+from fly.backends.rocdl.codegen import link
 
 
 @functools.cache
@@ -27,17 +25,6 @@ def emit(ir: str, arch: str, kind: str = "object", opt: int = 3) -> bytes | str:
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=opt))
     builder.getModulePassManager().run(module, builder)
     return machine.emit_assembly(module) if kind == "asm" else machine.emit_object(module)
-
-
-def link(objects: bytes) -> bytes:
-    """Link one object into a loadable code object."""
-    with tempfile.TemporaryDirectory() as directory:
-        source, target = Path(directory, "a.o"), Path(directory, "a.hsaco")
-        source.write_bytes(objects)
-        subprocess.run(
-            [sys.executable, "-m", "ziglang", "ld.lld", "-shared", str(source), "-o", str(target)], check=True
-        )
-        return target.read_bytes()
 
 
 @functools.lru_cache(maxsize=256)

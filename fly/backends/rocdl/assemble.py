@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from fly.backends.rocdl.codegen import link
+from fly.backends.rocdl.codegen import link, zig
 from fly.errors import CompileError, MissingPackageError
 
 _TARGET = re.compile(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)')
@@ -62,12 +60,13 @@ def assemble(text: str, arch: str | None = None) -> bytes:
     arch = arch or (named and named[1])
     if arch is None:
         raise CompileError("the assembly has no .amdgcn_target directive: name the architecture")
-    if not importlib.util.find_spec("ziglang"):
+    tools = zig()
+    if not tools:
         raise MissingPackageError("assembling for AMD GPUs", "ziglang")
     with tempfile.TemporaryDirectory(prefix="fly-assemble-") as directory:
         source, target = Path(directory, "kernel.s"), Path(directory, "kernel.o")
         source.write_text(text)
-        command = [sys.executable, "-m", "ziglang", "clang", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}"]
+        command = [*tools, "clang", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}"]
         done = subprocess.run(
             [*command, "-c", str(source), "-o", str(target)], capture_output=True, text=True, check=False
         )

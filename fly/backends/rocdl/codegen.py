@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from fly import config
 from fly.backends.artefact import Resources
 from fly.backends.llvm import Emitted, Machine, emit
+from fly.backends.rocdl.code_object import metadata_of, sections_of, symbols_of
 from fly.backends.target import Target
 from fly.errors import CompileError, DeviceError, MissingPackageError
 
@@ -23,10 +25,24 @@ TRIPLE = "amdgcn-amd-amdhsa"
 _MAX_WAVES = 8
 
 
-def generate(text: str, arch: str, options: tuple[str, ...]) -> tuple[Emitted, bytes]:
-    """Compile LLVM IR for `arch`; returns what LLVM emitted and the linked code object."""
-    emitted = emit(text, Machine(TRIPLE, arch, options=options), want_object=True)
+def generate(text: str, arch: str, options: tuple[str, ...], assembly: bool = True) -> tuple[Emitted, bytes]:
+    """Compile LLVM IR for `arch`; returns what LLVM emitted, with the `assembly` or without, and the linked code
+    object."""
+    emitted = emit(text, Machine(TRIPLE, arch, options=options), want_object=True, want_assembly=assembly)
     return emitted, link(emitted.object)
+
+
+def zig() -> tuple[str, ...]:
+    """The command that runs the tools of the ziglang wheel, empty without it.
+
+    `python -m ziglang` does no more than to become that program, and starting Python takes four times as long as to
+    link a kernel.
+    """
+    found = importlib.util.find_spec("ziglang")
+    if found is None:
+        return ()
+    program = Path(found.origin or "").with_name("zig")
+    return (str(program),) if os.access(program, os.X_OK) else (sys.executable, "-m", "ziglang")
 
 
 @functools.lru_cache(maxsize=8)
@@ -52,8 +68,8 @@ def _find_lld(forced: str) -> tuple[str, ...]:
     for name in names:
         if found := shutil.which(name):
             return (found,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "ld.lld")
+    if command := zig():
+        return (*command, "ld.lld")
     raise MissingPackageError(
         "no ld.lld found: linking for AMD GPUs", "ziglang", ", or set FLY_LLD to the path of an ld.lld"
     )
@@ -81,24 +97,32 @@ def link(object_code: bytes) -> bytes:
         return output.read_bytes()
 
 
-def resources(assembly: str, target: Target) -> Resources:
-    """Registers, spills and memory as LLVM writes them into the assembly, and what they let reside on a SIMD."""
+def counts(object_code: bytes) -> dict[str, int]:
+    """What LLVM notes of a kernel in its object: numbers by the names that its metadata and its symbols have.
 
-    def number(key: str) -> int:
-        found = re.search(rf"\.{key}(?::\s+|, )(\d+)$", assembly, re.M)
-        if found is None:
-            raise CompileError(f"LLVM's assembly has no .{key}")
-        return int(found.group(1))
+    Raises:
+        CompileError: an object without the metadata of one kernel.
+    """
+    sections = sections_of(object_code)
+    kernels = metadata_of(object_code, sections).get("amdhsa.kernels", ())
+    if len(kernels) != 1:
+        raise CompileError(f"LLVM's object describes {len(kernels)} kernels; expected one")
+    (kernel,), symbols = kernels, symbols_of(object_code, sections)
+    found = {key.removeprefix("."): value for key, value in kernel.items() if isinstance(value, int)}
+    return found | {key: symbols[f"{kernel['.name']}.{key}"][0] for key in ("num_vgpr", "num_agpr")}
 
-    shared = number("group_segment_fixed_size")
+
+def resources(counts: Mapping[str, int], target: Target) -> Resources:
+    """Registers, spills and memory of a kernel's `counts`, and what they let reside on a SIMD."""
+    shared = counts["group_segment_fixed_size"]
     return Resources(
-        registers=number("num_vgpr"),
-        accum_registers=number("num_agpr"),
-        scalar_registers=number("sgpr_count"),
-        spills=number("vgpr_spill_count") + number("sgpr_spill_count"),
-        scratch_bytes=number("private_segment_fixed_size"),
+        registers=counts["num_vgpr"],
+        accum_registers=counts["num_agpr"],
+        scalar_registers=counts["sgpr_count"],
+        spills=counts["vgpr_spill_count"] + counts["sgpr_spill_count"],
+        scratch_bytes=counts["private_segment_fixed_size"],
         shared_bytes=shared,
-        occupancy=_occupancy(target, number("vgpr_count"), shared, number("max_flat_workgroup_size")),
+        occupancy=_occupancy(target, counts["vgpr_count"], shared, counts["max_flat_workgroup_size"]),
     )
 
 

@@ -27,12 +27,14 @@ HEADS = [(1, 300, 3, (8, 1)), (5, 311, 1, (6, 2)), (100, 3, 1, (8, 1)), (50, 300
 PACKED = [([100, 0, 1, 170], [133, 40, 300, 0], 1, (2, 2)), ([1] * 4, [300, 0, 425, 64], 3, (8, 1))]
 
 causal_or_full = pytest.mark.parametrize("causal", [True, False])
+full_or_causal = pytest.mark.parametrize("causal", [False, True])  # what a sample has causal there it has full here
 
 
 def turn(feature: str, causal: bool) -> int:
     return 2 * list(CASES).index(feature) + causal
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("feature", CASES)
 def test_features_of_dense_sequences(feature, causal, seed):
@@ -43,7 +45,8 @@ def test_features_of_dense_sequences(feature, causal, seed):
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
-@causal_or_full
+@pytest.mark.sample(2)
+@full_or_causal
 @pytest.mark.parametrize("feature", CASES)
 def test_features_of_packed_heads(feature, causal, seed):
     number = turn(feature, causal)
@@ -53,6 +56,7 @@ def test_features_of_packed_heads(feature, causal, seed):
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("feature", [name for name in CASES if name not in DENSE_ONLY])
 def test_features_of_packed_sequences(feature, causal, seed):
