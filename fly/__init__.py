@@ -34,11 +34,13 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.chain": "Chain chain",
         "fly.lang.stored_operand": "StoredOperand FragmentStore plan_stored_operand",
         "fly.lang.copy": "RowCopy TransposedCopy TileRing AlternatingTiles",
+        "fly.lang.vector_copy": "SharedVector VectorCopy",
         "fly.lang.direct_copy": "DirectCopy CopyPosition PagedDirectCopy PagePosition",
         "fly.lang.software_pipeline": "Pipeline PipelineTile Stage",
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
-        "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane target",
+        "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane"
+        " reread_ids target",
         "fly.lang.debug": "print check",
         "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",

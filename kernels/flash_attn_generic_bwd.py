@@ -45,7 +45,7 @@ from .problem.features import BoundFeatures
 from .problem.gradients import SCORES_ALONE, Inputs, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
-from .work.fragments import group_size, store_output
+from .work.fragments import store_output
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
@@ -80,11 +80,14 @@ def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked
     if always_masked:
         parts = [(first, end, True)]
     else:
+        to_the_end = tiles.whole_end is tiles.end
         whole_from = fly.first_lane(fly.maximum(tiles.whole_from, first))
-        whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), end))
+        whole_end = end if to_the_end else fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), end))
         parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, end, True)]
         if isinstance(tiles.whole_from, int) and tiles.whole_from == 0:
             parts = parts[1:]
+        if to_the_end:
+            parts = parts[:-1]
     for start, stop, masked in parts:
         for j, carried in (loop := fly.range(start, stop, carry=state)):
             loop.next(*step(j, carried, masked))
@@ -128,26 +131,29 @@ class _KeyBlock:
         of_dout = Stream("dout", link, views[1], options.tiling, across=wants_k, along=wants_v)
         listed, tiles = self._listed(given, place)
         tile_of = None if listed is None else listed.tile
-        ring = fly.TileRing(listed_copies([*of_q.copies, *of_dout.copies], tile_of), options.stages)
-        split = len(of_q.copies)
+        with fly.reread_ids():
+            copies: list[tuple[Any, Any]] = of_q.copies()
+            split = len(copies)
+            copies += of_dout.copies()
+        for name, vector in zip(("lse", "delta"), statistics, strict=True):
+            slots = fly.SharedVector.ring(name, options.block_n, vector.dtype, options.stages)
+            copies.append((fly.VectorCopy(vector, asynchronous=options.tiling.asynchronous), slots))
+        ring = fly.TileRing(listed_copies(copies, tile_of), options.stages)
         zeros = fly.Fragment.zeros(layout, self.row_tiles, of_q.row_tiles)
-        keys = fly.RowVector.full(layout, self.row_tiles, 0.0).rows().map(lambda row: row + self.wave_key)
 
         def step(i: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
             *sums, flight = state
             tile = i if tile_of is None else tile_of(i)
             first_query = tile * options.block_n
-            # queries past the end have zeros here, in Q and in dO: whatever their weights are, they add nothing
-            lse_columns, deltas = (
-                fly.ColumnVector.load(layout, of_q.row_tiles, vector, first_query) for vector in statistics
-            )
-            lse = fly.RowVector(turned_layout(layout), lse_columns.values)
-            queries = lse.rows().map(lambda row: row + first_query)
-            less = zeros.map_columns(lambda zero, delta: -delta, deltas.map(given.of_kept))
             ready, flight = ring.advance(i, flight)
-            q_tile, dout_tile = ready[:split], ready[split:]
+            q_tile, dout_tile, (lse_slot, delta_slot) = ready[:split], ready[split:-2], ready[-2:]
+            lse = fly.RowVector(turned_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
+            queries = lse.rows().map(lambda row: row + first_query)
 
             def limit(scores: fly.Fragment) -> fly.Fragment:
+                with fly.reread_ids():
+                    wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
+                    keys = fly.RowVector.full(layout, self.row_tiles, 0.0).rows().map(lambda row: row + wave_key)
                 return turned(self.inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
@@ -165,6 +171,8 @@ class _KeyBlock:
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
             if wants_k:
+                deltas = delta_slot.columns(layout, of_q.row_tiles).map(given.of_kept)
+                less = zeros.map_columns(lambda zero, delta: -delta, deltas)
                 excess = turned(of_dout.across(less, self.operands[1], dout_tile))
                 found = made.score_gradients(excess, turned(less))
                 results["dk"] = of_q.along(results["dk"], turned(found.raw), q_tile)
@@ -198,6 +206,7 @@ def flash_attn_generic_dkdv(
     dk: fly.Tensor | None,
     dv: fly.Tensor | None,
     scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    group: fly.i32,  # type: ignore[valid-type]
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
@@ -207,20 +216,26 @@ def flash_attn_generic_dkdv(
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head.
 
     q, dout (B, Sq, H, D), k, v, dk, dv (B, Skv, Hkv, D), or packed (tokens, heads, D) with (B + 1,) i32 offsets; v,
-    dout and dv may have another D. lse2, delta: `work.row_statistics`. A block mask's lists are those by key blocks.
-    Grid: (key blocks, key heads, sequences), or `folded`.
+    dout and dv may have another D; `group` is H / Hkv. lse2, delta: `work.row_statistics`. A block mask's lists are
+    those by key blocks. Grid: (key blocks, key heads, sequences), or `folded`.
+
+    Little more is kept in registers over the loop over queries than it needs: ids are read again before and after.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     given = options.features.bind(operands)
-    block = fly.block_id.x
-    kv_head, batch, exists = head_of_block(k.shape[-2], sequences_of(q, cu_seqlens_q), folded=folded)
+
+    def keys_here() -> tuple[fly.Value, fly.Value, Tokens, fly.Value]:
+        """(key head, sequence, its keys, the block's first one)."""
+        kv_head, batch, exists = head_of_block(k.shape[-2], sequences_of(q, cu_seqlens_q), folded=folded)
+        keys = Tokens.of(tokens_of(k, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
+        first = fly.block_id.x * options.block_m
+        return kv_head, batch, keys, first if exists is None else fly.select(exists, first, keys.length)
+
+    kv_head, batch, keys, first_key = keys_here()
     queries = Tokens.of(tokens_of(q, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
-    keys = Tokens.of(tokens_of(k, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     seen = given.key_range(queries.length, keys.length, options.causal)
-    inverse = QueryRange.of(seen)
-    first_key = block * options.block_m
-    if exists is not None:
-        first_key = fly.select(exists, first_key, keys.length)
+    # Q and dO are zeros past the end, so that finite weights there add nothing; but what modifies scores may make inf
+    inverse = QueryRange.of(seen, open_end=not options.features.modifies)
     tiles = inverse.tiles(first_key, options.block_m, options.block_n)
     link = fly.chain(fly.target().mma(q.dtype.name))
     wave_offset = fly.wave_id() * options.wave_rows
@@ -230,15 +245,21 @@ def flash_attn_generic_dkdv(
         sides = {"k": keys.rows(k, kv_head, options.head_dim), "v": keys.rows(v, kv_head, options.head_dim_v)}
         if "dk" not in options.results:
             del sides["v"]
-        stay = [arrived(wave_offset) for arrived in _resident(link, sides, first_key, options)]
+        arriving = _resident(link, sides, first_key, options)
+        in_registers = options.resident == "registers"
+        stay = [arrived(wave_offset) for arrived in arriving] if in_registers else []
         mine = _KeyBlock(options, link, inverse, tiles, first_key, first_key + wave_offset, stay)
         sums = tuple(
             fly.Fragment.zeros(link.layout, mine.row_tiles, column_tiles(link, dims[name]))
             for name in options.results
         )
-        group = group_size(q, k)
-        for g, carried in (heads := fly.range(0, group, carry=sums)):
-            place = _Head(batch, kv_head * group + g, seen)
+        first_head = kv_head * group
+        for head, carried in (heads := fly.range(first_head, first_head + group, carry=sums)):
+            place = _Head(batch, head, seen)
+            if not in_registers:
+                with fly.reread_ids():
+                    stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]
+                mine = replace(mine, operands=stay)
             views = (
                 queries.rows(q, place.head, options.head_dim),
                 queries.rows(dout, place.head, options.head_dim_v),
@@ -247,12 +268,15 @@ def flash_attn_generic_dkdv(
             heads.next(*mine.take_in(carried, given.at(place), place, scale_log2, views, statistics))
 
         results = dict(zip(options.results, heads.results, strict=True))
-        if dv is not None:
-            view = keys.rows(dv, kv_head, options.head_dim_v)
-            store_output(view, _scaled(results["dv"], given), mine.wave_key, options.wave_rows)
-        if dk is not None:
-            view = keys.rows(dk, kv_head, options.head_dim)
-            store_output(view, _scaled(results["dk"], given, scale_log2), mine.wave_key, options.wave_rows)
+        with fly.reread_ids():
+            kv_head, _, keys, first_key = keys_here()
+            wave_key = first_key + fly.wave_id() * options.wave_rows
+            if dv is not None:
+                view = keys.rows(dv, kv_head, options.head_dim_v)
+                store_output(view, _scaled(results["dv"], given), wave_key, options.wave_rows)
+            if dk is not None:
+                view = keys.rows(dk, kv_head, options.head_dim)
+                store_output(view, _scaled(results["dk"], given, scale_log2), wave_key, options.wave_rows)
 
 
 def _resident(
@@ -338,8 +362,8 @@ def flash_attn_generic_dq(
         tiles, tile_of = work.tiles, None
         if work.listed is not None:
             tiles, tile_of = replace(tiles, first=0, whole_from=0), work.listed.tile
-        ring = fly.TileRing(listed_copies([*of_k.copies, *of_v.copies], tile_of), options.stages)
-        split = len(of_k.copies)
+        of_keys = of_k.copies()
+        ring, split = fly.TileRing(listed_copies([*of_keys, *of_v.copies()], tile_of), options.stages), len(of_keys)
         flight = ring.start(_uniform(tiles.first))
         of_q, of_dout = (arrived(wave_offset) for arrived in arriving)
         last = work.queries.length - 1
@@ -415,6 +439,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     given = {
         **tensors,
         "scale_log2": request.scale_log2,
+        "group": request.num_heads // request.num_kv_heads,
         # only sizes and strides matter here
         **dict.fromkeys(parts, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
     }

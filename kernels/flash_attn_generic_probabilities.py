@@ -66,7 +66,7 @@ def flash_attn_generic_probabilities(
         rows = fly.RowVector.full(link.layout, row_tiles, 0.0).rows().map(lambda row: row + wave_row)
         here, out = given.at(work), probabilities[work.batch, work.head, :, :]
         keys = Stream("k", link, work.k, options.tiling, across=True, along=False)
-        ring = fly.TileRing(keys.copies, options.stages)
+        ring = fly.TileRing(keys.copies(), options.stages)
         queries = direct_rows(link, work.q.window(work.first_row, options.block_m), wave_offset, options.wave_rows)
         vector, last = work.lse, work.queries.length - 1
         lse2 = rows.map(lambda row: _lse2(vector.load(fly.minimum(row, last))))

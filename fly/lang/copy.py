@@ -258,7 +258,7 @@ class RowCopy(_Copy):
                 source = lanes[run].offset(step * (first // self.rows_per_pass) if first else 0)
                 source = source.offset(group * self.source.dtype.bytes)
                 inside = row < windows[run].rows_left - first
-                tokens.append(_copy_async(target, source, inside, bytes_))
+                tokens.append(copy_async(target, source, inside, bytes_))
         return join(tokens)
 
     def _issue_found(self, found: list[tuple[Pointer, Value]], destination: SharedTile) -> Token:
@@ -271,7 +271,7 @@ class RowCopy(_Copy):
                 inside = exists if whole else exists & (self.column < self.source.columns - group)
                 source = row.offset((self.column + group) * bytes_)
                 target = destination.pointer.offset(base).offset(add)
-                tokens.append(_copy_async(target, source, inside, self.vector * bytes_))
+                tokens.append(copy_async(target, source, inside, self.vector * bytes_))
         return join(tokens)
 
     def land(self, in_flight: Any, destination: SharedTile) -> None:
@@ -285,7 +285,7 @@ class RowCopy(_Copy):
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
 
 
-def _copy_async(target: Pointer, source: Pointer, inside: Value, bytes_: int) -> Token:
+def copy_async(target: Pointer, source: Pointer, inside: Value, bytes_: int) -> Token:
     """Of `bytes_`, zeros where it is not `inside`."""
     attributes = {"bytes": i64_attribute(bytes_)}
     return Token(emit("fly.copy_async", [target.ir, source.ir, inside.ir], [token_type()], attributes).results[0])
@@ -356,13 +356,13 @@ class TransposedCopy(_Copy):
 
 
 class TileCopy(Protocol):
-    """What rings need of a copy; `asynchronous` ones say so."""
+    """What rings need of a copy; `asynchronous` ones say so. Destinations are what its slots are."""
 
     def locate(self, tile: Any) -> Located: ...
 
-    def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any: ...
+    def issue(self, tile: Any, destination: Any, located: Located | None = None) -> Any: ...
 
-    def land(self, in_flight: Any, destination: SharedTile) -> None: ...
+    def land(self, in_flight: Any, destination: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ class TileRing:
 
     def __init__(
         self,
-        copies: Sequence[tuple[TileCopy, SharedTile]],
+        copies: Sequence[tuple[TileCopy, Any]],
         stages: int,
         lags: tuple[int, ...] | None = None,
     ):
@@ -413,7 +413,7 @@ class TileRing:
     def _locate(self, tile: Any) -> tuple[Located, ...]:
         return tuple(copy.locate(tile - lag) for (copy, _), lag in zip(self.copies, self.lags, strict=True))
 
-    def _tile(self, ring: SharedTile, slot: Any, lag: int) -> SharedTile:
+    def _tile(self, ring: Any, slot: Any, lag: int) -> Any:
         slot = _wrap(slot + (self.stages - lag), self.stages) if lag else slot
         return ring if isinstance(slot, int) and slot == 0 else ring.slot(slot)
 
@@ -427,7 +427,7 @@ class TileRing:
             self._locate(first + count),
         )
 
-    def advance(self, tile: Any, flight: InFlight) -> tuple[list[SharedTile], InFlight]:
+    def advance(self, tile: Any, flight: InFlight) -> tuple[list[Any], InFlight]:
         """Complete the tiles of step `tile`, start later ones, and give the shared tiles to read now."""
         if self.asynchronous:
             wait(flight.pending[0])

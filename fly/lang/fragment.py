@@ -437,12 +437,14 @@ class Fragment:
 
     def keep_columns_below(
         self,
-        limits: RowVector,
+        limits: RowVector | None,
         fill: float,
         between: Callable[[], None] | None = None,
         starts: RowVector | None = None,
     ) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere, and below the row's start.
+
+        None for limits or starts leaves that side open.
 
         `between()` is called after the comparisons and after the selections of every tile, with `starts` of every
         half: a line for the scheduler, where a selection should not follow its comparison at once.
@@ -450,11 +452,12 @@ class Fragment:
         layout = self.layout
         lane_column = layout.first_column()
 
-        def spread(bounds: RowVector) -> list[Value]:
+        def spread(bounds: RowVector | None) -> list[Value] | None:
+            if bounds is None:
+                return None
             return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
-        remaining = spread(limits)
-        skipped = None if starts is None else spread(starts)
+        remaining, skipped = spread(limits), spread(starts)
 
         def keep(elements: Value, seen: Value) -> Value:
             if between is None:
@@ -467,7 +470,9 @@ class Fragment:
         def mask(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
             if skipped is None:
-                return keep(tile, columns < remaining[r])
+                return tile if remaining is None else keep(tile, columns < remaining[r])
+            if remaining is None:
+                return keep(tile, columns >= skipped[r])
             half = layout.values // 2
             parts = [slice(0, half), slice(half, layout.values)]
             return concat(

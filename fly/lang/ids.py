@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fly.errors import TraceError
@@ -14,7 +16,26 @@ if TYPE_CHECKING:
     from fly.backends.target import Target
 
 
+_ANEW = ".anew"
+_suffixes = [""]
+
+
+@contextmanager
+def reread_ids() -> Iterator[None]:
+    """Block and thread ids are read anew here: nothing made of them is kept in registers from before for it.
+
+    For what a long loop does not need and what comes after it does, or for rare branches. NVIDIA's compiler alone
+    is told so; elsewhere such numbers are scalar, or cheap to keep.
+    """
+    _suffixes.append(_ANEW)
+    try:
+        yield
+    finally:
+        _suffixes.pop()
+
+
 def _id(name: str) -> Value:
+    name += _suffixes[-1]
     return Value(emit("fly.id", [], [i32.mlir], {"name": string_attribute(name)}).results[0], i32)
 
 

@@ -206,7 +206,7 @@ class Warps:
     # places and lanes
 
     def id(self, name: str) -> Any:
-        kind, axis = name.split(".")
+        kind, axis, *_ = name.split(".")
         if kind == "thread_id":
             return self.thread_id["xyz".index(axis)]
         sizes = {"block_id": self.block.index, "grid_dim": self.block.grid}[kind]

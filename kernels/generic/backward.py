@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import fly
 from fly.backends.target import Target
 from fly.errors import ShapeError
 
@@ -59,11 +60,14 @@ class BackwardOptions:
         """Rows of a wave."""
         return self.block_m // self.waves
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of the block, where no tile is stored turned as well."""
+    def block_bytes(self, kernel: str, wave_size: int) -> int:
+        """Shared memory of a block, where no tile is stored turned as well."""
         rows = self.stages * self.block_n + (self.block_m if self.resident == "shared" else 0)
-        return 2 * rows * (padded(self.head_dim) + padded(self.head_dim_v))
+        tiles = 2 * rows * (padded(self.head_dim) + padded(self.head_dim_v))
+        if kernel == "dq":
+            return tiles
+        # the queries' log-sum-exp and delta
+        return tiles + 2 * self.stages * fly.SharedVector.bytes_for(self.block_n, self.waves * wave_size, fly.f32)
 
     @property
     def tiling(self) -> Tiling:
@@ -73,32 +77,40 @@ class BackwardOptions:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row of the tables, of `dkdv` and of `dq`; `vector`: of copies."""
+    """A row of the tables, of `dkdv` and of `dq`; `dv`: of the launch for dV alone. `vector`: of copies."""
 
     dkdv: Tiles
     dq: Tiles
+    dv: Tiles | None = None
     vector: int = 8
 
+    def tiles(self, kernel: str, results: tuple[str, ...]) -> Tiles:
+        """Of a build of a kernel."""
+        if kernel == "dq":
+            return self.dq
+        return self.dv if results == ("dv",) and self.dv is not None else self.dkdv
 
-# By padded head dimension, the larger one of q's and v's. Tiles are as high as all threads have a piece of them.
+
+# By padded head dimension, the larger one of q's and v's: the first row whose blocks have the shared memory. Tiles
+# are as high as all threads have a piece of them.
 _NVIDIA = {
-    32: _Rows((128, 64, 8), (128, 64, 8)),
-    64: _Rows((128, 64, 8), (128, 32, 4)),
-    96: _Rows((128, 64, 8), (128, 64, 8)),
-    128: _Rows((128, 32, 8), (128, 32, 4)),
-    160: _Rows((64, 64, 4), (64, 64, 4)),
-    192: _Rows((64, 32, 4), (64, 32, 4)),
-    224: _Rows((64, 64, 4), (64, 64, 4)),
-    256: _Rows((64, 32, 4), (64, 32, 4)),
+    32: (_Rows((128, 64, 8), (128, 64, 8)),),
+    64: (_Rows((128, 64, 8), (128, 32, 4)),),
+    96: (_Rows((128, 64, 8), (128, 64, 8)), _Rows((64, 32, 4), (64, 32, 4))),
+    128: (_Rows((128, 32, 8), (128, 32, 4)), _Rows((64, 32, 4), (128, 32, 4))),
+    160: (_Rows((64, 64, 4), (64, 64, 4)), _Rows((64, 32, 4), (64, 32, 4))),
+    192: (_Rows((64, 32, 4), (64, 32, 4)),),
+    224: (_Rows((64, 64, 4), (64, 64, 4)), _Rows((64, 16, 4), (64, 16, 4), vector=4)),
+    256: (
+        _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8)),
+        _Rows((64, 32, 4), (64, 32, 4)),
+        _Rows((64, 16, 4), (64, 16, 4)),
+    ),
 }
+# Where scores need nothing but causality, before those: a wave's rows, or a tile's, take more registers.
+_NVIDIA_PLAIN = {64: _Rows((128, 32, 4), (128, 32, 4)), 128: _Rows((128, 64, 8), (128, 32, 4))}
 # Where gradients of operands take registers beside dQ's.
 _NVIDIA_OF_OPERANDS = {128: _Rows((128, 32, 8), (128, 32, 8))}
-# Where a block has less shared memory than those take.
-_NVIDIA_SMALL = {
-    160: _Rows((64, 32, 4), (64, 32, 4)),
-    224: _Rows((64, 16, 4), (64, 16, 4), vector=4),
-    256: _Rows((64, 16, 4), (64, 16, 4)),
-}
 # A wave has 32 rows; what passes by goes through registers, so that it needs one slot.
 _AMD = {
     32: _Rows((128, 64, 4), (128, 64, 4)),
@@ -130,9 +142,11 @@ def options_for(
     """
     dim = max(padded(head_dim), padded(head_dim_v))
     nvidia = target.backend == "nvvm"
+    plain = not (features.per_score or features.elementwise or features.windowed or features.ends_early)
+    plain = plain and features.block_size is None
 
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
-        tiles: Tiles = getattr(rows, kernel)
+        tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
         if features.block_size is not None:
             queries, keys = features.block_size
@@ -157,13 +171,13 @@ def options_for(
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
-        rows = (_NVIDIA if nvidia else _AMD)[dim]
-        if nvidia and of_operands:
-            rows = _NVIDIA_OF_OPERANDS.get(dim, rows)
-        options = made(rows, kernel, results)
-        if nvidia and options.shared_bytes > target.shared_bytes:
-            rows = _NVIDIA_SMALL[dim]
+        if not nvidia:
+            return made(_AMD[dim], kernel, results)
+        first = _NVIDIA_OF_OPERANDS.get(dim) if of_operands else _NVIDIA_PLAIN.get(dim) if plain else None
+        for rows in (*([first] if first else []), *_NVIDIA[dim]):
             options = made(rows, kernel, results)
+            if options.block_bytes(kernel, target.wave_size) <= target.shared_bytes:
+                break
         return options
 
     launches: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if dim <= TOGETHER else (("dk",), ("dv",))

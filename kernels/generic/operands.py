@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fly
@@ -124,7 +125,7 @@ class Stream:
         along: bool,
     ) -> None:
         self.link = link
-        self.copies: list[tuple[Any, fly.SharedTile]] = []
+        self._copies: list[tuple[Callable[[], Any], fly.SharedTile]] = []
         atom, operand, columns = link.atom, link.column_operand, link.layout.columns
         self.steps = -(-rows.columns // atom.k)
         self.row_steps = tiling.rows // atom.k
@@ -133,8 +134,9 @@ class Stream:
         if across or turning is not None:
             granule = max(p.load.granule for p in (plan if across else None, turning if along else None) if p)
             layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
-            copy = fly.RowCopy(rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
-            self.copies.append((copy, fly.SharedTile.ring(name, layout, rows.dtype, tiling.stages)[0]))
+            slots = fly.SharedTile.ring(name, layout, rows.dtype, tiling.stages)[0]
+            row_copy = partial(fly.RowCopy, vector=tiling.vector, asynchronous=tiling.asynchronous)
+            self._copies.append((partial(row_copy, rows, layout), slots))
         if across:
             self._across = fly.OperandLoader(plan, layout)
             for t in range(self.steps):
@@ -148,12 +150,17 @@ class Stream:
             layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
             pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
             vector = min(tiling.vector, _turned_vector(tiling.rows, dims))
-            turned = fly.TransposedCopy(rows, layout, vector=vector, slot_of_piece=pieces)
-            self.copies.append((turned, fly.SharedTile.ring(f"{name} turned", layout, rows.dtype, tiling.stages)[0]))
+            turned = fly.SharedTile.ring(f"{name} turned", layout, rows.dtype, tiling.stages)[0]
+            turned_copy = partial(fly.TransposedCopy, vector=vector, slot_of_piece=pieces)
+            self._copies.append((partial(turned_copy, rows, layout), turned))
         self._along = fly.OperandLoader(turning or plan, layout)
         for n in range(0, column_tiles(link, rows.columns), self._along.plan.tiles):
             for t in range(self.row_steps):
                 self._along.prepare(*self._place(n, t))
+
+    def copies(self) -> list[tuple[Any, fly.SharedTile]]:
+        """Those for a ring, made here: what a thread takes of a tile is computed where this is called."""
+        return [(make(), slots) for make, slots in self._copies]
 
     def _place(self, n: int, t: int) -> tuple[int, int]:
         row, column = t * self.link.atom.k, n * self.link.layout.columns
@@ -205,7 +212,7 @@ class ListedCopy:
 
 
 def listed_copies(
-    copies: Sequence[tuple[Any, fly.SharedTile]], tile_of: Callable[[Any], Any] | None
+    copies: Sequence[tuple[Any, Any]], tile_of: Callable[[Any], Any] | None
 ) -> list[tuple[Any, fly.SharedTile]]:
     """`copies` for a ring whose steps take the tiles that `tile_of` names; None: those of the same numbers."""
     return [(copy if tile_of is None else ListedCopy(copy, tile_of), slots) for copy, slots in copies]
@@ -229,7 +236,7 @@ class KeyValues:
     ):
         self.k = Stream("k", link, k_rows, tiling, across=True, along=False)
         self.v = Stream("v", link, v_rows, tiling, across=False, along=True)
-        copies = listed_copies((*self.k.copies, *self.v.copies), listed)
+        copies = listed_copies((*self.k.copies(), *self.v.copies()), listed)
         self.ring = (
             fly.AlternatingTiles(*copies) if tiling.alternate else fly.TileRing(copies, tiling.stages, lags=(0, lag))
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
@@ -143,25 +143,33 @@ class QueryRange:
 
     Key j stands at position j - (keys - queries) among the queries and is seen by those from there - `right` to
     there + `left`, in its own chunk: a range of the same kind with the two exchanged, whose chunks begin where those
-    of keys do. `exchanged` is that range; its "queries" are these keys.
+    of keys do. `exchanged` is that range; its "queries" are these keys. With `open_end`, queries past the end count
+    as seen wherever nothing but the end hides them: for sums to which these add zeros.
     """
 
     exchanged: KeyRange
+    open_end: bool = False
 
     @staticmethod
-    def of(seen: KeyRange) -> QueryRange:
+    def of(seen: KeyRange, *, open_end: bool = False) -> QueryRange:
         """The inverse of a range of all keys, whose rows are queries of their own: no `stop`, not `one_query`."""
         assert seen.stop is None and not seen.one_query
         left = 0 if seen.causal else seen.right
         origin = None if seen.chunk is None else seen.keys - seen.queries
         return QueryRange(
-            KeyRange(seen.keys, seen.queries, False, None, left, seen.left, chunk=seen.chunk, chunk_origin=origin)
+            KeyRange(seen.keys, seen.queries, False, None, left, seen.left, chunk=seen.chunk, chunk_origin=origin),
+            open_end,
         )
 
     @property
     def hides_first(self) -> bool:
         """Whether there are keys that the first queries do not see."""
         return self.exchanged.hides_first
+
+    @property
+    def limits(self) -> bool:
+        """Whether there are keys that the last queries do not see, or those past the end must not."""
+        return not self.open_end or self.exchanged.right is not None or self.exchanged.chunk is not None
 
     def start(self, key: Any) -> Any:
         """The first query that sees a key, 0 or more, where causality, a window or a chunk limits it."""
@@ -173,10 +181,19 @@ class QueryRange:
 
     def tiles(self, first_key: Any, keys: int, tile: int) -> TileRange:
         """The tiles of `tile` queries of a block of `keys` keys from `first_key` on, which exists."""
-        return self.exchanged.tiles(first_key, keys, tile)
+        tiles = self.exchanged.tiles(first_key, keys, tile)
+        return tiles if self.limits else replace(tiles, whole_end=tiles.end)
 
     def apply(
         self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any, between: Callable[[], None] | None = None
     ) -> fly.Fragment:
         """Turned scores, K Q^T, with -inf where a query does not see the row (a key index)."""
-        return self.exchanged.apply(scores, keys, first_query, between)
+        if self.limits:
+            return self.exchanged.apply(scores, keys, first_query, between)
+        if self.exchanged.left is None:
+            return scores
+        # causal: not `start`, since a query's number is at least 0 anyway, and a maximum would take a register a key
+        causal = isinstance(self.exchanged.left, int) and self.exchanged.left == 0
+        shift = self.exchanged.keys - self.exchanged.queries - first_query
+        starts = keys.map(lambda key: key + shift if causal else self.start(key) - first_query)
+        return scores.keep_columns_below(None, float("-inf"), between, starts)

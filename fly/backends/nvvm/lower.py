@@ -29,7 +29,14 @@ _IDS = {"thread_id": "tid", "block_id": "ctaid", "grid_dim": "nctaid"}
 
 
 def _id(op: ir.Operation, b: Builder) -> ir.Value:
-    kind, axis = string(op, "name").split(".")
+    kind, axis, *anew = string(op, "name").split(".")
+    if anew:
+        text = {
+            "asm_string": ir.StringAttr.get(f"mov.u32 $0, %{_IDS[kind]}.{axis};"),
+            "constraints": ir.StringAttr.get("=r"),
+            "has_side_effects": ir.UnitAttr.get(),
+        }
+        return b.value("llvm.inline_asm", [], op.results[0].type, text)
     return b.intrinsic(f"llvm.nvvm.read.ptx.sreg.{_IDS[kind]}.{axis}", [], op.results[0].type)
 
 

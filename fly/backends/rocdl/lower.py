@@ -32,7 +32,7 @@ _IDS = {"thread_id": "llvm.amdgcn.workitem.id.", "block_id": "llvm.amdgcn.workgr
 
 
 def _id(op: ir.Operation, b: Builder) -> ir.Value:
-    kind, axis = string(op, "name").split(".")
+    kind, axis, *_ = string(op, "name").split(".")
     i32 = op.results[0].type
     if kind in _IDS:
         return b.intrinsic(_IDS[kind] + axis, [], i32)

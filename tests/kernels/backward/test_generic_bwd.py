@@ -217,8 +217,9 @@ def test_every_head_dimension_has_builds_that_fit(arch):
     for head_dim in range(32, 257, 8):
         of_keys, of_queries = options_for(description, head_dim, head_dim, True)
         assert sorted(name for options in of_keys for name in options.results) == ["dk", "dv"]
-        for options in (*of_keys, of_queries):
-            assert options.shared_bytes <= description.shared_bytes
+        for kernel, builds in (("dkdv", of_keys), ("dq", (of_queries,))):
+            for options in builds:
+                assert options.block_bytes(kernel, description.wave_size) <= description.shared_bytes
 
 
 OPTIONS = BackwardOptions(64, 64, False, 64, 32, 4, 2, resident="shared")
