@@ -90,7 +90,7 @@ BUGS = (
         "dk is not scaled",
         bwd.flash_attn_generic_dkdv,
         "function",
-        '_scaled(results["dk"], scale_log2) => results["dk"]',
+        '_scaled(results["dk"], given, scale_log2) => results["dk"]',
         "heads",
         "wrong",
     ),
@@ -141,7 +141,7 @@ BUGS = (
         Weights,
         "score_gradients",
         "self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x)) => "
-        "excess.map(lambda x, r, c: self.weights.tiles[r][c] * x)",
+        "ScoreGradients(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))",
         "softcap",
         "wrong",
     ),
