@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -245,3 +246,17 @@ def test_bytes_widen_in_pairs_through_f16(dtype, name):
         CHECK: llvm.fpext %{{{{.*}}}} : vector<4xf16> to vector<4xf32>
         """,
     )
+
+
+def test_ids_are_read_again_where_it_is_asked_for():
+    def twice(out: fly.Tensor, *, anew: bool):
+        out.store(fly.thread_id.x, fly.thread_id.x)
+        with fly.reread_ids() if anew else contextlib.nullcontext():
+            out.store(fly.thread_id.x + 1, fly.block_id.x + 40)
+
+    for anew in (False, True):
+        compiled = [
+            fly.compile(fly.kernel(twice), matrix("i32", 1), block=32, target=arch, anew=anew).isa
+            for arch in ("sm_80", "gfx950")
+        ]
+        assert compiled[0].count("%tid.x") == 1 + anew and compiled[0].count("%ctaid.x") == 1
