@@ -34,7 +34,8 @@ Source = RowView | Panel | PagedRows
 Located = tuple[Value, ...]  # what must be known of a tile before its copy starts; nothing but of pages
 
 
-def _threads() -> int:
+def block_threads() -> int:
+    """Threads of the block; static."""
     x, y, z = current().block
     return x * y * z
 
@@ -58,7 +59,7 @@ class _Copy:
         self.vector = vector
         self.group = columns & -columns
         lanes_per_row = self.group // vector
-        threads = _threads()
+        threads = block_threads()
         if lanes_per_row == 0 or threads % lanes_per_row:
             raise ShapeError(f"{threads} threads do not divide into rows of {lanes_per_row} vectors")
         self.rows_per_pass = min(rows, threads // lanes_per_row)

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from fly.backends.target import Target
 
 
-_ANEW = ".anew"
-_suffixes = [""]
-
-
 @contextmanager
 def reread_ids() -> Iterator[None]:
     """Block and thread ids are read anew here: nothing made of them is kept in registers from before for it.
@@ -27,15 +23,17 @@ def reread_ids() -> Iterator[None]:
     For what a long loop does not need and what comes after it does, or for rare branches. NVIDIA's compiler alone
     is told so; elsewhere such numbers are scalar, or cheap to keep.
     """
-    _suffixes.append(_ANEW)
+    trace = current()
+    before, trace.rereads_ids = trace.rereads_ids, True
     try:
         yield
     finally:
-        _suffixes.pop()
+        trace.rereads_ids = before
 
 
 def _id(name: str) -> Value:
-    name += _suffixes[-1]
+    if current().rereads_ids:
+        name += ".anew"
     return Value(emit("fly.id", [], [i32.mlir], {"name": string_attribute(name)}).results[0], i32)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from fly.errors import ShapeError
 from fly.ir import memory
-from fly.ir.context import current
 from fly.ir.dtypes import DType, i32
 from fly.ir.math import maximum
 from fly.ir.memory import Pointer
 from fly.ir.value import Value
-from fly.lang.copy import Located, copy_async
+from fly.lang.copy import Located, block_threads, copy_async
 from fly.lang.fragment import AccumulatorLayout, ColumnVector
 from fly.lang.ids import linear_thread
 from fly.lang.sync import Token, join, wait
@@ -21,11 +20,6 @@ from fly.lang.tensor import Tensor
 
 def _apart(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-def _threads() -> int:
-    x, y, z = current().block
-    return x * y * z
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class SharedVector:
         Raises:
             ShapeError: `count` is not positive, or the block's threads are no power of two.
         """
-        threads = _threads()
+        threads = block_threads()
         if count <= 0 or threads & (threads - 1):
             raise ShapeError(f"a run of {count} elements for {threads} threads; expected a power of two of threads")
         size = SharedVector.bytes_for(count, threads, dtype)
@@ -66,7 +60,7 @@ class SharedVector:
     @property
     def bytes(self) -> int:
         """Of a slot."""
-        return self.bytes_for(self.count, _threads(), self.dtype)
+        return self.bytes_for(self.count, block_threads(), self.dtype)
 
     def slot(self, index: Value) -> SharedVector:
         """What is `index` (traced i32) places further on in its ring."""
@@ -75,7 +69,7 @@ class SharedVector:
     def columns(self, layout: AccumulatorLayout, column_tiles: int) -> ColumnVector:
         """The element of each column that the lane holds of `column_tiles` tiles side by side."""
         size, run, slots = self.dtype.bytes, layout.run, layout.column_slots
-        run_of_thread = linear_thread() // self.apart * self.apart if self.apart < _threads() else 0
+        run_of_thread = linear_thread() // self.apart * self.apart if self.apart < block_threads() else 0
         lane = self.pointer.offset((layout.first_column() + run_of_thread) * size)
 
         def tile(c: int) -> tuple[Value, ...]:
@@ -126,7 +120,7 @@ class VectorCopy:
     @staticmethod
     def _places(destination: SharedVector) -> list[tuple[Value, Pointer]]:
         """Of each element that this thread brings: its number in the run, and where it goes."""
-        thread, threads, size = linear_thread(), _threads(), destination.dtype.bytes
+        thread, threads, size = linear_thread(), block_threads(), destination.dtype.bytes
         target = destination.pointer.offset(thread * size)
         if destination.apart < threads:
             return [(thread % destination.apart, target)]
