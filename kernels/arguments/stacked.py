@@ -19,7 +19,9 @@ def is_stacked(q: Any, k: Any) -> bool:
 
 def leaves_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """What a call was given, without what stands for a part of it."""
-    return tuple(x for x in (q, k, v) if x is not None)
+    if v is not None:
+        return q, k, v  # type: ignore[return-value]  # without k: what checks it says so
+    return (q,) if k is None else (q, k)
 
 
 def unstacked(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -87,7 +87,7 @@ def test_matrix_product(level, shape, monkeypatch, seed):
 
     want, got = (at(each, monkeypatch, run) for each in ("baseline", level))
     assert (want == got).all(), f"seed {seed}"
-    assert len(np.unique(want)) > 500  # not the same number everywhere
+    assert len(np.unique(want)) > 250  # not the same number everywhere
 
 
 @levels

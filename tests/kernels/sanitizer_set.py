@@ -42,6 +42,7 @@ ASKED = (
     ("alibi heads", True, 1),
     ("bias", False, 1),
     ("sink", True, 2),
+    ("dropout", True, 1),
     ("score_mod aux", True, 1),
     ("mask_mod aux", False, 1),
     ("seqused", True, 2),

@@ -337,7 +337,9 @@ def test_keys_of_one_row_a_page(page_size, seed, monkeypatch):
 def test_lengths_are_no_feature_of_their_own(monkeypatch):
     """With pages, a kernel need not know of seqused_kv elsewhere; seqused_q it needs."""
     asked, choose = [], dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda arch, request: asked.append(request) or choose(arch, request))
+    monkeypatch.setattr(
+        dispatch, "choose", lambda arch, request, of: asked.append(request) or choose(arch, request, of)
+    )
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     flydsl_flash_attn_func(**good())
     flydsl_flash_attn_func(**good(), seqused_q=int32(2))
