@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from fly.errors import FlyError, UnsupportedError
 from ..arguments.callers import Caller
 from ..arguments.checks import ALIGNMENT, Checks
 from ..call.checks import check_call
-from ..flash_attn_interface import flydsl_flash_attn_func
-
-_DEFAULTS = {name: p.default for name, p in inspect.signature(flydsl_flash_attn_func).parameters.items()}
+from ..flash_attn_interface import OPTION_DEFAULTS
 
 
 def refuse_while_compiling(caller: Caller) -> None:
@@ -40,7 +37,7 @@ def signed_probabilities(
 
     q, k, lse = (_aligned(x.detach()) for x in (q, k, lse))
     try:
-        call = check_call(q, k, k, causal, None, {**_DEFAULTS, **options})
+        call = check_call(q, k, k, causal, None, {**OPTION_DEFAULTS, **options})
         request = call.request
         shape = (request.batch, request.num_heads, request.seq_len, request.seq_len_kv)
         found = q.new_zeros(shape)

@@ -78,13 +78,9 @@ def add_load_gradients(
             with fly.when(load.cotangent != 0.0):
                 target.atomic_add(load.cotangent, *load.coordinates)
         for total, coordinates in sums.values():
-            total = fly.reduce_lanes(total, lambda a, b: a + b, _lane_bits())
+            total = fly.lane_sum(total)
             with fly.when(fly.lane_id() == 0):
                 target.atomic_add(total, *coordinates)
-
-
-def _lane_bits() -> list[int]:
-    return [1 << bit for bit in range((fly.wave_size() - 1).bit_length())]
 
 
 def _is_one(stride: Any) -> bool:

@@ -52,7 +52,7 @@ def sink_gradients(
         log, less = (load_bounded(vector, offset, bound, fly.f32) for vector in (logs, deltas))
         weight = fly.exp2(fly.minimum(own - log, 0.0))
         total = total - fly.select(offset < bound, weight * less, 0.0)
-    total = fly.reduce_lanes(total, lambda a, b: a + b, [1 << bit for bit in range((lanes - 1).bit_length())])
+    total = fly.lane_sum(total)
     first_lane = fly.thread_id.x == 0
     with fly.when(first_lane if exists is None else first_lane & exists):
         dsink.store(total, part, batch, head)
