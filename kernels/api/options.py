@@ -18,7 +18,7 @@ from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedEr
 from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
-from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW
+from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW, probability_of
 from .conversions import HINTS, check_dense, splits_of, window_of
 from .rows import SMALLEST_HEAD_DIM, padded_dim, ready
 from .torch_ops import attention
@@ -129,7 +129,7 @@ def options_of(
         if flag is not True and flag is not False:
             Checks(caller.function).flag(name, flag)
     if not isinstance(dropout_p, float) or dropout_p:
-        options["dropout_p"] = dropout_p
+        options["dropout_p"] = probability_of(Checks(caller.function), dropout_p)
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
     # torch.compile up to 2.11 cannot ask whether a tuple is another

@@ -22,6 +22,7 @@ from .mods import Mod, dependencies
 from .scores import Place, ScoreTile
 
 if TYPE_CHECKING:
+    from ..arguments.checks import Checks
     from ..call.features import CallArguments
     from .features import BoundFeatures
 
@@ -183,9 +184,13 @@ def _sink(call: CallArguments) -> Found:
     return {"sink": sink}
 
 
+def probability_of(checks: Checks, dropout_p: Any) -> float:
+    """A call's `dropout_p`, if it is a probability."""
+    return checks.number("dropout_p", dropout_p, "a probability from 0 up to 1", lambda p: 0 <= p < 1)
+
+
 def _dropout(call: CallArguments) -> Found:
-    accepted = "a probability from 0 up to 1"
-    probability = call.checks.number("dropout_p", call["dropout_p"], accepted, lambda p: 0 <= p < 1)
+    probability = probability_of(call.checks, call["dropout_p"])
     state = call.random_state("rng_state")
     dropped = threshold(probability, call.checks.function)
     return {"rng_state": state, "dropped": dropped, "query_heads": call.heads} if dropped else {}

@@ -124,6 +124,17 @@ def test_values_that_are_none_are_refused_by_name(name, argument, value, error, 
     assert type(caught.value) is error
 
 
+NO_PROBABILITIES = [row[1:] for row in PROBABILITIES if row[0] == "dropout_p"]
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != CACHE])
+@pytest.mark.parametrize(("value", "error", "message"), [*NO_PROBABILITIES, (np.zeros(2), *NO_PROBABILITIES[-1][1:])])
+def test_a_dropout_p_that_is_none_is_refused_with_probabilities(name, value, error, message):
+    message = message.replace("got tensor", f"got {'array' if isinstance(value, np.ndarray) else 'tensor'}")
+    with pytest.raises(error, match="^" + re.escape(f"{name}: {message}")):
+        call(name, dropout_p=value, return_attn_probs=True)
+
+
 BOUNDS = [(None, -215), (40, -20), (-2, 5), (-7, -1), (np.int64(-2), 0), (torch.tensor(-2), 0), torch.tensor([3, -3])]
 
 
