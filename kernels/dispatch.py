@@ -253,6 +253,17 @@ KERNELS: tuple[Kernel, ...] = (
 # Their inputs are aligned: others are copied before (`as_backward`).
 BACKWARD_KERNELS: tuple[Kernel, ...] = (
     Kernel(
+        name="sm90",
+        module=".flash_attn_sm90_bwd",
+        archs=("sm_90a",),
+        head_dims=(64, 128),
+        dtypes=("bf16", "f16"),
+        features=(),
+        tuning={},
+        reason="one fused kernel on WGMMA and TMA for Hopper",
+        mixed_dims=(),
+    ),
+    Kernel(
         name="generic",
         module=".flash_attn_generic_bwd",
         archs=AMD + NVIDIA,

@@ -19,7 +19,7 @@ from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, dtype, f32, i32
 from fly.ir.math import absolute, fma, minimum, reduce_max, reduce_sum
-from fly.ir.memory import load_bounded
+from fly.ir.memory import Pointer, load, load_bounded
 from fly.ir.value import Number, Value, broadcast, concat, constant, from_elements, select
 from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
@@ -268,6 +268,19 @@ class ColumnVector(_Vector):
             if fill == 0:
                 return tuple(values)
             return tuple(select(lane_column + at < valid, x, fill) for at, x in zip(columns, values, strict=True))
+
+        return ColumnVector(layout, tuple(tile(c) for c in range(column_tiles)))
+
+    @staticmethod
+    def load_shared(layout: AccumulatorLayout, column_tiles: int, pointer: Pointer, kind: DType) -> ColumnVector:
+        """The element of each column, of a vector in shared memory that begins at `pointer`, aligned to 16 bytes."""
+        run, size = layout.run, kind.bytes
+        lane = pointer.offset(layout.first_column() * size)
+
+        def tile(c: int) -> tuple[Value, ...]:
+            places = [(c * layout.columns + slot) * size for slot in layout.column_slots[::run]]
+            loaded = [load(lane.offset(at), kind, run, align=run * size) for at in places]
+            return tuple(value for piece in loaded for value in piece)
 
         return ColumnVector(layout, tuple(tile(c) for c in range(column_tiles)))
 

@@ -68,16 +68,9 @@ class SharedVector:
 
     def columns(self, layout: AccumulatorLayout, column_tiles: int) -> ColumnVector:
         """The element of each column that the lane holds of `column_tiles` tiles side by side."""
-        size, run, slots = self.dtype.bytes, layout.run, layout.column_slots
         run_of_thread = linear_thread() // self.apart * self.apart if self.apart < block_threads() else 0
-        lane = self.pointer.offset((layout.first_column() + run_of_thread) * size)
-
-        def tile(c: int) -> tuple[Value, ...]:
-            places = [(c * layout.columns + slot) * size for slot in slots[::run]]
-            loaded = [memory.load(lane.offset(at), self.dtype, run, align=run * size) for at in places]
-            return tuple(value for piece in loaded for value in piece)
-
-        return ColumnVector(layout, tuple(tile(c) for c in range(column_tiles)))
+        mine = self.pointer.offset(run_of_thread * self.dtype.bytes)
+        return ColumnVector.load_shared(layout, column_tiles, mine, self.dtype)
 
 
 class VectorCopy:

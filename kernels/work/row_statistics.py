@@ -22,6 +22,7 @@ def row_statistics(
     dlse: fly.Tensor | None,
     lse2: fly.Tensor,
     delta: fly.Tensor,
+    dq_sums: fly.Tensor | None,
     *,
     head_dim: int,
     vector: int = 8,
@@ -30,14 +31,16 @@ def row_statistics(
     """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
-    sequences are. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements
-    at a time.
+    sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros. Grid: (row blocks,
+    H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
     head, batch, exists = head_of_block(out.shape[-2], out.shape[0] if out.rank == 4 else 1, folded=folded)
     first = fly.block_id.x * rows
     row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
+    if dq_sums is not None:
+        _clear(dq_sums, batch, head, first, rows)
     everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
     sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
     logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
@@ -62,6 +65,14 @@ def row_statistics(
         log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
         lse2_of.store(fly.select(empty, math.inf, log2), number)
         delta_of.store(fly.select(empty, 0.0, total), number)
+
+
+def _clear(sums: fly.Tensor, batch: fly.Value, head: fly.Value, first: fly.Value, rows: int) -> None:
+    """A block's rows of (B, H, rows, D) f32, D columns side by side."""
+    zero, columns = fly.broadcast(fly.f32(0.0), 4), sums.shape[-1]
+    begin = sums.at(batch, head, first, 0)
+    for at in fly.range(fly.thread_id.x * 4, columns * rows, THREADS * 4):
+        fly.store(zero, begin.offset(at * 4), align=16)
 
 
 def lanes_of_row(head_dim: int, vector: int = 8) -> int:

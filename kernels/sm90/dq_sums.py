@@ -1,0 +1,74 @@
+"""Sums of dQ in float32, to which blocks of keys add tile by tile, in the order in which a warpgroup holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fly
+from fly.backends.nvvm import wgmma
+from fly.backends.nvvm.intrinsics import WARPGROUP, warpgroup_id
+from fly.ir import memory
+from fly.ir.dtypes import dtype as dtype_of
+
+from ..problem.scores import LOG2_E
+from ..work.sequences import Sequence
+from ..work.tile_scheduler import head_of_block
+from .backward import CONSUMERS, Sm90BackwardOptions
+
+PIECE = 4  # values of a thread that lie side by side
+
+
+def place_of(
+    sums: fly.Tensor, batch: Any, head: Any, tile: Any, index: Any, options: Sm90BackwardOptions
+) -> fly.Pointer:
+    """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
+
+    `sums`: (B, H, rows, D) f32, `rows` a multiple of `options.block_m`. A piece is its threads' first `PIECE` values,
+    thread after thread, then the next ones.
+    """
+    values = options.dq_columns * 64
+    at = sums.at(batch, head, tile * options.block_m, 0)
+    return at.offset((index * values + fly.thread_id.x % WARPGROUP * PIECE) * 4)
+
+
+def add(values: fly.Value, place: fly.Pointer) -> None:
+    """Add a thread's accumulators to the sums."""
+    for i in range(0, len(values), PIECE):
+        fly.atomic_add(values[i : i + PIECE], place.offset(i * WARPGROUP * 4), align=4 * PIECE)
+
+
+def store_rows(
+    view: fly.Tensor, first: Any, count: Any, values: fly.Value, dtype: fly.DType, first_column: Any = 0
+) -> None:
+    """A warpgroup's 64 rows from `first` on, rounded to `dtype`; those from row `count` on are dropped."""
+    rows, column, pieces = wgmma.runs(values.to(dtype))
+    for row, row_pieces in zip(rows, pieces, strict=True):
+        with fly.when(first + row < count):
+            for i, piece in enumerate(row_pieces):
+                fly.store(piece, view.at(first + row, column + first_column + 32 * i), align=16)
+
+
+@fly.kernel
+def round_dq(
+    dq_sums: fly.Tensor,
+    dq: fly.Tensor,
+    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    *,
+    options: Sm90BackwardOptions,
+    folded: bool = False,
+) -> None:
+    """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
+    head, batch, exists = head_of_block(dq.shape[-2], dq.shape[0], folded=folded)
+    tokens = Sequence(batch, None, dq.shape[1])
+    tile, index = fly.block_id.x, warpgroup_id()
+    place = place_of(dq_sums, batch, head, tile, index, options)
+    values = options.dq_columns // 2
+    pieces = [
+        memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE) for i in range(0, values, PIECE)
+    ]
+    scaled = fly.concat(pieces) * (scale_log2 * (1 / LOG2_E))
+    by_rows = options.block_m == 64 * CONSUMERS
+    first = tile * options.block_m + (index * 64 if by_rows else 0)
+    count = tokens.length if exists is None else fly.select(exists, tokens.length, 0)
+    column = 0 if by_rows else index * options.dq_columns
+    store_rows(tokens.matrix(dq, head), first, count, scaled, dtype_of(dq.dtype.name), column)
