@@ -16,10 +16,10 @@ A tile's steps in a consumer, and what is in flight meanwhile:
 
 | | started before | then |
 |---|---|---|
-| 1 | S, dP | wait for S; P |
+| 1 | S | wait for S; dP = V dO^T; P |
 | 2 | dP | dV += P^T dO; wait for dP; dS, to shared memory, a barrier of the consumers |
-| 3 | dV | dQ = dS K, dK += dS^T Q, the next tile's S; wait for dQ; add it up |
-| 4 | dK, S | the next tile's dP; wait for dK |
+| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ; add it up |
+| 4 | dK | the next tile's S; wait for dK |
 
 dS has two slots: whoever writes the second next tile's has passed a barrier at which the other had read this one's.
 """
@@ -247,7 +247,6 @@ class _State:
     dk: fly.Value
     dv: fly.Value
     scores: fly.Value
-    excess: fly.Value
     q_at: Position
     dout_at: Position
     slot: fly.Value
@@ -297,7 +296,7 @@ class _Consumer:
         tiles = self.tiles
         place = _Head(self.block[0], head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at), self.excess(dout_at), q_at, dout_at, slot)
+        state = _State(dk, dv, self.scores(q_at), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -335,11 +334,12 @@ class _Consumer:
     def step(
         self, j: fly.Value, state: _State, place: _Head, given: BoundFeatures, *, masked: bool, last: bool = False
     ) -> _State:
-        """One tile of queries, whose S and dP are in flight; then the next one's are, but behind the last."""
+        """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
         q, dout = buffers.q, buffers.dout
         first_query = j * options.block_m
-        (raw,) = wgmma.wait(1, state.scores)
+        (raw,) = wgmma.wait(0, state.scores)
+        started = self.excess(state.dout_at)
         fragment = fly.Fragment(self.layout, ((raw,),))
         lse2 = self._numbers(buffers.lse2.at(state.q_at))
         queries = lse2.rows().map(lambda row: row + first_query)
@@ -352,7 +352,7 @@ class _Consumer:
         p = self._narrow(made.of_values)
         atom = options.atom(options.head_dim_v, dtype)
         dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), options.block_m // atom.k, state.dv)
-        (excess,) = wgmma.wait(1, state.excess)
+        (excess,) = wgmma.wait(1, started)
         delta = self._numbers(buffers.delta.at(state.dout_at)).map(given.of_kept)
         products = turned(fly.Fragment(self.layout, ((excess,),)))
         less = products.map(lambda x, r, c: -products.spread(delta, r))
@@ -363,15 +363,14 @@ class _Consumer:
         atom = options.atom(options.head_dim, dtype)
         dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), options.block_m // atom.k, state.dk)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        scores = state.scores if last else self.scores(q_next)
-        part, dv = wgmma.wait(1 if last else 2, started, dv)
+        part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
         tile = sums_of_dq.place_of(self.dq_sums, place.batch, place.head, j, self.index, options)
         sums_of_dq.add(part, tile)
-        excess = state.excess if last else self.excess(dout_next)
-        (dk,) = wgmma.wait(0 if last else 2, dk)
+        scores = state.scores if last else self.scores(q_next)
+        (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
-        return _State(dk, dv, scores, excess, q_next, dout_next, state.slot ^ 1)
+        return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
 
     def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
