@@ -258,7 +258,10 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
-        features=(),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "sink", "dropout", "mask_mod"),
+        ),
         tuning={},
         reason="one fused kernel on WGMMA and TMA for Hopper",
         mixed_dims=(),

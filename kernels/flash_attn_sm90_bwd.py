@@ -26,6 +26,7 @@ dS has two slots: whoever writes the second next tile's has passed a barrier at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,9 @@ from fly.backends.nvvm.intrinsics import (
 )
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, init_all
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile
+from fly.backends.target import target
 from fly.ir.dtypes import dtype as dtype_of
+from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
@@ -54,15 +57,26 @@ from .problem.gradients import turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .sm90 import dq_sums as sums_of_dq
-from .sm90.backward import CONSUMERS, DS_STAGES, REGISTERS, Sm90BackwardOptions, options_for
-from .sm90.dq_sums import round_dq, store_rows
-from .sm90.producer import Slots
+from .sm90.backward import (
+    ALONG,
+    CONSUMERS,
+    DS_STAGES,
+    REGISTERS,
+    SLOT_ALIGNMENT,
+    Sm90BackwardOptions,
+    options_for,
+    slot_bytes,
+)
+from .sm90.dq_sums import round_dq, slot_of, store_rows
+from .sm90.producer import Slots, clear_tail, entry_of
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
+from .work.sequences import tokens_of
+from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_scheduler import fold_grid, head_of_block
 
-ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps are multiples of
+CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
 
 
@@ -77,23 +91,40 @@ class _Head:
 
 
 @dataclass(frozen=True)
+class _Block:
+    """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's."""
+
+    batch: fly.Value
+    kv_head: fly.Value
+    first_key: fly.Value
+    keys: Tokens
+    queries: Tokens
+
+    @property
+    def shift(self) -> fly.Value | None:
+        """How far behind a multiple of `ALONG` packed queries start: copies of their statistics start there."""
+        return None if self.queries.index is not None else self.queries.start % ALONG
+
+
+@dataclass(frozen=True)
 class _Statistics:
     """A number for each query of a tile, beside the tile's slot."""
 
     memory: fly.Pointer
-    queries: int
+    numbers: int
 
     @staticmethod
-    def allocate(name: str, queries: int, stages: int) -> _Statistics:
-        return _Statistics(fly.alloc_shared(name, 4 * queries * stages, 128), queries)
+    def allocate(name: str, numbers: int, stages: int) -> _Statistics:
+        return _Statistics(fly.alloc_shared(name, slot_bytes(numbers) * stages, SLOT_ALIGNMENT), numbers)
 
     @property
     def bytes(self) -> int:
-        """Of a slot."""
-        return 4 * self.queries
+        """That a copy brings."""
+        return 4 * self.numbers
 
     def at(self, at: Position) -> fly.Pointer:
-        return self.memory.offset(at.index * self.bytes)
+        """A slot."""
+        return self.memory.offset(at.index * slot_bytes(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -117,8 +148,8 @@ class _Buffers:
             fly.alloc_shared("v", options.tiles["v"].bytes, 1024),
             Slots.allocate("q", options.tiles["q"], options.stages, warps),
             Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
-            _Statistics.allocate("lse2", options.block_m, options.stages),
-            _Statistics.allocate("delta", options.block_m, options.dout_stages),
+            _Statistics.allocate("lse2", options.numbers, options.stages),
+            _Statistics.allocate("delta", options.numbers, options.dout_stages),
             fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
             Mbarriers.allocate("arrived", 2, 1),
         )
@@ -135,7 +166,10 @@ def flash_attn_sm90_bwd(
     dq_sums: fly.Tensor,
     dk: fly.Tensor,
     dv: fly.Tensor,
-    seq_len: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    cu_seqlens_q: fly.Tensor | None,
+    cu_seqlens_kv: fly.Tensor | None,
+    tokens: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    sequences: fly.i32,  # type: ignore[valid-type]
     scale_log2: fly.f32,  # type: ignore[valid-type]
     group: fly.i32,  # type: ignore[valid-type]
     *operands: fly.Operand,
@@ -145,22 +179,25 @@ def flash_attn_sm90_bwd(
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and delta of (B, H, Sq) f32
-    (`work.row_statistics`); dk, dv (B, Skv, Hkv, D); dq_sums: see `sm90.dq_sums`; `seq_len` is Sq, `group` H / Hkv.
-    Grid: (key blocks, key heads, sequences), or `folded`.
+    (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
+    i32 offsets; dq_sums: see `sm90.dq_sums`; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
+    Grid: (key blocks, key heads, `sequences`), or `folded`.
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    kv_head, batch, exists = head_of_block(dk.shape[-2], dk.shape[0], folded=folded)
-    keys = Tokens(batch, None, dk.shape[1])
+    kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
+    keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
+    queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
     first_key = fly.block_id.x * options.block_n
-    if exists is not None:
-        first_key = fly.select(exists, first_key, keys.length)
-    seen = given.key_range(seq_len, keys.length, options.causal)
+    here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
+    seen = given.key_range(queries.length, keys.length, options.causal)
     inverse = QueryRange.of(seen, open_end=not options.features.modifies)
     tiles = inverse.tiles(first_key, options.block_n, options.block_m)
     # keys past the end would have weights: in the block with any, all tiles are masked
+    end = fly.select(here, tiles.end, tiles.first)
     tail = first_key + options.block_n > keys.length
-    tiles = TileRange(tiles.first, fly.select(tail, tiles.end, tiles.whole_from), tiles.whole_end, tiles.end)
+    tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
+    block = _Block(batch, kv_head, first_key, keys, queries)
     buffers = _Buffers.allocate(options)
     init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived])
     warpgroup = warpgroup_id()
@@ -169,19 +206,20 @@ def flash_attn_sm90_bwd(
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            _produce(maps, buffers, options, tiles, (batch, kv_head, first_key), heads)
+            _produce(maps, buffers, options, tiles, block, heads)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
-        block = (batch, first_key, keys.length)
+        tile = slot_of(queries, batch, options)
         consumer = _Consumer(
-            options, buffers, given, seen, inverse, tiles, block, warpgroup - 1, scale_log2, dtype, dq_sums
+            options, buffers, given, seen, inverse, tiles, block, warpgroup - 1, scale_log2, dtype, dq_sums, tile
         )
         sum_k, sum_v = consumer.run(heads)
         first = first_key + (warpgroup - 1) * 64
         views = keys.matrix(dk, kv_head), keys.matrix(dv, kv_head)
-        store_rows(views[1], first, keys.length, given.scale_kept(sum_v), dtype)
-        store_rows(views[0], first, keys.length, given.scale_kept(sum_k * (scale_log2 * (1 / LOG2_E))), dtype)
+        count = fly.select(here, keys.length, 0)
+        store_rows(views[1], first, count, given.scale_kept(sum_v), dtype)
+        store_rows(views[0], first, count, given.scale_kept(sum_k * (scale_log2 * (1 / LOG2_E))), dtype)
 
 
 def _produce(
@@ -189,16 +227,22 @@ def _produce(
     buffers: _Buffers,
     options: Sm90BackwardOptions,
     tiles: TileRange,
-    block: tuple[Any, Any, Any],
+    block: _Block,
     heads: tuple[Any, Any],
 ) -> None:
     """The one thread that fills shared memory."""
     q, k, v, dout, lse2, delta = maps
-    batch, kv_head, first_key = block
+    first = block.queries.start
 
     def keep(index: int, tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer) -> None:
         buffers.arrived.arrive_expecting(index, tile.bytes)
-        _copy(tensor_map, tile, memory, (batch, first_key, kv_head), buffers.arrived.at(index))
+        _copy(
+            tensor_map,
+            tile,
+            memory,
+            (entry_of(block.keys), block.keys.start + block.first_key, block.kv_head),
+            buffers.arrived.at(index),
+        )
 
     def load(
         slots: Slots,
@@ -209,10 +253,11 @@ def _produce(
         j: Any,
         head: Any,
     ) -> Position:
-        row = j * options.block_m
+        row, entry = first + j * options.block_m, entry_of(block.queries)
+        start = row if block.shift is None else row - block.shift
         barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes)
-        _copy(tensor_map, slots.tile, slots.at(at), (batch, row, head), barrier)
-        tma.load(of, numbers.at(at), (batch, head, row), barrier)
+        _copy(tensor_map, slots.tile, slots.at(at), (entry, row, head), barrier)
+        tma.load(of, numbers.at(at), (entry, head, start), barrier)
         return slots.ring.next(at)
 
     with fly.when(tiles.first < tiles.end):
@@ -254,7 +299,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup of a block; `block`: its sequence, first key, and the sequence's keys."""
+    """One consumer warpgroup of a block; `tile`: the number of the sequence's first tile among the sums of dQ."""
 
     options: Sm90BackwardOptions
     buffers: _Buffers
@@ -262,11 +307,12 @@ class _Consumer:
     seen: KeyRange
     inverse: QueryRange
     tiles: TileRange
-    block: tuple[fly.Value, fly.Value, fly.Value]
+    block: _Block
     index: fly.Value
     scale_log2: fly.Value
     dtype: fly.DType
     dq_sums: fly.Tensor
+    tile: fly.Value | None
 
     @property
     def layout(self) -> fly.AccumulatorLayout:
@@ -279,8 +325,11 @@ class _Consumer:
         zeros = tuple(fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
 
         def all_heads() -> tuple[fly.Value, fly.Value]:
-            for i in range(2):
+            for i, (name, memory) in enumerate((("k", self.buffers.k), ("v", self.buffers.v))):
                 self.buffers.arrived.wait(i, 0)
+                if self.block.keys.bounded:
+                    left = self.block.keys.length - self.block.first_key
+                    clear_tail(options.tiles[name], memory, left, CLEARED, self.index)
             carry = (*zeros, Position.start(), Position.start(), fly.i32(0))
             for head, state in (loop := fly.range(*heads, carry=carry)):
                 loop.next(*self.head(head, *state))
@@ -294,9 +343,9 @@ class _Consumer:
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         tiles = self.tiles
-        place = _Head(self.block[0], head, self.seen)
+        place = _Head(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at), q_at, dout_at, slot)
+        state = _State(dk, dv, self.scores(q_at, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -315,18 +364,25 @@ class _Consumer:
         """The consumer's keys of K or V."""
         return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
 
-    def scores(self, at: Position) -> fly.Value:
-        """Start K Q^T."""
+    def _arrived(self, slots: Slots, at: Position, j: Any) -> None:
+        """Wait for tile j's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
+        slots.ring.wait(at)
+        if self.block.queries.bounded:
+            left = self.block.queries.length - j * self.options.block_m
+            clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
+
+    def scores(self, at: Position, j: Any) -> fly.Value:
+        """Start K Q^T of tile j."""
         options, q = self.options, self.buffers.q
-        q.ring.wait(at)
+        self._arrived(q, at, j)
         rows = self._own_rows(self.buffers.k, options.tiles["k"])
         atom = options.atom(options.block_m, self.dtype.name)
         return wgmma.issue(atom, rows, q.operand(at), options.head_dim // atom.k)
 
-    def excess(self, at: Position) -> fly.Value:
-        """Start V dO^T."""
+    def excess(self, at: Position, j: Any) -> fly.Value:
+        """Start V dO^T of tile j."""
         options, dout = self.options, self.buffers.dout
-        dout.ring.wait(at)
+        self._arrived(dout, at, j)
         rows = self._own_rows(self.buffers.v, options.tiles["v"])
         atom = options.atom(options.block_m, self.dtype.name)
         return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
@@ -339,11 +395,19 @@ class _Consumer:
         q, dout = buffers.q, buffers.dout
         first_query = j * options.block_m
         (raw,) = wgmma.wait(0, state.scores)
-        started = self.excess(state.dout_at)
+        started = self.excess(state.dout_at, j)
         fragment = fly.Fragment(self.layout, ((raw,),))
-        lse2 = self._numbers(buffers.lse2.at(state.q_at))
-        queries = lse2.rows().map(lambda row: row + first_query)
-        first_key = self.block[1] + self.index * 64
+        queries = fly.RowVector.full(turned_layout(self.layout), 1, 0.0).rows().map(lambda row: row + first_query)
+        count = self.block.queries.length if self.block.queries.bounded and masked else None
+
+        def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
+            loaded = self._numbers(of.at(at))
+            if count is None:
+                return loaded
+            return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
+
+        lse2 = numbers(buffers.lse2, state.q_at, math.inf)
+        first_key = self.block.first_key + self.index * 64
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
             return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
@@ -353,7 +417,7 @@ class _Consumer:
         atom = options.atom(options.head_dim_v, dtype)
         dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), options.block_m // atom.k, state.dv)
         (excess,) = wgmma.wait(1, started)
-        delta = self._numbers(buffers.delta.at(state.dout_at)).map(given.of_kept)
+        delta = numbers(buffers.delta, state.dout_at, 0.0).map(given.of_kept)
         products = turned(fly.Fragment(self.layout, ((excess,),)))
         less = products.map(lambda x, r, c: -products.spread(delta, r))
         products = products.map(lambda x, r, c: x + less.tiles[r][c])
@@ -365,22 +429,28 @@ class _Consumer:
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
-        tile = sums_of_dq.place_of(self.dq_sums, place.batch, place.head, j, self.index, options)
+        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), self.index, options)
         sums_of_dq.add(part, tile)
-        scores = state.scores if last else self.scores(q_next)
+        scores = state.scores if last else self.scores(q_next, j + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
         return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
 
+    def _sums_of(self, place: _Head, j: fly.Value) -> tuple[Any, Any, Any]:
+        """Where the sums of a tile are: (entry, head, tile)."""
+        return (place.batch, place.head, j) if self.tile is None else (0, place.head, self.tile + j)
+
     def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
-        columns = fly.ColumnVector.load_shared(self.layout, 1, memory, fly.f32)
+        shift = self.block.shift
+        at = memory if shift is None else memory.offset(shift * 4)
+        columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
         return fly.RowVector(turned_layout(self.layout), columns.values)
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
-        _, first_key, count = self.block
-        start = first_key + self.index * 64
+        count = self.block.keys.length
+        start = self.block.first_key + self.index * 64
         keys = fly.RowVector.full(self.layout, 1, 0.0).rows().map(lambda row: row + start)
         limited = self.inverse.apply(turned(scores), keys, first_query)
         return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
@@ -426,26 +496,32 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
 
     See `flash_attn_generic_bwd.prepare`.
     """
-    options = options_for(request.head_dim, request.value_dim, request.causal, request.static_features)
-    batch, heads, seq_len = request.batch, request.num_heads, request.seq_len
-    device, tiles = tensors["q"].device, -(-seq_len // options.block_m)
-    pitch = -(-seq_len // ALONG) * ALONG
+    packed = tensors.get("cu_seqlens_q") is not None
+    features = request.static_features
+    options = options_for(request.head_dim, request.value_dim, request.causal, features, packed=packed)
+    sequences, heads, block_m = request.batch, request.num_heads, options.block_m
+    q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
+    (entries, tokens), device = q.shape[:2], q.device
+    tiles = tokens // block_m + sequences if packed else -(-tokens // block_m)
+    pitch = -(-tokens // ALONG) * ALONG
     # only sizes and strides of these matter here
-    numbers = torch.empty((batch, heads, pitch), dtype=torch.float32, device=device)[:, :, :seq_len]
-    shape = batch, heads, tiles * options.block_m, request.head_dim
-    sums = torch.empty(shape, dtype=torch.float32, device=device)
-    own = {
+    numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
+    sums = torch.empty((entries, heads, tiles * block_m, request.head_dim), dtype=torch.float32, device=device)
+    given = {
+        **tensors,
         "dq_sums": sums,
+        "lse2": numbers[0] if packed else numbers,
+        "delta": numbers[0] if packed else numbers,
+        "tokens": tokens,
+        "sequences": sequences,
         "scale_log2": request.scale_log2,
-        "seq_len": seq_len,
         "group": heads // request.num_kv_heads,
     }
-    given = {**tensors, **own, "lse2": numbers, "delta": numbers}
-    boxes = {name: (1, tile.rows, 1, tile.panel_columns) for name, tile in options.tiles.items()}
     maps = {
-        name: fly.tensor_map(tensors[name], box, swizzle=options.tiles[name].swizzle) for name, box in boxes.items()
+        name: fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
+        for (name, tile), tensor in zip(options.tiles.items(), (q, k, v, dout), strict=True)
     }
-    maps |= dict.fromkeys(("lse2", "delta"), fly.tensor_map(numbers, (1, 1, options.block_m)))
+    maps |= dict.fromkeys(("lse2", "delta"), fly.tensor_map(numbers, (1, 1, options.numbers)))
     steps: list[BoundKernel] = []
 
     def add(
@@ -459,18 +535,20 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         grid, fold = fold_grid(grid)
         steps.append(bind_kernel(kernel, grid, threads, arguments, {**statics, **fold}, operands=operands))
 
-    rows = THREADS // lanes_of_row(request.value_dim)
-    add(row_statistics, (tiles * options.block_m // rows, heads, batch), THREADS, given, head_dim=request.value_dim)
-    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, batch
-    add(flash_attn_sm90_bwd, blocks, options.threads, {**given, **maps}, request.operands, options=options)
-    add(round_dq, (tiles, heads, batch), CONSUMERS * WARPGROUP, given, options=options)
+    rows, operands = THREADS // lanes_of_row(request.value_dim), request.operands
+    add(row_statistics, (tiles * block_m // rows, heads, entries), THREADS, given, head_dim=request.value_dim)
+    if (dsink := tensors.get("dsink")) is not None:
+        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, given)
+    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
+    add(flash_attn_sm90_bwd, blocks, options.threads, {**given, **maps}, operands, options=options)
+    blocks = -(-request.seq_len // block_m), heads, sequences
+    add(round_dq, blocks, CONSUMERS * WARPGROUP, given, operands, options=options)
     parts, nbytes = {}, 0
-    for name, size in (
-        ("dq_sums", 4 * sums.numel()),
-        ("lse2", 4 * batch * heads * pitch),
-        ("delta", 4 * batch * heads * pitch),
+    for name, count in (
+        ("dq_sums", sums.numel()),
+        *dict.fromkeys(("lse2", "delta"), entries * heads * pitch).items(),
     ):
         if tensors.get(name) is None:
             parts[name] = nbytes
-            nbytes += aligned(size)
+            nbytes += aligned(4 * count)
     return Steps(tuple(steps), parts, nbytes).launch()

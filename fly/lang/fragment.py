@@ -272,9 +272,14 @@ class ColumnVector(_Vector):
         return ColumnVector(layout, tuple(tile(c) for c in range(column_tiles)))
 
     @staticmethod
-    def load_shared(layout: AccumulatorLayout, column_tiles: int, pointer: Pointer, kind: DType) -> ColumnVector:
-        """The element of each column, of a vector in shared memory that begins at `pointer`, aligned to 16 bytes."""
-        run, size = layout.run, kind.bytes
+    def load_shared(
+        layout: AccumulatorLayout, column_tiles: int, pointer: Pointer, kind: DType, *, side_by_side: bool = True
+    ) -> ColumnVector:
+        """The element of each column, of a vector in shared memory that begins at `pointer`.
+
+        `side_by_side`: it is aligned to as many elements as a lane has columns side by side, loaded at once.
+        """
+        run, size = layout.run if side_by_side else 1, kind.bytes
         lane = pointer.offset(layout.first_column() * size)
 
         def tile(c: int) -> tuple[Value, ...]:

@@ -13,6 +13,8 @@ from ..problem.features import NO_FEATURES, Features
 CONSUMERS = 2
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 SHARED_BYTES = 227 << 10
+ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
+SLOT_ALIGNMENT = 128  # of what bulk copies fill
 DS_STAGES = 2  # so that one barrier a tile is enough: see `flash_attn_sm90_bwd`
 
 
@@ -21,7 +23,8 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     A block has 128 keys, of which two consumer warpgroups have 64 each. Queries come in tiles of `block_m`, 64 or
-    128, with `stages` slots for Q and `dout_stages` for dO. `features`: what the operands are.
+    128, with `stages` slots for Q and `dout_stages` for dO. `packed`: sequences are. `features`: what
+    the operands are.
 
     Raises:
         ShapeError: a value that no build has.
@@ -33,6 +36,7 @@ class Sm90BackwardOptions:
     block_m: int
     stages: int = 2
     dout_stages: int = 2
+    packed: bool = False
     features: Features = NO_FEATURES
 
     def __post_init__(self) -> None:
@@ -73,9 +77,14 @@ class Sm90BackwardOptions:
         return self.head_dim * self.block_m // 64 // CONSUMERS
 
     @property
+    def numbers(self) -> int:
+        """Statistics that come with a tile, one for each query; packed ones do not begin where copies may."""
+        return self.block_m + (ALONG if self.packed else 0)
+
+    @property
     def shared_bytes(self) -> int:
         """Of a block, without barriers."""
-        statistics = 4 * self.block_m * (self.stages + self.dout_stages)
+        statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
         slots = {"q": self.stages, "dout": self.dout_stages}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
         return tiles + DS_STAGES * self.ds_tile.bytes + statistics
@@ -84,9 +93,16 @@ class Sm90BackwardOptions:
         return WarpgroupAtom(n, dtype)
 
 
+def slot_bytes(numbers: int) -> int:
+    """Of so many statistics in shared memory."""
+    return -(-4 * numbers // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 TILES = {64: 128, 128: 64}  # block_m by head dimension
 
 
-def options_for(head_dim: int, head_dim_v: int, causal: bool, features: Features) -> Sm90BackwardOptions:
+def options_for(
+    head_dim: int, head_dim_v: int, causal: bool, features: Features = NO_FEATURES, *, packed: bool = False
+) -> Sm90BackwardOptions:
     """The build that serves a shape."""
-    return Sm90BackwardOptions(head_dim, head_dim_v, causal, TILES[head_dim], features=features)
+    return Sm90BackwardOptions(head_dim, head_dim_v, causal, TILES[head_dim], packed=packed, features=features)

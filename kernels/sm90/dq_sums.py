@@ -11,7 +11,7 @@ from fly.ir import memory
 from fly.ir.dtypes import dtype as dtype_of
 
 from ..problem.scores import LOG2_E
-from ..work.sequences import Sequence
+from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import CONSUMERS, Sm90BackwardOptions
 
@@ -23,12 +23,18 @@ def place_of(
 ) -> fly.Pointer:
     """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
 
-    `sums`: (B, H, rows, D) f32, `rows` a multiple of `options.block_m`. A piece is its threads' first `PIECE` values,
+    `sums`: (B, H, rows, D) f32, `rows` a multiple of `options.block_m`; of packed sequences (1, H, rows, D), where
+    `slot_of` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
     thread after thread, then the next ones.
     """
     values = options.dq_columns * 64
     at = sums.at(batch, head, tile * options.block_m, 0)
     return at.offset((index * values + fly.thread_id.x % WARPGROUP * PIECE) * 4)
+
+
+def slot_of(queries: Sequence, batch: Any, options: Sm90BackwardOptions) -> fly.Value | None:
+    """The number of a packed sequence's first tile; those up to the next one's are its own, and are enough."""
+    return None if queries.index is not None else queries.start // options.block_m + batch
 
 
 def add(values: fly.Value, place: fly.Pointer) -> None:
@@ -52,23 +58,29 @@ def store_rows(
 def round_dq(
     dq_sums: fly.Tensor,
     dq: fly.Tensor,
-    scale_log2: fly.f32,  # type: ignore[valid-type]  # a dtype, for its scalars
-    *,
+    cu_seqlens_q: fly.Tensor | None,
+    sequences: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]
+    *operands: fly.Operand,
     options: Sm90BackwardOptions,
     folded: bool = False,
 ) -> None:
     """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
-    head, batch, exists = head_of_block(dq.shape[-2], dq.shape[0], folded=folded)
-    tokens = Sequence(batch, None, dq.shape[1])
+    given = options.features.bind(operands)
+    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
+    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     tile, index = fly.block_id.x, warpgroup_id()
-    place = place_of(dq_sums, batch, head, tile, index, options)
-    values = options.dq_columns // 2
-    pieces = [
-        memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE) for i in range(0, values, PIECE)
-    ]
-    scaled = fly.concat(pieces) * (scale_log2 * (1 / LOG2_E))
     by_rows = options.block_m == 64 * CONSUMERS
     first = tile * options.block_m + (index * 64 if by_rows else 0)
-    count = tokens.length if exists is None else fly.select(exists, tokens.length, 0)
     column = 0 if by_rows else index * options.dq_columns
-    store_rows(tokens.matrix(dq, head), first, count, scaled, dtype_of(dq.dtype.name), column)
+    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
+    with fly.when(first < count):
+        slot = slot_of(queries, batch, options)
+        entry, at = (batch, tile) if slot is None else (0, slot + tile)
+        place, values = place_of(dq_sums, entry, head, at, index, options), options.dq_columns // 2
+        pieces = [
+            memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE)
+            for i in range(0, values, PIECE)
+        ]
+        scaled = fly.concat(pieces) * given.scale_kept(scale_log2 * (1 / LOG2_E))
+        store_rows(queries.matrix(dq, head), first, count, scaled, dtype_of(dq.dtype.name), column)
