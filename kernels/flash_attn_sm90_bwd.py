@@ -349,11 +349,10 @@ class _Consumer:
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
-        for start, stop, masked in (
-            (first, whole_from, True),
-            (whole_from, whole_end, False),
-            (whole_end, last, True),
-        ):
+        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, last, True)]
+        if self.options.features.masks_every_tile:
+            parts = [(first, last, True)]
+        for start, stop, masked in parts:
             for j, carried in (loop := fly.range(start, stop, carry=state)):
                 loop.next(self.step(j, carried, place, given, masked=masked))
             state = loop.results

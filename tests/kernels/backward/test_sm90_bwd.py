@@ -1,0 +1,126 @@
+"""The Hopper backward kernel in the simulator: gradients of calls against autograd through the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fly.errors import ShapeError, UnsupportedError
+from kernels.sm90.backward import Sm90BackwardOptions
+from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.dropout_masks import dense, packed
+from tests.kernels.feature_cases import Inputs, stripes
+from tests.kernels.gradient_reference import by_autograd, gradients
+
+Options = Callable[[Inputs], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def sm90(emulate, monkeypatch):
+    emulate("sm_90a", "")
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+
+
+def wrong(inputs: Inputs, causal: bool, **options: Any) -> list[str]:
+    q, k, v = inputs.tensors()
+    options |= inputs.form()
+    dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if "seqused_q" in options:
+        # what is not in use has results of no meaning, whose gradients have none
+        for b, n in enumerate(options["seqused_q"].tolist()):
+            dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
+    longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
+    found = by_autograd(q, k, v, causal, dout, dlse, **options, **longest)
+    dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
+    return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
+
+
+CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
+    "several tiles, different lengths": ({"queries": [200], "keys": [300], "head_dim": 128}, False, lambda i: {}),
+    "causal, rows without keys": ({"queries": [300], "keys": [140], "head_dim": 64}, True, lambda i: {}),
+    "heads share keys, softcap": (
+        {"queries": [150], "keys": [150], "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "f16"},
+        True,
+        lambda i: {"softcap": 3.0},
+    ),
+    "packed, empty sequences": (
+        {"queries": [0, 133, 1, 60], "keys": [20, 133, 0, 90], "packed": True, "head_dim": 64, "dtype": "f16"},
+        True,
+        lambda i: {},
+    ),
+    "lengths in use": (
+        {"queries": [140] * 3, "keys": [180] * 3, "head_dim": 128},
+        False,
+        lambda i: {
+            "seqused_q": torch.tensor([140, 7, 70], dtype=torch.int32),
+            "seqused_kv": torch.tensor([0, 135, 20], dtype=torch.int32),
+        },
+    ),
+    "windows and slopes": (
+        {"queries": [270], "keys": [270], "heads": 2, "kv_heads": 2, "head_dim": 64},
+        False,
+        lambda i: {"window_size": (60, 5), "alibi_slopes": i.floats(2).abs()},
+    ),
+    "sinks": ({"queries": [150], "keys": [60], "head_dim": 128}, False, lambda i: {"sink": i.floats(2)}),
+    "a mask's function": ({"queries": [150], "keys": [160], "head_dim": 64}, False, lambda i: {"mask_mod": stripes}),
+    "dropout": (
+        {"queries": [140], "keys": [150], "head_dim": 128},
+        True,
+        lambda i: {"dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "chunks": ({"queries": [200], "keys": [240], "head_dim": 128}, True, lambda i: {"attention_chunk": 100}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_references(name, seed):
+    sizes, causal, options_of = CASES[name]
+    inputs = Inputs(**sizes, seed=seed)
+    assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
+
+
+def test_neighbours_of_a_packed_sequence_may_be_nan(seed):
+    inputs = Inputs([50, 70, 30], [60, 70, 45], 2, 1, 64, packed=True, seed=seed)
+    q, k, v = inputs.tensors()
+    form = {**inputs.form(), "max_seqlen_q": 70, "max_seqlen_kv": 70}
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    expected = by_autograd(q, k, v, False, dout, None, **form)
+    for x, (start, end) in ((q, (50, 120)), (k, (60, 130)), (v, (60, 130)), (dout, (50, 120))):
+        x.detach()[start:end] = torch.nan
+    found = by_autograd(q, k, v, False, dout, None, **form)
+    for mine, theirs, (start, end) in zip(found, expected, ((50, 120), (60, 130), (60, 130)), strict=True):
+        assert torch.equal(mine[:start], theirs[:start]) and torch.equal(mine[end:], theirs[end:])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("which", ["dv", "dk", "dq"])
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_masks_of_dropout_are_the_mask(form, which, seed):
+    if form == "dense":
+        problem = dense(state_of(seed), queries=(70,), keys=(200,), kv_heads=1, causal=True)
+    else:
+        problem = packed(state_of(seed), queries=(21, 0, 70, 5), keys=(40, 3, 150, 0))
+    assert not problem.wrong(which), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_m": 32}, "block_m is 32; expected 64 or 128"),
+        ({"head_dim": 256, "head_dim_v": 256, "block_m": 128}, "bytes of shared memory; expected 232448 at most"),
+    ],
+)
+def test_builds_that_there_are_not(values, message):
+    with pytest.raises(ShapeError, match=message):
+        Sm90BackwardOptions(**{"head_dim": 64, "head_dim_v": 64, "causal": False, "block_m": 64, **values})
+
+
+def test_what_the_kernel_does_not_do_is_refused_by_name(seed):
+    inputs = Inputs([40], [40], 2, 2, 96, seed=seed)
+    q, k, v = inputs.tensors()
+    with pytest.raises(UnsupportedError, match="sm90"):
+        by_autograd(q, k, v, False, torch.ones_like(q), None)
