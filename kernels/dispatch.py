@@ -157,6 +157,16 @@ def mask_blocks(rows: int, keys: int) -> Need:
     return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
 
 
+def _ordered(request: Request) -> str | None:
+    if not request.deterministic:
+        return None
+    return (
+        f"adds parts of {arg.q}'s gradient up in an order that changes from run to run: call without "
+        f"{arg.deterministic} and torch.use_deterministic_algorithms"
+    )
+
+
+ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
 
 
@@ -263,7 +273,8 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
             *("softcap", "alibi", "sink", "dropout", "mask_mod"),
         ),
         tuning={},
-        reason="one fused kernel on WGMMA and TMA for Hopper",
+        reason="five products instead of seven, on WGMMA and TMA",
+        needs=(ANY_ORDER,),
         mixed_dims=(),
     ),
     Kernel(
@@ -297,9 +308,13 @@ FORWARD = Pass("flash attention", "flash-attention", lambda: KERNELS, config.KER
 BACKWARD = Pass("the backward pass", "backward", lambda: BACKWARD_KERNELS, config.BACKWARD_KERNEL)
 
 
-def as_backward(request: Request) -> Request:
-    """What the backward pass of such a call is: tuning is the forward kernel's, and what is not aligned is copied."""
-    return replace(request, tuning={}, alignment=16, kv_alignment=16)
+def as_backward(request: Request, deterministic: bool = False) -> Request:
+    """What the backward pass of such a call is: tuning is the forward kernel's, and what is not aligned is copied.
+
+    `deterministic`: as of `Request`, if the call itself does not ask for it.
+    """
+    told = request.deterministic or deterministic
+    return replace(request, tuning={}, alignment=16, kv_alignment=16, deterministic=told)
 
 
 def head_dims(kernel: Kernel) -> str:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -506,48 +507,52 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     # only sizes and strides of these matter here
     numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
     sums = torch.empty((entries, heads, tiles * block_m, request.head_dim), dtype=torch.float32, device=device)
-    given = {
-        **tensors,
+    rows = numbers[0] if packed else numbers
+    own = {
         "dq_sums": sums,
-        "lse2": numbers[0] if packed else numbers,
-        "delta": numbers[0] if packed else numbers,
+        "lse2": rows,
+        # not `delta`, which is the caller's
+        "deltas": rows,
         "tokens": tokens,
         "sequences": sequences,
         "scale_log2": request.scale_log2,
         "group": heads // request.num_kv_heads,
     }
-    maps = {
+    maps: dict[str, Any] = {
         name: fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
         for (name, tile), tensor in zip(options.tiles.items(), (q, k, v, dout), strict=True)
     }
-    maps |= dict.fromkeys(("lse2", "delta"), fly.tensor_map(numbers, (1, 1, options.numbers)))
+    maps |= dict.fromkeys(("lse2", "deltas"), fly.tensor_map(numbers, (1, 1, options.numbers)))
     steps: list[BoundKernel] = []
 
     def add(
         kernel: Any,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Tensors,
+        statics: dict[str, Any],
         operands: Sequence[str] = (),
-        **statics: Any,
+        more: Tensors = MappingProxyType({}),
+        delta: str = "deltas",
     ) -> None:
         grid, fold = fold_grid(grid)
-        steps.append(bind_kernel(kernel, grid, threads, arguments, {**statics, **fold}, operands=operands))
+        arguments = {**tensors, **own, **more}
+        called = {"delta": delta}
+        steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
 
-    rows, operands = THREADS // lanes_of_row(request.value_dim), request.operands
-    add(row_statistics, (tiles * block_m // rows, heads, entries), THREADS, given, head_dim=request.value_dim)
+    lines, statics = THREADS // lanes_of_row(request.value_dim), {"head_dim": request.value_dim}
+    add(row_statistics, (tiles * block_m // lines, heads, entries), THREADS, statics)
+    if "delta" in tensors:
+        blocks = -(-tokens // lines), heads, entries
+        add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None}, delta="delta")
     if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, given)
+        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
+    statics = {"options": options}
     blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
-    add(flash_attn_sm90_bwd, blocks, options.threads, {**given, **maps}, operands, options=options)
+    add(flash_attn_sm90_bwd, blocks, options.threads, statics, request.operands, more=maps)
     blocks = -(-request.seq_len // block_m), heads, sequences
-    add(round_dq, blocks, CONSUMERS * WARPGROUP, given, operands, options=options)
+    add(round_dq, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
     parts, nbytes = {}, 0
-    for name, count in (
-        ("dq_sums", sums.numel()),
-        *dict.fromkeys(("lse2", "delta"), entries * heads * pitch).items(),
-    ):
-        if tensors.get(name) is None:
-            parts[name] = nbytes
-            nbytes += aligned(4 * count)
+    for name in ("dq_sums", "lse2", "deltas"):
+        parts[name] = nbytes
+        nbytes += aligned(4 * (sums.numel() if name == "dq_sums" else entries * heads * pitch))
     return Steps(tuple(steps), parts, nbytes).launch()

@@ -51,6 +51,7 @@ FLOORS = (
         "flash_attn_generic_probabilities",
         "flash_attn_gfx950",
         "flash_attn_sm90",
+        "flash_attn_sm90_bwd",
     ),
     ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
     ("dispatch",),

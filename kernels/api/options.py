@@ -128,6 +128,8 @@ def options_of(
     for name, flag in (("causal", causal), ("deterministic", deterministic)):
         if flag is not True and flag is not False:
             Checks(caller.function).flag(name, flag)
+    if deterministic:
+        options["deterministic"] = True
     if not isinstance(dropout_p, float) or dropout_p:
         options["dropout_p"] = probability_of(Checks(caller.function), dropout_p)
     if softmax_scale is not None:

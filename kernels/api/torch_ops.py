@@ -37,6 +37,7 @@ _OPTIONS = {
     "softmax_scale": "float? softmax_scale=None",
     "return_lse": "bool return_lse=False",
     "num_kv_splits": "SymInt num_kv_splits=1",
+    "deterministic": "bool deterministic=False",
     **{name: f"Tensor? {name}=None" for name in ("cu_seqlens_q", "cu_seqlens_kv")},
     **{name: f"SymInt? {name}=None" for name in ("max_seqlen_q", "max_seqlen_kv")},
     **{name: f"{kind} {name}={_DEFAULTS[kind]}" for f in FEATURES for name, kind in f.keywords.items() if kind},

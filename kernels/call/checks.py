@@ -282,6 +282,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         ATTENTION.vector("debug_counts", counts, torch.float32, q.device, "2 float32 counters", 2)
 
     flag("causal", causal)
+    flag("deterministic", options["deterministic"])
     flag("return_lse", options["return_lse"])
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
@@ -336,6 +337,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         head_dim_v=None if v.shape[-1] == head_dim else v.shape[-1],
         static_features=features,
         aux_tensors=len(aux),
+        deterministic=options["deterministic"],
     )
     tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}
     tensors |= {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "debug_counts")}

@@ -72,7 +72,8 @@ def check_differentiable(request: Request, q: torch.Tensor, **given: Any) -> Non
 
 def serving(device: torch.device, request: Request) -> Prepare:
     """The `prepare` of the backward kernel for a call of tensors on `device`; raises as `dispatch.choose` does."""
-    return dispatch.serve(device_of(device).target, dispatch.as_backward(request), dispatch.BACKWARD)
+    backward = dispatch.as_backward(request, torch.are_deterministic_algorithms_enabled())
+    return dispatch.serve(device_of(device).target, backward, dispatch.BACKWARD)
 
 
 def check_features(names: Iterable[str]) -> None:
@@ -214,7 +215,8 @@ def run(
         "dv": dv,
     }
     environment = map(config.raw_value, _ENVIRONMENT)
-    key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, *operands)
+    told = torch.are_deterministic_algorithms_enabled()
+    key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, told, *operands)
     if memory:
         key += tuple((x.shape, x.stride(), x.dtype) for x in memory.values())
     prepared = kind.backward.get(key)

@@ -40,7 +40,7 @@ class Request:
     two; `q_pitch`: of q and out. `page_size`: keys of a page, None where they are not in pages.
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
     v and out, None when it is `head_dim`. `static_features`: what kernels are built with for the features, and
-    `aux_tensors`: how many of these their functions have.
+    `aux_tensors`: how many of these their functions have. `deterministic`: gradients are the same bits every time.
     """
 
     head_dim: int
@@ -65,6 +65,7 @@ class Request:
     head_dim_v: int | None = None
     static_features: Features = NO_FEATURES
     aux_tensors: int = 0
+    deterministic: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -25,12 +25,16 @@ def generator(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """`emulate(arch, kernel)`: CPU tensors belong to that emulated GPU, with checks, and no other kernel is taken."""
+    """`emulate(arch, kernel)`: CPU tensors belong to that emulated GPU, with checks, and no other kernel is taken.
+
+    "generic" is both passes' kernel then.
+    """
 
     def take(arch: str, kernel: str) -> None:
         monkeypatch.setenv(config.ARCH.name, arch)
         monkeypatch.setenv(config.EMULATOR_CHECKS.name, "1")
         monkeypatch.setenv(config.KERNEL.name, kernel)
+        monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel if kernel == "generic" else "")
 
     return take
 

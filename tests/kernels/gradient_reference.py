@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -135,12 +136,16 @@ def _places(q: torch.Tensor, k: torch.Tensor, lengths: Sequence[tuple[int, int]]
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What torch allocates holds NaN, or the bits of one, until something is written there."""
+    """What torch allocates holds NaN, or the bits of one, until something is written there.
+
+    That is one of torch's deterministic algorithms; who asks whether they are wanted is told what was so before.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan()
-        yield
+        with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: before):
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
 

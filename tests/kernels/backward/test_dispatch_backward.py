@@ -136,7 +136,7 @@ def test_a_call_is_refused_when_it_is_made(emulate, monkeypatch):
     with pytest.raises(UnsupportedError, match="FLY_BACKWARD_KERNEL=generic: the generic kernel takes head_dim 64"):
         flydsl_flash_attn_func(*small(length=10))
     monkeypatch.setenv(config.BACKWARD_KERNEL.name, "sm80")
-    with pytest.raises(ConfigError, match="expected one of '', 'generic'"):
+    with pytest.raises(ConfigError, match="expected one of '', 'sm90', 'generic'"):
         flydsl_flash_attn_func(*small(length=10))
 
 
@@ -150,7 +150,7 @@ def test_paths_shows_the_table(capsys):
     text = "\n".join(shown(capsys))
     for kernel in BACKWARD_KERNELS:
         assert kernel.name in text and kernel.archs[0] in text
-    assert "dropout" in text and "sm90" not in text.replace("sm_90a", "")
+    assert "dropout" in text and "gfx950_fp8" not in text
 
 
 def test_paths_says_what_is_chosen_and_why_others_are_not(capsys, monkeypatch):

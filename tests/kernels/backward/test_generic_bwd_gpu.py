@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fly import config
 from kernels.flash_attn_api import flash_attn_varlen_qkvpacked_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import Inputs, by_head, stripes
@@ -16,6 +17,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def generic(monkeypatch):
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, "generic")
+
 
 DIMS = [(32, 32), (40, 40), (64, 64), (72, 72), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128)]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from fly.errors import ShapeError, UnsupportedError
+from kernels.call.gradients import backward
+from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from kernels.sm90.backward import Sm90BackwardOptions
 from tests.kernels.backward.test_dropout_kernels import state_of
 from tests.kernels.dropout_masks import dense, packed
@@ -117,6 +120,52 @@ def test_masks_of_dropout_are_the_mask(form, which, seed):
 def test_builds_that_there_are_not(values, message):
     with pytest.raises(ShapeError, match=message):
         Sm90BackwardOptions(**{"head_dim": 64, "head_dim_v": 64, "causal": False, "block_m": 64, **values})
+
+
+@pytest.mark.parametrize("asked", ["deterministic", "torch.use_deterministic_algorithms"])
+def test_results_of_the_same_bits_are_another_kernels(asked, monkeypatch, seed):
+    inputs = Inputs([40], [40], 2, 2, 64, seed=seed)
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    call = partial(flydsl_flash_attn_func, *leaves)
+    message = "changes from run to run: call without deterministic and torch.use_deterministic_algorithms"
+    if asked == "deterministic":
+        with pytest.raises(UnsupportedError, match=message):
+            call(deterministic=True)
+        monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+        call(deterministic=True).sum().backward()
+    else:
+        out = call()
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        with pytest.raises(UnsupportedError, match=message):
+            out.sum().backward()
+        monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+        call().sum().backward()
+    assert all(x.grad is not None for x in leaves)
+
+
+def test_delta_is_written_for_the_caller(seed):
+    inputs = Inputs([43], [40], 2, 1, 64, seed=seed)
+    q, k, v = inputs.tensors()
+    out, lse = flydsl_flash_attn_func(q, k, v, True, return_lse=True)
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    delta = torch.empty_like(lse)
+    options = {**OPTION_DEFAULTS}
+    found = backward((q, k, v), out, lse, dout, None, True, options, [torch.empty_like(x) for x in (q, k, v)], delta)
+    torch.testing.assert_close(delta, (out.float() * dout.float()).sum(-1).mT, rtol=1e-4, atol=1e-4)
+    assert not gradients(q, k, v, True, dout).wrong(found), f"seed {seed}"
+
+
+def test_sinks_have_their_gradient(monkeypatch, seed):
+    inputs = Inputs([50], [60], 2, 1, 64, seed=seed)
+    leaves = [x.requires_grad_() for x in (*inputs.tensors(), inputs.floats(2))]
+    dout = inputs.floats(*leaves[0].shape, dtype=leaves[0].dtype)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(flydsl_flash_attn_func(*leaves[:3], False, sink=leaves[3]), leaves, dout)
+
+    found = step()
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "generic")
+    torch.testing.assert_close(found[3], step()[3], rtol=1e-4, atol=1e-4)
 
 
 def test_what_the_kernel_does_not_do_is_refused_by_name(seed):

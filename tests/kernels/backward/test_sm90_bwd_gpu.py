@@ -1,0 +1,98 @@
+"""The Hopper backward kernel on a GPU, at lengths that the simulator has no time for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from fly import config
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.backward.test_generic_bwd_gpu import wrong
+from tests.kernels.feature_cases import Inputs, stripes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def sm90(monkeypatch):
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, "sm90")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), [(1000, 1234), (1300, 700), (64, 4096), (4096, 64)])
+def test_every_head_dimension(queries, keys, head_dim, dtype, causal, seed):
+    inputs = Inputs([queries] * 2, [keys] * 2, 4, 2, head_dim, dtype, seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function"])
+def test_features(name, head_dim, seed):
+    inputs = Inputs([700] * 2, [900] * 2, 4, 2, head_dim, seed=seed, device="cuda")
+    options = {
+        "softcap": lambda: {"softcap": 5.0},
+        "window": lambda: {"window_size": (200, 30)},
+        "chunk": lambda: {"attention_chunk": 300},
+        "slopes": lambda: {"alibi_slopes": inputs.floats(2, 4).abs()},
+        "sink": lambda: {"sink": inputs.floats(4)},
+        "function": lambda: {"mask_mod": stripes},
+    }[name]()
+    assert not wrong(inputs, False, **options), f"seed {seed}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(head_dim, causal, seed):
+    lengths = [0, 1, 777, 64, 2000, 129]
+    inputs = Inputs(lengths, [5, 1, 777, 300, 1500, 0], 4, 1, head_dim, packed=True, seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_heads_share_keys(head_dim, seed):
+    inputs = Inputs([600], [600], 16, 1, head_dim, seed=seed, device="cuda")
+    assert not wrong(inputs, True), f"seed {seed}"
+
+
+def test_launches_one_after_the_other_do_not_meet(seed):
+    """Each begins with sums of zero, whatever the last one left."""
+    inputs = Inputs([1024], [1024], 4, 4, 128, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    out = flydsl_flash_attn_func(*leaves)
+    dout = inputs.floats(*out.shape, dtype=out.dtype)
+    step = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    first = step()
+    for again in [step() for _ in range(30)]:
+        for a, b in zip(first, again, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        # no sum of theirs is shared
+        assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+
+
+def test_a_captured_graph_may_be_replayed(seed):
+    inputs = Inputs([500], [500], 4, 2, 64, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    dout = inputs.floats(*leaves[0].shape, dtype=leaves[0].dtype)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout)
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(3):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
