@@ -26,6 +26,7 @@ dS has two slots: whoever writes the second next tile's has passed a barrier at 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ from fly.backends.nvvm.intrinsics import (
     store_matrices,
     warpgroup_id,
 )
-from fly.backends.nvvm.mbarrier import Mbarriers, Position, init_all
-from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile
+from fly.backends.nvvm.mbarrier import Position, Ring, init_all
+from fly.backends.nvvm.wgmma import UNIT, Operand
 from fly.backends.target import target
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
@@ -68,15 +69,17 @@ from .sm90.backward import (
     options_for,
     slot_bytes,
 )
+from .sm90.counters import counters_of
 from .sm90.dq_sums import round_dq, slot_of, store_rows
 from .sm90.producer import Slots, clear_tail, entry_of
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
-from .work.sequences import tokens_of
+from .work.sequences import Uniform, alone, tokens_of
 from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
-from .work.tile_scheduler import fold_grid, head_of_block
+from .work.tile_scheduler import fold_grid
 
+WORKS = 2  # numbers of works that are known ahead
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
 
@@ -92,19 +95,73 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's."""
+class _Work:
+    """What a block works on at a time: keys of a key head from `first_key` on, and the query tiles that see some."""
 
     batch: fly.Value
     kv_head: fly.Value
     first_key: fly.Value
     keys: Tokens
     queries: Tokens
+    seen: KeyRange
+    inverse: QueryRange
+    tiles: TileRange
 
     @property
     def shift(self) -> fly.Value | None:
         """How far behind a multiple of `ALONG` packed queries start: copies of their statistics start there."""
         return None if self.queries.index is not None else self.queries.start % ALONG
+
+    @property
+    def exists(self) -> fly.Value:
+        """Whether any query sees any of the keys."""
+        return self.tiles.first < self.tiles.end
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """The launch's works, numbered in the order in which they start: key blocks, key heads, sequences.
+
+    Under causality the first key blocks, which more queries see, come first. `blocks`: of a sequence.
+    """
+
+    given: BoundFeatures
+    options: Sm90BackwardOptions
+    blocks: fly.Value
+    kv_heads: fly.Value
+    group: fly.Value
+    sequences: fly.Value
+    tokens: tuple[Any, Any]
+    offsets: tuple[fly.Tensor | None, fly.Tensor | None]
+    counters: fly.Tensor
+
+    @property
+    def total(self) -> fly.Value:
+        total: fly.Value = self.blocks * self.kv_heads * self.sequences
+        return total
+
+    def find(self, number: fly.Value, uniform: Uniform) -> _Work:
+        """The work of a number."""
+        options, given = self.options, self.given
+        above = number // self.blocks
+        batch = above // self.kv_heads
+        used = given.get("seqused_q"), given.get("seqused_kv")
+        sides = zip(self.tokens, self.offsets, used, strict=True)
+        queries, keys = (Tokens.of(n, of, batch, used, uniform=uniform) for n, of, used in sides)
+        first_key = (number - above * self.blocks) * options.block_n
+        seen = given.key_range(queries.length, keys.length, options.causal)
+        inverse = QueryRange.of(seen, open_end=not options.features.modifies)
+        tiles = inverse.tiles(first_key, options.block_n, options.block_m)
+        # keys past the end would have weights: in the block with any, all tiles are masked
+        end = fly.select(first_key < keys.length, tiles.end, tiles.first)
+        tail = first_key + options.block_n > keys.length
+        tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
+        return _Work(batch, above - batch * self.kv_heads, first_key, keys, queries, seen, inverse, tiles)
+
+    def heads(self, work: _Work) -> tuple[fly.Value, fly.Value]:
+        """The query heads of a work's key head: (first, end)."""
+        first = work.kv_head * self.group
+        return first, first + self.group
 
 
 @dataclass(frozen=True)
@@ -130,30 +187,34 @@ class _Statistics:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and of V."""
+    """Shared memory of one block; `numbers`: of works, beside their ring."""
 
-    k: fly.Pointer
-    v: fly.Pointer
+    k: Slots
+    v: Slots
     q: Slots
     dout: Slots
     lse2: _Statistics
     delta: _Statistics
     ds: fly.Pointer
-    arrived: Mbarriers
+    numbers: fly.SharedMemory
+    works: Ring
 
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> _Buffers:
         warps = CONSUMERS * WARPGROUP // 32
+        tiles, stages = options.tiles, options.slots
         return _Buffers(
-            fly.alloc_shared("k", options.tiles["k"].bytes, 1024),
-            fly.alloc_shared("v", options.tiles["v"].bytes, 1024),
-            Slots.allocate("q", options.tiles["q"], options.stages, warps),
-            Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
+            *(Slots.allocate(name, tiles[name], stages[name], warps) for name in ("k", "v", "q", "dout")),
             _Statistics.allocate("lse2", options.numbers, options.stages),
             _Statistics.allocate("delta", options.numbers, options.dout_stages),
             fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
-            Mbarriers.allocate("arrived", 2, 1),
+            fly.SharedMemory("work", "i32", WORKS),
+            Ring.allocate("work", WORKS, warps),
         )
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [self.k.ring, self.v.ring, self.q.ring, self.dout.ring, self.works]
 
 
 @fly.kernel
@@ -169,118 +230,118 @@ def flash_attn_sm90_bwd(
     dv: fly.Tensor,
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
-    tokens: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    counters: fly.Tensor,
+    blocks: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    tokens: fly.i32,  # type: ignore[valid-type]
     sequences: fly.i32,  # type: ignore[valid-type]
     scale_log2: fly.f32,  # type: ignore[valid-type]
     group: fly.i32,  # type: ignore[valid-type]
     *operands: fly.Operand,
     options: Sm90BackwardOptions,
-    folded: bool = False,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
-    i32 offsets; dq_sums: see `sm90.dq_sums`; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
-    Grid: (key blocks, key heads, `sequences`), or `folded`.
+    i32 offsets; dq_sums: see `sm90.dq_sums`; `counters`: see `sm90/counters.py`; `blocks` of keys has the
+    longest sequence; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv. Any one-dimensional grid.
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
-    keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
-    queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
-    first_key = fly.block_id.x * options.block_n
-    here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
-    seen = given.key_range(queries.length, keys.length, options.causal)
-    inverse = QueryRange.of(seen, open_end=not options.features.modifies)
-    tiles = inverse.tiles(first_key, options.block_n, options.block_m)
-    # keys past the end would have weights: in the block with any, all tiles are masked
-    end = fly.select(here, tiles.end, tiles.first)
-    tail = first_key + options.block_n > keys.length
-    tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
-    block = _Block(batch, kv_head, first_key, keys, queries)
+    schedule = _Schedule(
+        given,
+        options,
+        blocks,
+        dk.shape[-2],
+        group,
+        sequences,
+        (tokens, tokens_of(dk, cu_seqlens_kv)),
+        (cu_seqlens_q, cu_seqlens_kv),
+        counters,
+    )
     buffers = _Buffers.allocate(options)
-    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived])
+    init_all(buffers.rings)
     warpgroup = warpgroup_id()
-    heads = kv_head * group, kv_head * group + group
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
-            maps = (q, k, v, dout, lse2, delta)
-            _produce(maps, buffers, options, tiles, block, heads)
+            _Producer(schedule, buffers, {"q": q, "k": k, "v": v, "dout": dout, "lse2": lse2, "delta": delta}).run()
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
-        tile = slot_of(queries, batch, options)
-        consumer = _Consumer(
-            options, buffers, given, seen, inverse, tiles, block, warpgroup - 1, scale_log2, dtype, dq_sums, tile
-        )
-        sum_k, sum_v = consumer.run(heads)
-        first = first_key + (warpgroup - 1) * 64
-        views = keys.matrix(dk, kv_head), keys.matrix(dv, kv_head)
-        count = fly.select(here, keys.length, 0)
-        store_rows(views[1], first, count, given.scale_kept(sum_v), dtype)
-        store_rows(views[0], first, count, given.scale_kept(sum_k * (scale_log2 * (1 / LOG2_E))), dtype)
+        _Consumer(schedule, buffers, warpgroup - 1, scale_log2, dtype, dq_sums).run(dk, dv)
 
 
-def _produce(
-    maps: tuple[fly.TensorMap, ...],
-    buffers: _Buffers,
-    options: Sm90BackwardOptions,
-    tiles: TileRange,
-    block: _Block,
-    heads: tuple[Any, Any],
-) -> None:
-    """The one thread that fills shared memory."""
-    q, k, v, dout, lse2, delta = maps
-    first = block.queries.start
+@dataclass(frozen=True)
+class _Producer:
+    """The one thread that takes works and fills shared memory."""
 
-    def keep(index: int, tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer) -> None:
-        buffers.arrived.arrive_expecting(index, tile.bytes)
-        _copy(
-            tensor_map,
-            tile,
-            memory,
-            (entry_of(block.keys), block.keys.start + block.first_key, block.kv_head),
-            buffers.arrived.at(index),
-        )
+    schedule: _Schedule
+    buffers: _Buffers
+    maps: dict[str, fly.TensorMap]
 
-    def load(
-        slots: Slots,
-        tensor_map: fly.TensorMap,
-        numbers: _Statistics,
-        of: fly.TensorMap,
-        at: Position,
-        j: Any,
-        head: Any,
-    ) -> Position:
-        row, entry = first + j * options.block_m, entry_of(block.queries)
-        start = row if block.shift is None else row - block.shift
-        barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes)
-        _copy(tensor_map, slots.tile, slots.at(at), (entry, row, head), barrier)
-        tma.load(of, numbers.at(at), (entry, head, start), barrier)
-        return slots.ring.next(at)
+    def run(self) -> None:
+        """All of the block's works."""
+        schedule = self.schedule
+        number = fly.block_id.x
+        start = tuple(Position.start() for _ in range(4))
+        carry = (number, start, self._publish(Position.start(), number))
+        for number, places, works_at in (works := fly.while_(carry, lambda c: c[0] < schedule.total)):
+            following = fly.fetch_add(1, schedule.counters.at(0)) + fly.grid_dim.x
+            work = schedule.find(number, alone)
+            places = fly.cond(work.exists, functools.partial(self._load, work, *places), lambda p=places: p)
+            works.next(following, places, self._publish(works_at, following))
+        ended = schedule.counters.at(1)
+        with fly.when(fly.fetch_wrap(fly.grid_dim.x - 1, ended) == fly.grid_dim.x - 1):
+            schedule.counters.store(fly.i32(0), 0)
 
-    with fly.when(tiles.first < tiles.end):
-        keep(0, k, options.tiles["k"], buffers.k)
-        keep(1, v, options.tiles["v"], buffers.v)
-        start = Position.start(), Position.start()
-        for head, places in (all_heads := fly.range(*heads, carry=start)):
-            for j, (q_at, dout_at) in (passing := fly.range(tiles.first, tiles.end, carry=places)):
+    def _publish(self, at: Position, number: fly.Value) -> Position:
+        """Let the consumers know the next work's number."""
+        buffers = self.buffers
+        buffers.works.empty.wait(at.index, at.phase ^ 1)
+        buffers.numbers.store(number, at.index)
+        buffers.works.full.arrive(at.index)
+        return buffers.works.next(at)
+
+    def _load(
+        self, work: _Work, k_at: Position, v_at: Position, q_at: Position, dout_at: Position
+    ) -> tuple[Position, ...]:
+        """All tiles of a work."""
+        options, buffers = self.schedule.options, self.buffers
+        place = entry_of(work.keys), work.keys.start + work.first_key, work.kv_head
+        k_at = self._copy("k", buffers.k, k_at, place)
+        v_at = self._copy("v", buffers.v, v_at, place)
+        for head, places in (heads := fly.range(*self.schedule.heads(work), carry=(q_at, dout_at))):
+            for j, (q_at, dout_at) in (passing := fly.range(work.tiles.first, work.tiles.end, carry=places)):
+                row, entry = work.queries.start + j * options.block_m, entry_of(work.queries)
+                start = row if work.shift is None else row - work.shift
+                place, numbers = (entry, row, head), (entry, head, start)
                 passing.next(
-                    load(buffers.q, q, buffers.lse2, lse2, q_at, j, head),
-                    load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
+                    self._copy("q", buffers.q, q_at, place, "lse2", buffers.lse2, numbers),
+                    self._copy("dout", buffers.dout, dout_at, place, "delta", buffers.delta, numbers),
                 )
-            all_heads.next(*passing.results)
+            heads.next(*passing.results)
+        return k_at, v_at, *heads.results
 
-
-def _copy(
-    tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer, place: Sequence[Any], barrier: fly.Value
-) -> None:
-    """Start the copy of a tile, panel by panel."""
-    for panel in range(tile.panels):
-        corner = (*place, panel * tile.panel_columns)
-        tma.load(tensor_map, memory.offset(panel * tile.panel_bytes), corner, barrier)
+    def _copy(
+        self,
+        name: str,
+        slots: Slots,
+        at: Position,
+        place: tuple[Any, ...],
+        of: str | None = None,
+        statistics: _Statistics | None = None,
+        first: tuple[Any, ...] = (),
+    ) -> Position:
+        """A tile, panel by panel, and the rows' numbers of one kind that come with it."""
+        tile = slots.tile
+        barrier = slots.ring.acquire(at, tile.bytes + (0 if statistics is None else statistics.bytes))
+        for panel in range(tile.panels):
+            corner = (*place, panel * tile.panel_columns)
+            tma.load(self.maps[name], slots.at(at).offset(panel * tile.panel_bytes), corner, barrier)
+        if of is not None and statistics is not None:
+            tma.load(self.maps[of], statistics.at(at), first, barrier)
+        return slots.ring.next(at)
 
 
 @dataclass(frozen=True)
@@ -300,52 +361,101 @@ class _State:
 
 @dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup of a block; `tile`: the number of the sequence's first tile among the sums of dQ."""
+    """One consumer warpgroup."""
 
-    options: Sm90BackwardOptions
+    schedule: _Schedule
     buffers: _Buffers
-    given: BoundFeatures
-    seen: KeyRange
-    inverse: QueryRange
-    tiles: TileRange
-    block: _Block
     index: fly.Value
     scale_log2: fly.Value
     dtype: fly.DType
     dq_sums: fly.Tensor
-    tile: fly.Value | None
+
+    @property
+    def options(self) -> Sm90BackwardOptions:
+        return self.schedule.options
+
+    def run(self, dk: fly.Tensor, dv: fly.Tensor) -> None:
+        """All of the block's works."""
+        schedule, given = self.schedule, self.schedule.given
+        number, works_at = self._next(Position.start())
+        carry = (number, (*(Position.start() for _ in range(4)), fly.i32(0)), works_at)
+        for number, places, works_at in (loop := fly.while_(carry, lambda c: c[0] < schedule.total)):
+            work = schedule.find(number, fly.first_lane)
+            sum_k, sum_v, *places = _OfWork(**vars(self), work=work).sums(places)
+            first, count = work.first_key + self.index * 64, work.keys.length
+            factor = given.scale_kept(self.scale_log2 * (1 / LOG2_E))
+            store_rows(work.keys.matrix(dv, work.kv_head), first, count, given.scale_kept(sum_v), self.dtype)
+            store_rows(work.keys.matrix(dk, work.kv_head), first, count, sum_k * factor, self.dtype)
+            following, works_at = self._next(works_at)
+            loop.next(following, tuple(places), works_at)
+
+    def _next(self, at: Position) -> tuple[fly.Value, Position]:
+        """The number of the next work."""
+        works = self.buffers.works
+        works.wait(at)
+        number = fly.first_lane(self.buffers.numbers.load(at.index))
+        works.release(at)
+        return number, works.next(at)
+
+
+@dataclass(frozen=True)
+class _OfWork(_Consumer):
+    """A consumer at one of its works."""
+
+    work: _Work
+
+    def sums(self, places: tuple[Any, ...]) -> tuple[Any, ...]:
+        """dK and dV of the consumer's keys, and where the rings and dS's slots are; zeros if no query sees them."""
+        options = self.options
+        zeros = tuple(fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
+        result: tuple[Any, ...] = fly.cond(
+            self.work.exists, lambda: self._added_up(zeros, *places), lambda: (*zeros, *places)
+        )
+        return result
 
     @property
     def layout(self) -> fly.AccumulatorLayout:
         """Of S and dP: keys by queries."""
         return fly.AccumulatorLayout(self.options.atom(self.options.block_m, self.dtype.name), "m")
 
-    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, fly.Value]:
-        """dK and dV of the consumer's keys."""
-        options = self.options
-        zeros = tuple(fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
+    def _added_up(
+        self,
+        zeros: tuple[fly.Value, ...],
+        k_at: Position,
+        v_at: Position,
+        q_at: Position,
+        dout_at: Position,
+        slot: fly.Value,
+    ) -> tuple[Any, ...]:
+        k, v, work = self.buffers.k, self.buffers.v, self.work
+        for slots, at in ((k, k_at), (v, v_at)):
+            slots.ring.wait(at)
+            if work.keys.bounded:
+                clear_tail(slots.tile, slots.at(at), work.keys.length - work.first_key, CLEARED, self.index)
+        carry = (*zeros, q_at, dout_at, slot)
+        of_keys = _OfKeys(**vars(self), k_at=k_at, v_at=v_at)
+        for head, state in (loop := fly.range(*self.schedule.heads(work), carry=carry)):
+            loop.next(*of_keys.head(head, *state))
+        dk, dv, q_at, dout_at, slot = loop.results
+        for slots, at in ((k, k_at), (v, v_at)):
+            slots.ring.release(at)
+        return dk, dv, k.ring.next(k_at), v.ring.next(v_at), q_at, dout_at, slot
 
-        def all_heads() -> tuple[fly.Value, fly.Value]:
-            for i, (name, memory) in enumerate((("k", self.buffers.k), ("v", self.buffers.v))):
-                self.buffers.arrived.wait(i, 0)
-                if self.block.keys.bounded:
-                    left = self.block.keys.length - self.block.first_key
-                    clear_tail(options.tiles[name], memory, left, CLEARED, self.index)
-            carry = (*zeros, Position.start(), Position.start(), fly.i32(0))
-            for head, state in (loop := fly.range(*heads, carry=carry)):
-                loop.next(*self.head(head, *state))
-            return loop.results[0], loop.results[1]
 
-        result: tuple[fly.Value, fly.Value] = fly.cond(self.tiles.first < self.tiles.end, all_heads, lambda: zeros)
-        return result
+@dataclass(frozen=True)
+class _OfKeys(_OfWork):
+    """A consumer at a work whose K and V are there."""
+
+    k_at: Position
+    v_at: Position
 
     def head(
         self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
-        tiles = self.tiles
-        place = _Head(self.block.batch, head, self.seen)
-        given = self.given.at(place)
+        tiles = self.work.tiles
+        place = _Head(self.work.batch, head, self.work.seen)
+        given = self.schedule.given.at(place)
         state = _State(dk, dv, self.scores(q_at, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
@@ -353,29 +463,29 @@ class _Consumer:
         parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, last, True)]
         if self.options.features.masks_every_tile:
             parts = [(first, last, True)]
-        for start, stop, masked in parts:
-            for j, carried in (loop := fly.range(start, stop, carry=state)):
+        for begin, stop, masked in parts:
+            for j, carried in (loop := fly.range(begin, stop, carry=state)):
                 loop.next(self.step(j, carried, place, given, masked=masked))
             state = loop.results
         state = self.step(last, state, place, given, masked=True, last=True)
         return state.dk, state.dv, state.q_at, state.dout_at, state.slot
 
-    def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
+    def _own_rows(self, slots: Slots, at: Position) -> Operand:
         """The consumer's keys of K or V."""
-        return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
+        return slots.operand(at, units=self.index * (64 * slots.tile.swizzle // UNIT))
 
     def _arrived(self, slots: Slots, at: Position, j: Any) -> None:
         """Wait for tile j's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
         slots.ring.wait(at)
-        if self.block.queries.bounded:
-            left = self.block.queries.length - j * self.options.block_m
+        if self.work.queries.bounded:
+            left = self.work.queries.length - j * self.options.block_m
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
 
     def scores(self, at: Position, j: Any) -> fly.Value:
         """Start K Q^T of tile j."""
         options, q = self.options, self.buffers.q
         self._arrived(q, at, j)
-        rows = self._own_rows(self.buffers.k, options.tiles["k"])
+        rows = self._own_rows(self.buffers.k, self.k_at)
         atom = options.atom(options.block_m, self.dtype.name)
         return wgmma.issue(atom, rows, q.operand(at), options.head_dim // atom.k)
 
@@ -383,7 +493,7 @@ class _Consumer:
         """Start V dO^T of tile j."""
         options, dout = self.options, self.buffers.dout
         self._arrived(dout, at, j)
-        rows = self._own_rows(self.buffers.v, options.tiles["v"])
+        rows = self._own_rows(self.buffers.v, self.v_at)
         atom = options.atom(options.block_m, self.dtype.name)
         return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
 
@@ -398,7 +508,7 @@ class _Consumer:
         started = self.excess(state.dout_at, j)
         fragment = fly.Fragment(self.layout, ((raw,),))
         queries = fly.RowVector.full(turned_layout(self.layout), 1, 0.0).rows().map(lambda row: row + first_query)
-        count = self.block.queries.length if self.block.queries.bounded and masked else None
+        count = self.work.queries.length if self.work.queries.bounded and masked else None
 
         def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
             loaded = self._numbers(of.at(at))
@@ -407,7 +517,7 @@ class _Consumer:
             return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
 
         lse2 = numbers(buffers.lse2, state.q_at, math.inf)
-        first_key = self.block.first_key + self.index * 64
+        first_key = self.work.first_key + self.index * 64
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
             return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
@@ -438,21 +548,22 @@ class _Consumer:
 
     def _sums_of(self, place: _Head, j: fly.Value) -> tuple[Any, Any, Any]:
         """Where the sums of a tile are: (entry, head, tile)."""
-        return (place.batch, place.head, j) if self.tile is None else (0, place.head, self.tile + j)
+        slot = slot_of(self.work.queries, place.batch, self.options)
+        return (place.batch, place.head, j) if slot is None else (0, place.head, slot + j)
 
     def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
-        shift = self.block.shift
+        shift = self.work.shift
         at = memory if shift is None else memory.offset(shift * 4)
         columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
         return fly.RowVector(turned_layout(self.layout), columns.values)
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
-        count = self.block.keys.length
-        start = self.block.first_key + self.index * 64
+        count = self.work.keys.length
+        start = self.work.first_key + self.index * 64
         keys = fly.RowVector.full(self.layout, 1, 0.0).rows().map(lambda row: row + start)
-        limited = self.inverse.apply(turned(scores), keys, first_query)
+        limited = self.work.inverse.apply(turned(scores), keys, first_query)
         return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 
     def _narrow(self, fragment: fly.Fragment) -> tuple[fly.Value, ...]:
@@ -478,17 +589,19 @@ class _Consumer:
     def _dq(self, slot: fly.Value) -> fly.Value:
         """Start the consumer's piece of dS K."""
         options = self.options
-        ds, k = options.ds_tile, options.tiles["k"]
+        ds, k = options.ds_tile, self.buffers.k
         atom = options.atom(options.dq_columns, self.dtype.name)
         at = slot * (ds.bytes // UNIT)
         if options.block_m == 64:
             # half of K's columns
             rows = Operand(self.buffers.ds, ds, True, at)
-            columns = self.index * (options.dq_columns // k.panel_columns * k.panel_bytes // UNIT)
+            columns = self.index * (options.dq_columns // k.tile.panel_columns * k.tile.panel_bytes // UNIT)
         else:
             rows = Operand(self.buffers.ds, ds, True, at + self.index * (ds.panel_bytes // UNIT))
             columns = fly.i32(0)
-        return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), options.block_n // atom.k)
+        return wgmma.issue(
+            atom, rows, k.operand(self.k_at, units=columns, along_rows=True), options.block_n // atom.k
+        )
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -513,6 +626,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         "lse2": rows,
         # not `delta`, which is the caller's
         "deltas": rows,
+        "counters": counters_of(device).example,
+        "blocks": -(-request.seq_len_kv // options.block_n),
         "tokens": tokens,
         "sequences": sequences,
         "scale_log2": request.scale_log2,
@@ -547,12 +662,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
     statics = {"options": options}
-    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
-    add(flash_attn_sm90_bwd, blocks, options.threads, statics, request.operands, more=maps)
+    works = -(-request.seq_len_kv // options.block_n) * request.num_kv_heads * sequences
+    grid = min(device_of(device).compute_units, works), 1, 1
+    add(flash_attn_sm90_bwd, grid, options.threads, statics, request.operands, more=maps)
     blocks = -(-request.seq_len // block_m), heads, sequences
     add(round_dq, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
     parts, nbytes = {}, 0
     for name in ("dq_sums", "lse2", "deltas"):
         parts[name] = nbytes
         nbytes += aligned(4 * (sums.numel() if name == "dq_sums" else entries * heads * pitch))
-    return Steps(tuple(steps), parts, nbytes).launch()
+    return Steps(tuple(steps), parts, nbytes, {"counters": counters_of(device).address}).launch()

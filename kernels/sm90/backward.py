@@ -23,8 +23,8 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     A block has 128 keys, of which two consumer warpgroups have 64 each. Queries come in tiles of `block_m`, 64 or
-    128, with `stages` slots for Q and `dout_stages` for dO. `packed`: sequences are. `features`: what
-    the operands are.
+    128, with `stages` slots for Q, `dout_stages` for dO and `kv_stages` for K and V. `packed`: sequences are.
+    `features`: what the operands are.
 
     Raises:
         ShapeError: a value that no build has.
@@ -36,6 +36,7 @@ class Sm90BackwardOptions:
     block_m: int
     stages: int = 2
     dout_stages: int = 2
+    kv_stages: int = 1
     packed: bool = False
     features: Features = NO_FEATURES
 
@@ -67,6 +68,11 @@ class Sm90BackwardOptions:
         }
 
     @property
+    def slots(self) -> dict[str, int]:
+        """Of each tile."""
+        return {"q": self.stages, "k": self.kv_stages, "v": self.kv_stages, "dout": self.dout_stages}
+
+    @property
     def ds_tile(self) -> PanelTile:
         """dS, turned: keys by queries."""
         return PanelTile.widest(self.block_n, self.block_m)
@@ -85,8 +91,7 @@ class Sm90BackwardOptions:
     def shared_bytes(self) -> int:
         """Of a block, without barriers."""
         statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
-        slots = {"q": self.stages, "dout": self.dout_stages}
-        tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
+        tiles = sum(tile.bytes * self.slots[name] for name, tile in self.tiles.items())
         return tiles + DS_STAGES * self.ds_tile.bytes + statistics
 
     def atom(self, n: int, dtype: str) -> WarpgroupAtom:
