@@ -595,7 +595,7 @@ class _OfKeys(_OfWork):
         if options.block_m == 64:
             # half of K's columns
             rows = Operand(self.buffers.ds, ds, True, at)
-            columns = self.index * (options.dq_columns // k.tile.panel_columns * k.tile.panel_bytes // UNIT)
+            columns = self.index * (k.tile(0, options.dq_columns) // UNIT)
         else:
             rows = Operand(self.buffers.ds, ds, True, at + self.index * (ds.panel_bytes // UNIT))
             columns = fly.i32(0)
