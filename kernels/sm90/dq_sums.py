@@ -13,7 +13,7 @@ from fly.ir.dtypes import dtype as dtype_of
 from ..problem.scores import LOG2_E
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
-from .backward import CONSUMERS, Sm90BackwardOptions
+from .backward import BLOCK_M, Sm90BackwardOptions
 
 PIECE = 4  # values of a thread that lie side by side
 
@@ -23,18 +23,18 @@ def place_of(
 ) -> fly.Pointer:
     """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
 
-    `sums`: (B, H, rows, D) f32, `rows` a multiple of `options.block_m`; of packed sequences (1, H, rows, D), where
+    `sums`: (B, H, rows, D) f32, `rows` a multiple of `BLOCK_M`; of packed sequences (1, H, rows, D), where
     `slot_of` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
     thread after thread, then the next ones.
     """
     values = options.dq_columns * 64
-    at = sums.at(batch, head, tile * options.block_m, 0)
+    at = sums.at(batch, head, tile * BLOCK_M, 0)
     return at.offset((index * values + fly.thread_id.x % WARPGROUP * PIECE) * 4)
 
 
-def slot_of(queries: Sequence, batch: Any, options: Sm90BackwardOptions) -> fly.Value | None:
+def slot_of(queries: Sequence, batch: Any) -> fly.Value | None:
     """The number of a packed sequence's first tile; those up to the next one's are its own, and are enough."""
-    return None if queries.index is not None else queries.start // options.block_m + batch
+    return None if queries.index is not None else queries.start // BLOCK_M + batch
 
 
 def add(values: fly.Value, place: fly.Pointer) -> None:
@@ -70,12 +70,10 @@ def round_dq(
     head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
     queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     tile, index = fly.block_id.x, warpgroup_id()
-    by_rows = options.block_m == 64 * CONSUMERS
-    first = tile * options.block_m + (index * 64 if by_rows else 0)
-    column = 0 if by_rows else index * options.dq_columns
+    first, column = tile * BLOCK_M, index * options.dq_columns
     count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     with fly.when(first < count):
-        slot = slot_of(queries, batch, options)
+        slot = slot_of(queries, batch)
         entry, at = (batch, tile) if slot is None else (0, slot + tile)
         place, values = place_of(dq_sums, entry, head, at, index, options), options.dq_columns // 2
         pieces = [
