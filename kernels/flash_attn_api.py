@@ -10,7 +10,7 @@ What holds for all functions here:
         dimensions on the CPU. On a device only cache_seqlens may be: reading others would synchronise.
     dropout_p: probability with which weights are dropped, for training; rounded to 256ths, 0 or from 1/512 up to
         511/512. Which ones is drawn from torch's generator of the device (torch.manual_seed).
-    deterministic: either; forward and backward pass always give the same bits.
+    deterministic: gradients are the same bits in every run; see `flydsl_flash_attn_func`. Results always are.
     softmax_scale: factor of the scores, D**-0.5 by default.
     causal: query i of Sq sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
     window_size: (left, right); query i sees keys from i + Skv − Sq − left to i + Skv − Sq + right, both included.

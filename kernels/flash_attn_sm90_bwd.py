@@ -326,7 +326,8 @@ class _Consumer:
     def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, fly.Value]:
         """dK and dV of the consumer's keys."""
         options = self.options
-        zeros = tuple(fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
+        of_k, of_v = (fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
+        zeros = of_k, of_v
 
         def all_heads() -> tuple[fly.Value, fly.Value]:
             for i, (name, memory) in enumerate((("k", self.buffers.k), ("v", self.buffers.v))):
@@ -536,7 +537,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         called = {"delta": delta}
         steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
 
-    lines, statics = THREADS // lanes_of_row(request.value_dim), {"head_dim": request.value_dim}
+    lines = THREADS // lanes_of_row(request.value_dim)
+    statics: dict[str, Any] = {"head_dim": request.value_dim}
     add(row_statistics, (tiles * BLOCK_M // lines, heads, entries), THREADS, statics)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries

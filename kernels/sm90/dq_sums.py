@@ -80,5 +80,6 @@ def round_dq(
             memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE)
             for i in range(0, values, PIECE)
         ]
-        scaled = fly.concat(pieces) * given.scale_kept(scale_log2 * (1 / LOG2_E))
+        factor: Any = scale_log2 * (1 / LOG2_E)
+        scaled = fly.concat(pieces) * given.scale_kept(factor)
         store_rows(queries.matrix(dq, head), first, count, scaled, dtype_of(dq.dtype.name), column)
