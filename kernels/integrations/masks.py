@@ -6,7 +6,7 @@ import torch
 
 
 def bias_of(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A mask that says True where a query sees a key as what is added to scores; a mask of numbers is that already."""
+    """What a mask adds to scores: one of bools says True where a query sees a key, one of numbers is that already."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)

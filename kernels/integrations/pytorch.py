@@ -1,10 +1,10 @@
 """Flash attention for torch's own functions: `fly_attention.activate()`, and torch's flash backend is fly's.
 
     import fly_attention
-    fly_attention.activate()                      # torch.nn.attention.activate_flash_attention_impl("FLY") from then on
+    fly_attention.activate()      # torch.nn.attention.activate_flash_attention_impl("FLY")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    fly_attention.deactivate()                    # torch.nn.attention.restore_flash_attention_impl
+    fly_attention.deactivate()    # torch.nn.attention.restore_flash_attention_impl
 
 What torch calls then, forward and backward, eager and compiled: `F.scaled_dot_product_attention` where it takes its
 flash backend, nested tensors too, `torch.nn.attention.varlen`, and the operations of ATen themselves. Implementations
@@ -325,14 +325,14 @@ class _Handle:
     library: torch.library.Library
 
     def remove(self) -> None:
-        self.library._destroy()
+        self.library._destroy()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _install(device: str) -> _Handle:
-    library = torch.library.Library("aten", "IMPL", device.upper())
+    library = torch.library.Library("aten", "IMPL", device.upper())  # type: ignore[no-untyped-call]  # the same
     for name, kernel in _KERNELS[device].items():
         if hasattr(torch.ops.aten, name):
-            library.impl(name, kernel)
+            library.impl(name, kernel)  # type: ignore[no-untyped-call]  # the same
     return _Handle(library)
 
 
