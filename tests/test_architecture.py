@@ -55,7 +55,7 @@ FLOORS = (
     ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
     ("dispatch",),
     ("call",),
-    ("cache",),
+    ("cache", "merging"),
     ("flash_attn_interface",),
     ("api",),
     ("flash_attn_api",),
