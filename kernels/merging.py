@@ -117,7 +117,7 @@ def _operation(
     merge_states(*states, out=out, lse=lse, log2=log2, return_lse=False)
 
 
-@torch.library.register_fake("fly::merge_states")
+@torch.library.register_fake("fly::merge_states")  # type: ignore[untyped-decorator]  # torch has no types for it
 def _operation_fake(*arguments: Any) -> None:
     pass
 
@@ -162,6 +162,7 @@ def _check(
     *batch, tokens, heads, head_dim = first.shape
     if head_dim % VECTOR or not 0 < head_dim <= THREADS * VECTOR:
         CHECKS.fail(f"outs must have a head dimension D of a multiple of 8 up to {THREADS * VECTOR}, got {head_dim}")
+    wanted: list[tuple[str, torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]]
     wanted = [("outs", x, first.shape, (first.dtype,)) for x in values]
     wanted += [("lses", x, (*batch, heads, tokens), (torch.float32,)) for x in logs]
     if out is not None:
