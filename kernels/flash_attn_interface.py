@@ -27,7 +27,7 @@ from .arguments.checks import (
 )
 from .arguments.stacked import is_stacked, leaves_of, unstacked
 from .call import device_values
-from .call.checks import check_call
+from .call.checks import Call, check_call
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, DIFFERENTIABLE, NO_WINDOW
@@ -319,6 +319,11 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
     The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
     """
+    return plan_of(checked(q, k, v, *args, **options)).launch.workspace_bytes
+
+
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Call:
+    """The call of `flydsl_flash_attn_func` with these arguments, of which nothing is computed."""
     given = inspect.signature(flydsl_flash_attn_func).bind(q, k, v, *args, **options)
     given.apply_defaults()
     options = dict(given.arguments)
@@ -326,7 +331,7 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "aux_tensors")
         options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
-    return plan_of(check_call(q, k, v, causal, out, options)).launch.workspace_bytes
+    return check_call(q, k, v, causal, out, options)
 
 
 # keyword arguments, as checks get them

@@ -59,7 +59,7 @@ FLOORS = (
     ("flash_attn_interface",),
     ("api",),
     ("flash_attn_api",),
-    ("integrations", "profiled", "described"),
+    ("integrations", "profiled", "described", "inspection"),
     ("commands",),
 )
 # Where third-party packages that are heavy or not always there may be imported.
