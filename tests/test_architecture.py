@@ -57,7 +57,7 @@ FLOORS = (
     ("call",),
     ("cache", "merging"),
     ("flash_attn_interface",),
-    ("api",),
+    ("api", "attention"),
     ("flash_attn_api",),
     ("integrations", "profiled", "described", "inspection"),
     ("commands",),
