@@ -174,16 +174,15 @@ TRANSFORMERS = Caller(
         dropout_p="dropout",
     ),
 )
+_SDPA = _names(
+    "dropout_p", q="query", k="key", v="value", causal="is_causal", softmax_scale="scale", bias="attn_mask"
+)
+DIFFUSERS = Caller("diffusers' attention", _SDPA)
 TORCH = Caller(
     "torch's flash attention",
-    _names(
-        *("out", "dropout_p", "alibi_slopes", "block_table"),
-        q="query",
-        k="key",
-        v="value",
-        causal="is_causal",
-        softmax_scale="scale",
-        bias="attn_mask",
+    _SDPA
+    | _names(
+        *("out", "alibi_slopes", "block_table"),
         window_size="window_size_left, window_size_right",
         cu_seqlens_q="cum_seq_q",
         cu_seqlens_kv="cum_seq_k",

@@ -6,7 +6,11 @@ import torch
 
 
 def bias_of(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """What a mask adds to scores: one of bools says True where a query sees a key, one of numbers is that already."""
+    """What a mask adds to scores: one of bools says True where a query sees a key, one of numbers is that already.
+
+    Masks of fewer dimensions than (B, H, Sq, Skv) lack the first ones.
+    """
+    mask = mask[(None,) * (4 - mask.dim())]
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)

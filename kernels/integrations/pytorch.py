@@ -252,9 +252,7 @@ def _cpu_options(
     options = _options(0.0, scale, False)
     if attn_mask is not None:
         check_dense(TORCH.function, "attn_mask", attn_mask)
-        options["bias"] = bias_of(
-            attn_mask.expand(1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else attn_mask, query
-        )
+        options["bias"] = bias_of(attn_mask, query)
     if is_causal:
         keys, window = top_left(query.shape[2], keys)
         options["window_size"] = window
