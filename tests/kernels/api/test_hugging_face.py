@@ -1,7 +1,6 @@
 """Models of transformers and diffusers, tiny and random: what they compute and learn on fly, and without it.
 
-Models are bfloat16, where their own attention is as far from exact results as fly's: results and gradients may differ
-by a few times the rounding of a whole model, and by no more.
+Models are bfloat16. As far as one with its own attention is from the same in float32, one on fly may be twice.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss, with sinks": (
         "GptOssConfig",
-        {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+        {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
 }
 
@@ -92,16 +91,20 @@ def learned(make: Callable[[], Any], given: dict[str, Any]) -> tuple[torch.Tenso
     return (result.logits if "labels" in given else result.sample).detach().float(), found
 
 
-def compare(own, fly, seen: torch.Tensor | slice) -> None:
-    (own_out, own_gradients), (out, gradients) = own, fly
-    assert (out - own_out)[seen].abs().max() <= 0.02 * own_out.abs().max()
-    assert gradients.keys() == own_gradients.keys()
-    every, own_every = (torch.cat([x.flatten() for x in g.values()]) for g in (gradients, own_gradients))
-    assert (every - own_every).norm() <= 0.03 * own_every.norm()
-    for name in gradients:
+def compare(make: Callable[[str], Any], own: str, given: dict[str, Any], seen: torch.Tensor | slice) -> None:
+    """`make` makes a model with the attention of that name, `own` being another than fly's; `seen` of its results."""
+    wide = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}
+    exact, plain = learned(lambda: make(own).float(), wide), learned(lambda: make(own), given)
+    found = learned(lambda: make("fly"), given)
+
+    def distance(result) -> tuple[float, float]:
+        every = zip(result[1].values(), exact[1].values(), strict=True)
+        return (result[0] - exact[0])[seen].norm(), torch.cat([(a - b).flatten() for a, b in every]).norm()
+
+    assert all(fly <= 2 * bound for fly, bound in zip(distance(found), distance(plain)))
+    for name, gradient in exact[1].items():
         if "sink" in name:
-            assert own_gradients[name].any()
-            assert (gradients[name] - own_gradients[name]).norm() <= 0.05 * own_gradients[name].norm() + 1e-4
+            assert gradient.any() and (found[1][name] - gradient).norm() <= 0.2 * gradient.norm()
 
 
 @needs_transformers
@@ -120,8 +123,7 @@ def test_models_of_transformers(seed, name, kind):
         model = transformers.AutoModelForCausalLM
         return model.from_config(settings, attn_implementation=attention, dtype=torch.bfloat16)
 
-    own, fly = (learned(lambda a=a: make(a), given | {"use_cache": False}) for a in ("eager", "fly"))
-    compare(own, fly, given["attention_mask"].bool() if kind == "padded" else slice(None))
+    compare(make, "eager", given, given["attention_mask"].bool() if kind == "padded" else slice(None))
 
 
 @needs_diffusers
@@ -149,7 +151,7 @@ def test_a_model_of_diffusers(seed):
     shapes = {"hidden_states": (1, 16, 4), "encoder_hidden_states": (1, 7, 32), "pooled_projections": (1, 32)}
     given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     given |= {"timestep": torch.ones(1).bfloat16(), "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}
-    compare(*(learned(lambda b=b: make(b), given) for b in ("native", "fly")), slice(None))
+    compare(make, "native", given, slice(None))
 
 
 @needs_diffusers
