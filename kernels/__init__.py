@@ -19,6 +19,9 @@ _EXPORTS: dict[str, str] = {
         ".cache.kv_cache": "append_to_cache",
         ".problem.block_mask": "BlockMask create_block_mask",
         ".problem.dropout_mask": "dropout_mask",
+        ".merging": "merge_states",
+        ".inspection": "flydsl_flash_attn_plan",
+        ".integrations.pytorch": "activate deactivate",
     }.items()
     for name in names.split()
 }

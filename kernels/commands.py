@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
+from . import inspection
 from .dispatch import AMD, BACKWARD, FORWARD, NVIDIA, Kernel, Pass, as_backward, choose, head_dims, refusal
 from .problem.catalogue import BY_NAME
 from .problem.contract import Request
@@ -238,6 +240,9 @@ def add_commands(commands: Any) -> None:
         "which kernel serves that call, and why the others do not; the rest of the call has the defaults below.",
     )
     parser.add_argument("--arch", choices=TARGETS, help="for one target only")
+    parser.add_argument(
+        "--json", action="store_true", help="the same for programs, by a stable schema (docs/targets.md)"
+    )
     parser.add_argument("--backward", action="store_true", help="the kernels of the backward pass, for such a call")
     add_call_flags(parser)
     parser.set_defaults(run=paths)
@@ -308,6 +313,9 @@ def paths(options: argparse.Namespace) -> None:
     """`python -m fly paths`."""
     of, request = (BACKWARD if options.backward else FORWARD), request_of(options)
     archs = TARGETS if options.arch is None else (options.arch,)
+    if options.json:
+        print(json.dumps(inspection.report(of, archs, request), indent=2))
+        return
     if request is None:
         print(table(k for k in of.table() if set(archs) & set(k.archs)))
         print("A call takes the first row that serves it.")

@@ -1,18 +1,20 @@
 """Which flash-attention kernel serves a request: a table for each pass, in order of preference.
 
 A kernel is one row of `KERNELS` or of `BACKWARD_KERNELS`. A new kernel adds its row above those that it beats;
-nothing else changes.
+nothing else changes. Rows of other packages come before these: see `registered`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fly import config
-from fly.errors import UnsupportedError
+from fly.errors import ConfigError, UnsupportedError
 
 from .arguments.callers import arg, plain, problem
 from .problem.catalogue import BY_NAME, EVERYWHERE
@@ -174,7 +176,8 @@ PAGES = pages_in_runs(16)  # where rows of one page are copied together
 class Kernel:
     """One row: what a kernel can do, and where it lives.
 
-    `module`, relative to this package, holds `prepare` (see `Prepare`) and is None while the kernel is not built.
+    `module`, relative to this package or another package's, holds `prepare` (see `Prepare`) and is None while the
+    kernel is not built.
     `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
     the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
     it stands where it stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for
@@ -304,8 +307,42 @@ class Pass:
     forced: config.Variable
 
 
-FORWARD = Pass("flash attention", "flash-attention", lambda: KERNELS, config.KERNEL)
-BACKWARD = Pass("the backward pass", "backward", lambda: BACKWARD_KERNELS, config.BACKWARD_KERNEL)
+@functools.cache
+def registered(group: str) -> tuple[Kernel, ...]:
+    """Rows that installed packages register under an entry-point `group`, in the order of the entry points' names.
+
+    An entry point names a `Kernel`, or a list of them, whose `module` is one of the package's own.
+
+    Raises:
+        ConfigError: an entry point that cannot be loaded, or is no row, or one whose name is taken.
+    """
+    rows: list[Kernel] = []
+    for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda entry: entry.name):
+        of = f"entry point {entry.name!r} of {group} ({entry.value})"
+        try:
+            loaded = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{of} cannot be loaded: {error}; repair or uninstall its package") from error
+        for row in loaded if isinstance(loaded, list | tuple) else (loaded,):
+            if not isinstance(row, Kernel):
+                raise ConfigError(
+                    f"{of} is a {type(row).__name__}; accepted: fly_attention.dispatch.Kernel, or a list"
+                )
+            if row.name in {other.name for other in (*rows, *KERNELS, *BACKWARD_KERNELS)}:
+                raise ConfigError(f"{of} has a kernel {row.name!r}, which there is already: give it another name")
+            rows.append(row)
+    return tuple(rows)
+
+
+FORWARD = Pass(
+    "flash attention", "flash-attention", lambda: (*registered("fly_attention.kernels"), *KERNELS), config.KERNEL
+)
+BACKWARD = Pass(
+    "the backward pass",
+    "backward",
+    lambda: (*registered("fly_attention.backward_kernels"), *BACKWARD_KERNELS),
+    config.BACKWARD_KERNEL,
+)
 
 
 def as_backward(request: Request, deterministic: bool = False) -> Request:

@@ -8,8 +8,8 @@ addresses are patched. No call synchronises the device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -25,9 +25,10 @@ from .arguments.checks import (
     has_memory,
     stream_of,
 )
+from .arguments.flydsl_names import FlyDslNames, translated
 from .arguments.stacked import is_stacked, leaves_of, unstacked
 from .call import device_values
-from .call.checks import check_call
+from .call.checks import Call, check_call
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, DIFFERENTIABLE, NO_WINDOW
@@ -91,6 +92,7 @@ def flydsl_flash_attn_func(
     dualwave_swp_enable_stagger: bool | None = None,
     debug_counts: torch.Tensor | None = None,
     stream: Any = None,
+    **names: Unpack[FlyDslNames],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
 
@@ -164,6 +166,8 @@ def flydsl_flash_attn_func(
             rescale; another kernel refuses it.
         stream: what the work is queued on, a `torch.cuda.Stream` or a raw handle; torch's current stream of
             q's device by default.
+        names: `seqlen_k`, `kv_cache_layout` and `dualwave_swp_xcd_swizzle` of later versions of FlyDSL: see
+            docs/compatibility.md.
 
     Returns:
         out, of q's shape (with v's head dimension), or (out, lse) with `return_lse`.
@@ -175,6 +179,8 @@ def flydsl_flash_attn_func(
         UnsupportedError: what this target or kernel cannot do (a NotImplementedError); a graph capture with
             FLY_CHECK_INPUTS=1.
     """
+    if names:
+        return flydsl_flash_attn_func(**_translated(locals()))
     key: tuple[Any, ...] | None
     operands: dict[str, Any] = _NO_OPERANDS
     functions: tuple[Callable[..., Any] | None, ...]
@@ -255,8 +261,8 @@ def flydsl_flash_attn_func(
         key = plan = None
 
     if plan is None:
-        names = locals()
-        call = check_call(q, k, v, causal, out, {name: names[name] for name in _OPTIONS})
+        local = locals()
+        call = check_call(q, k, v, causal, out, {name: local[name] for name in _OPTIONS})
         extents, reads_device = call.extents, call.reads_device
     else:
         extents, reads_device = plan.extents, plan.reads_device
@@ -323,14 +329,26 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
     The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
     """
+    return plan_of(checked(q, k, v, *args, **options)).launch.workspace_bytes
+
+
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Call:
+    """The call of `flydsl_flash_attn_func` with these arguments, of which nothing is computed."""
     given = inspect.signature(flydsl_flash_attn_func).bind(q, k, v, *args, **options)
     given.apply_defaults()
-    options = dict(given.arguments)
+    options = _translated(given.arguments)
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "aux_tensors")
         options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
-    return plan_of(check_call(q, k, v, causal, out, options)).launch.workspace_bytes
+    return check_call(q, k, v, causal, out, options)
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments without FlyDSL's names, which are among them as `names`."""
+    names: Mapping[str, Any] = given.get("names", {})
+    own = {name: value for name, value in given.items() if name != "names"}
+    return translated(own, names) if names else own
 
 
 # keyword arguments, as checks get them

@@ -56,11 +56,11 @@ FLOORS = (
     ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
     ("dispatch",),
     ("call",),
-    ("cache",),
+    ("cache", "merging"),
     ("flash_attn_interface",),
-    ("api",),
+    ("api", "attention"),
     ("flash_attn_api",),
-    ("integrations", "profiled", "described"),
+    ("integrations", "profiled", "described", "inspection"),
     ("commands",),
 )
 # Where third-party packages that are heavy or not always there may be imported.

@@ -174,6 +174,26 @@ TRANSFORMERS = Caller(
         dropout_p="dropout",
     ),
 )
+_SDPA = _names(
+    "dropout_p", q="query", k="key", v="value", causal="is_causal", softmax_scale="scale", bias="attn_mask"
+)
+DIFFUSERS = Caller("diffusers' attention", _SDPA)
+TORCH = Caller(
+    "torch's flash attention",
+    _SDPA
+    | _names(
+        *("out", "alibi_slopes", "block_table"),
+        window_size="window_size_left, window_size_right",
+        cu_seqlens_q="cum_seq_q",
+        cu_seqlens_kv="cum_seq_k",
+        max_seqlen_q="max_q",
+        max_seqlen_kv="max_k",
+        seqused_kv="seqused_k",
+        num_kv_splits="num_splits",
+        lse="logsumexp",
+        dout="grad_out",
+    ),
+)
 _INNER = _names(
     *("q", "k", "v", "dropout_p", "softmax_scale", "causal", "softcap", "alibi_slopes"),
     window_size="window_size_left, window_size_right",
@@ -191,7 +211,19 @@ INNER_VARLEN_FORWARD = Caller(
 INNER_VARLEN_BACKWARD = Caller("_flash_attn_varlen_backward", _INNER_VARLEN | _WRITTEN)
 _ALL = (
     *(INNER_FORWARD, INNER_BACKWARD, INNER_VARLEN_FORWARD, INNER_VARLEN_BACKWARD),
-    *(FUNC, KVPACKED, QKVPACKED, VARLEN, VARLEN_KVPACKED, VARLEN_QKVPACKED, KVCACHE, APPEND, VLLM, TRANSFORMERS),
+    *(
+        FUNC,
+        KVPACKED,
+        QKVPACKED,
+        VARLEN,
+        VARLEN_KVPACKED,
+        VARLEN_QKVPACKED,
+        KVCACHE,
+        APPEND,
+        VLLM,
+        TRANSFORMERS,
+        TORCH,
+    ),
 )
 # by their keys
 CALLERS: Mapping[str, Caller] = {

@@ -133,6 +133,11 @@ class Checks:
             f"{arg(name)} must be {wanted}, got {shown(value if given is None else given)}", ArgumentTypeError
         )
 
+    def sequence(self, name: str, value: Any, wanted: str) -> None:
+        """It is a list or tuple."""
+        if not isinstance(value, list | tuple):
+            self.fail(f"{arg(name)} must be {wanted}, got {type(value).__name__}", ArgumentTypeError)
+
     def whole(self, name: str, value: Any, low: int, high: int | None = None) -> None:
         """It is an int from `low` to `high`, which may be open."""
         if isinstance(value, bool) or not isinstance(value, int):

@@ -21,6 +21,7 @@ from ..api.conversions import check_dense
 from ..api.options import attend
 from ..arguments.callers import TRANSFORMERS
 from ..arguments.checks import Checks
+from .masks import bias_of
 
 NAME = "fly"
 FUNCTION = TRANSFORMERS.function
@@ -108,10 +109,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, keys: int) -> torch.Tensor:
             f"{FUNCTION}: attention_mask must broadcast to (B, H, Sq, Skv) = "
             f"{(*query.shape[:3], keys)}, got shape {tuple(mask.shape)}"
         )
-    mask = mask[..., :keys]  # a static cache's mask may be longer than its keys
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    return bias_of(mask[..., :keys], query)  # a static cache's mask may be longer than its keys
 
 
 def register(name: str = NAME) -> None:

@@ -1,8 +1,9 @@
-"""`flash_attn_varlen_func` as vLLM calls it: its own fork's argument order and keywords.
+"""`flash_attn_varlen_func` and `merge_attn_states` as vLLM calls them: its own argument order and keywords.
 
 Arguments: https://github.com/vllm-project/flash-attention, vllm_flash_attn/flash_attn_interface.py. What vLLM's
 attention backend passes is there: packed queries, pages of keys with `block_table` and `seqused_k`, results into
-`out`. Whatever `fa_version` says, the result is the one that docs/compatibility.md describes.
+`out`. Whatever `fa_version` says, the result is the one that docs/compatibility.md describes. Those of
+`merge_attn_states` are in https://github.com/vllm-project/vllm, vllm/v1/attention/ops/merge_attn_states.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..api.conversions import check_dense
 from ..api.options import PACKED, add_packing, attend, options_of, refuse
 from ..arguments.callers import VLLM
 from ..arguments.checks import Checks
+from ..merging import merge_states
 from ..problem.catalogue import NO_WINDOW
 
 FUNCTION = VLLM.function
@@ -114,6 +116,44 @@ def flash_attn_varlen_func(
     add_packing(VLLM, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     out, lse = attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
     return out if lse is None else (out, lse)
+
+
+def merge_attn_states(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """Write attention to prefix and suffix keys to `output`, and its log-sum-exp to `output_lse`.
+
+    Args:
+        output, prefix_output, suffix_output: (tokens, heads, head size). lses: (heads, tokens) float32, natural.
+        prefill_tokens_with_context: how many tokens, the first ones, have a prefix; all by default.
+
+    Raises:
+        UnsupportedError: `output_scale`.
+        Others as `fly_attention.merge_states`.
+    """
+    if output_scale is not None:
+        raise UnsupportedError("vllm.merge_attn_states: output_scale is not available: quantise output afterwards")
+    tokens = len(output)
+    first = tokens if prefill_tokens_with_context is None else prefill_tokens_with_context
+    checks = Checks("vllm.merge_attn_states")
+    checks.whole("prefill_tokens_with_context", checks.integer("prefill_tokens_with_context", first), 0, tokens)
+    both = [prefix_output, suffix_output], [prefix_lse, suffix_lse]
+    for part, (outs, lses) in ((slice(first), both), (slice(first, None), ([suffix_output], [suffix_lse]))):
+        if len(range(tokens)[part]):
+            merge_states(
+                [x[part] for x in outs],
+                [x[:, part] for x in lses],
+                out=output[part],
+                lse=None if output_lse is None else output_lse[:, part],
+                return_lse=False,
+            )
 
 
 def _refuse_ranks(cp_world_size: Any, cp_rank: Any, cp_tot_seqused_k: Any) -> None:
