@@ -100,6 +100,7 @@ def before_nan(tensor: torch.Tensor) -> torch.Tensor:
     return whole[:, :keys]
 
 
+@pytest.mark.sample(2)
 @dims
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("heads", "queries", "keys"), [(8, 1, 1), (8, 3, 129), (6, 7, 300), (1, 40, 16)])

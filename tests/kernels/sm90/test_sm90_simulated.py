@@ -124,7 +124,8 @@ def test_every_option(name, causal, force, seed):
     # parts are combined where a sequence and key head has no more rows than one tile
     splits, queries = (3, 15) if OPTIONS[name].get("combines") else (1, 150)
     force(replace(options_of((128, 128, causal, 2, None)), **{"block_n": 96, "q_stages": 2, **OPTIONS[name]}))
-    q, k, v = (torch.randn(2, n, h, 128).bfloat16() for n, h in ((queries, 4), (230, 1), (230, 1)))
+    heads = max(2, OPTIONS[name].get("pack_gqa", 1))
+    q, k, v = (torch.randn(2, n, h, 128).bfloat16() for n, h in ((queries, heads), (230, 1), (230, 1)))
 
     def call():
         out = torch.full_like(q, torch.nan)
