@@ -238,6 +238,7 @@ QUERIES = pytest.mark.parametrize("queries", ["rows", "columns"])
 SHARED = pytest.mark.parametrize("shared", [True, False])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("arch", "layout"), LAYOUTS)
 @pytest.mark.parametrize("tiles", TILES)
 @QUERIES
@@ -252,6 +253,7 @@ def test_tiles_are_parts_of_the_mask(arch, layout, tiles, queries, shared):
     check_tile(run, layout, tiles, queries)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("arch", "layout"), ON_AMD)
 @pytest.mark.parametrize("tiles", TILES[:2])
 @QUERIES

@@ -117,6 +117,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(name, causal, force, seed):
@@ -136,6 +137,7 @@ def test_every_option(name, causal, force, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize(("queries", "splits"), [(1, 2), (150, 1)])
