@@ -60,7 +60,7 @@ class LdsShadow:
             return
         first = int(tags[bad][0])
         other = {_MANY: "several waves", _PART: "another wave"}.get(first & 31, f"wave {first & 31}")
-        self.checker.report(g, inst, kind, bad.any(0), f"{what} by {other}")
+        self.checker.report(g, inst, kind, np.any(bad, axis=0), f"{what} by {other}")
 
     def _read(self, g: Group, inst: Instruction, slot: np.ndarray, mask: np.ndarray, mine: np.ndarray) -> None:
         tags = self.written[slot]
@@ -68,7 +68,11 @@ class LdsShadow:
             never = mask & (tags == _NEVER)
             if never.any():
                 self.checker.report(
-                    g, inst, "uninitialised-lds", never.any(0), "reads LDS that nothing has written in this workgroup"
+                    g,
+                    inst,
+                    "uninitialised-lds",
+                    np.any(never, axis=0),
+                    "reads LDS that nothing has written in this workgroup",
                 )
         self._conflicts(g, inst, tags, mask, mine, "written", reading=True)
         old = self.read[slot]
