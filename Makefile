@@ -25,7 +25,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 		{ echo "fly needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV) with fly[$(EXTRAS)]; once, one to three minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@# without bytecode, which is as much work as everything else here: Python compiles what is imported, when it is
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(STAMP)
 	@echo "$(VENV) is ready: $$($(BIN)/python --version)"
 

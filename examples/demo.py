@@ -6,6 +6,7 @@ elements, PTX that ptxas rejects, or (where something can run it) a result that 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -196,6 +197,9 @@ def simulate(shape: Shape) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Flash attention: compiled, checked, and run where something can.")
+    parser.add_argument("--length", type=int, default=512, help="queries and keys of the calls on the CPU")
+    length = parser.parse_args().length
     os.environ["FLY_CACHE"] = "0"  # the times shown are of this run
     print("Flash attention, causal, bf16: one kernel source, compiled for four targets\n")
     builds = [build(arch, head_dim) for arch in _device.ARCHS for head_dim in HEAD_DIMS]
@@ -208,8 +212,8 @@ def main() -> int:
 
     place = _device.place()
     if _device.has_emulator():
-        emulate(Shape(512, 512, 4, 4, 128))
-    simulate(Shape(512, 512, 4, 4, 128))
+        emulate(Shape(length, length, 4, 4, 128))
+    simulate(Shape(length, length, 4, 4, 128))
     if place == "cuda":
         print(f"On {torch.cuda.get_device_name()}:")
         for head_dim in HEAD_DIMS:

@@ -172,7 +172,20 @@ class Layout:
         Raises:
             LayoutError: the coordinate does not fit the shape.
         """
-        return dot(self._terms(coordinate[0] if len(coordinate) == 1 else coordinate))
+        given = coordinate[0] if len(coordinate) == 1 else coordinate
+        if (modes := self._numbers) is not None:  # most calls, by far
+            if given.__class__ is int:
+                return _place(self._digits, given)
+            if given.__class__ is tuple and len(given) == len(modes) and all(i.__class__ is int for i in given):
+                return sum(map(_place, modes, given))
+        return dot(self._terms(given))
+
+    @cached_property
+    def _numbers(self) -> tuple[Pairs, ...] | None:
+        """The digits of each mode, if all strides are ints."""
+        if not all(stride.__class__ is int for stride in leaves(self.stride)):
+            return None
+        return tuple(mode._digits for mode in self.modes)
 
     def _terms(self, coordinate: Any) -> Iterator[tuple[Any, Any]]:
         """(digit, stride) pairs whose products add up to the index of `coordinate`."""
@@ -440,6 +453,15 @@ class Layout:
 def crd2idx(coordinate: Any, shape: Shape, stride: Stride = None) -> Any:
     """The index of `coordinate` in `shape`:`stride` (compact by default): what calling the layout gives."""
     return Layout(shape, stride)(coordinate)
+
+
+def _place(digits: Pairs, index: int) -> int:
+    """The index in memory of a linear index: the last digit is unbounded."""
+    place = 0
+    for extent, stride in digits[:-1]:
+        index, digit = divmod(index, extent)
+        place += digit * stride
+    return place + index * digits[-1][1] if digits else place
 
 
 def _from_pairs(pairs: Pairs) -> Layout:

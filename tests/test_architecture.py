@@ -177,7 +177,7 @@ def kernel_graph() -> dict[str, set[str]]:
         by_name = {
             name.rpartition(".")[0] + text for text in strings if isinstance(text, str) and text.startswith(".")
         }
-        graph[name] = {other for other in inside if other in by_name or other in set(imports(name, path))} - {name}
+        graph[name] = (set(inside) & (by_name | set(imports(name, path)))) - {name}
     return graph
 
 

@@ -10,12 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HANGING = """
+import time
+
 def test_that_ends():
     pass
 
 def test_that_hangs():
     while True:
-        pass
+        time.sleep(0.1)
 """
 
 

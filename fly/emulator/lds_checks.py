@@ -40,23 +40,27 @@ class LdsShadow:
         tags: np.ndarray = (phase << 5 | g.wave).astype(np.int32)[:, None]
         return tags
 
+    @staticmethod
+    def _dwords(access: Access) -> tuple[np.ndarray, np.ndarray]:
+        """(slot, whether it is accessed) of each dword of an access, wave and lane."""
+        slot = (access.index + np.arange(0, access.size, 4)[:, None, None]) >> 2
+        return slot, np.broadcast_to(access.mask, slot.shape)
+
     def access(self, g: Group, inst: Instruction, access: Access, dma: bool) -> None:
         """Check an access against the shadow and enter it."""
         mine = self._tags(g, g.phase)
-        partial = access.size < 4
-        for at in range(0, access.size, 4):
-            slot = (access.index + at) >> 2
-            if access.write:
-                self._write(g, inst, slot, access.mask, mine, dma, partial)
-            else:
-                self._read(g, inst, slot, access.mask, mine)
+        slot, mask = self._dwords(access)
+        if access.write:
+            self._write(g, inst, slot, mask, mine, dma, access.size < 4)
+        else:
+            self._read(g, inst, slot, mask, mine)
 
     def _flag(self, g: Group, inst: Instruction, kind: str, bad: np.ndarray, tags: np.ndarray, what: str) -> None:
         if not bad.any():
             return
         first = int(tags[bad][0])
         other = {_MANY: "several waves", _PART: "another wave"}.get(first & 31, f"wave {first & 31}")
-        self.checker.report(g, inst, kind, bad, f"{what} by {other}")
+        self.checker.report(g, inst, kind, np.any(bad, axis=0), f"{what} by {other}")
 
     def _read(self, g: Group, inst: Instruction, slot: np.ndarray, mask: np.ndarray, mine: np.ndarray) -> None:
         tags = self.written[slot]
@@ -64,7 +68,11 @@ class LdsShadow:
             never = mask & (tags == _NEVER)
             if never.any():
                 self.checker.report(
-                    g, inst, "uninitialised-lds", never, "reads LDS that nothing has written in this workgroup"
+                    g,
+                    inst,
+                    "uninitialised-lds",
+                    np.any(never, axis=0),
+                    "reads LDS that nothing has written in this workgroup",
                 )
         self._conflicts(g, inst, tags, mask, mine, "written", reading=True)
         old = self.read[slot]
@@ -145,8 +153,7 @@ class LdsShadow:
     def _retag(shadow: np.ndarray, access: Access, old: np.ndarray, new: np.ndarray) -> None:
         if not shadow.size:
             return
-        for at in range(0, access.size, 4):
-            slot = (access.index + at) >> 2
-            hit = access.mask & (shadow[slot] == old)
-            if hit.any():
-                shadow[slot[hit]] = np.broadcast_to(new, hit.shape)[hit]
+        slot, mask = LdsShadow._dwords(access)
+        hit = mask & (shadow[slot] == old)
+        if hit.any():
+            shadow[slot[hit]] = np.broadcast_to(new, hit.shape)[hit]

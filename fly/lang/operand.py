@@ -48,9 +48,11 @@ class OperandPlan:
 def _solve(load: MatrixLoad, want: Coordinate, first: int) -> LoadStep | None:
     """Addresses such that value v of `load` is element want(lane, first + v), if there are any."""
     address: dict[int, tuple[int, int]] = {}
-    for lane in range(load.lanes):
+    places = load.table.table()  # of every value of a lane, all lanes first
+    lanes = load.lanes
+    for lane in range(lanes):
         for value in range(load.values):
-            source, column = divmod(load.table((lane, value)), load.run)
+            source, column = divmod(places[lane + lanes * value], load.run)
             row, col = want(lane, first + value)
             if address.setdefault(source, (row, col - column)) != (row, col - column):
                 return None
@@ -90,11 +92,11 @@ def operand_coordinates(
     the atom's k-th element.
     """
     layout, extent = (atom.a, atom.m) if operand == "a" else (atom.b, atom.n)
-    per_tile = atom.values(operand)
+    elements, lanes, per_tile = layout.table(), atom.lanes, atom.values(operand)
 
     def want(lane: int, value: int) -> tuple[int, int]:
         tile, value = divmod(value, per_tile)
-        k, outer = divmod(layout((lane, value)), extent)
+        k, outer = divmod(elements[lane + lanes * value], extent)
         outer, k = outer + tile * extent, slot_of(k)
         return (k, outer) if transposed else (outer, k)
 

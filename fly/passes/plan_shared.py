@@ -158,19 +158,20 @@ def _lifetimes(body: list[ir.Operation], allocations: list[ir.Operation]) -> tup
         while pending:
             value = pending.pop()
             for use in value.uses:
-                user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
+                user = use.owner.operation
                 if user in seen:
                     continue
                 seen.add(user)
                 uses.append(position(user))
-                if user.name in COPIES and not _waited_for(user.results[0], frozenset()):
+                name = user.name
+                if name in COPIES and not _waited_for(user.results[0], frozenset()):
                     # it may land at any time: nobody else gets the place
                     uses.append(len(body))
                 # derived addresses (and tokens of copies into the buffer) keep it alive
                 pending.extend(user.results)
-                if user.name == "scf.yield":
+                if name == "scf.yield":
                     pending.extend(user.parent.operation.results)
-                if user.name == "scf.for":
+                if name == "scf.for":
                     pending.extend(user.regions[0].blocks[0].arguments)
         here = position(op)
         buffers.append(

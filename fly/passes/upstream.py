@@ -16,4 +16,6 @@ class Upstream:
     pipeline: str
 
     def run(self, module: ir.Module) -> None:
-        PassManager.parse(f"builtin.module({self.pipeline})").run(module.operation)
+        passes = PassManager.parse(f"builtin.module({self.pipeline})")
+        passes.enable_verifier(False)  # after each of them, half of their time: what comes out is verified
+        passes.run(module.operation)

@@ -46,14 +46,14 @@ def simulated(request, monkeypatch, seed):
 
 
 def in_every_schedule(call):
-    """What a call gives in order, with copies at once and with late ones, and by chance; the same bit for bit.
+    """What a call gives in order, with copies at once, and with late ones or by chance; the same bit for bit.
 
-    The checks find what is missing in whatever schedule. These are for results that would depend on it, and chance is
-    another one in every test and run.
+    The checks find what is missing in whatever schedule. These are for results that would depend on it: half of the
+    tests have late copies, and chance is another one in every test and run.
     """
     device, results = device_for(CPU), {}
     try:
-        for device.seed in (0, 1, 2 + secrets.randbelow(1 << 16)):
+        for device.seed in (0, secrets.choice((1, 2 + secrets.randbelow(1 << 16)))):
             results[device.seed] = call()
     finally:
         device.seed = None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +18,7 @@ from benchmarks.report import Figure
 from benchmarks.timing import Timing
 from benchmarks.workload import Workload
 from tests.kernels import harness
+from tests.scripts import with_help
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
@@ -400,9 +398,7 @@ def test_a_cell_of_decoding_counts_keys_and_values():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_runs_as_a_script_from_anywhere(script, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(script), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: " + script.name)
+def test_runs_as_a_script_from_anywhere(script):
+    ended = with_help(*SCRIPTS)[script]
+    assert ended.status == 0, ended.errors
+    assert ended.output.startswith("usage: " + script.name)

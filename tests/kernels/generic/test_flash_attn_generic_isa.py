@@ -34,12 +34,15 @@ def compiled(arch: str, head_dim: int, dtype: str, causal: bool) -> tuple[Artefa
 
 
 def cases(*archs: str):
-    configurations = list(itertools.product(archs, (64, 128), ("bf16", "f16"), (False, True)))
-    return pytest.mark.parametrize(
-        ("arch", "head_dim", "dtype", "causal"),
-        configurations,
-        ids=[f"{a}-{d}-{t}-{'causal' if c else 'full'}" for a, d, t, c in configurations],
+    """One in two combinations, the same for all tests: each three values of three parameters are among them."""
+    marks = (
+        pytest.mark.sample(2),
+        pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"]),
+        pytest.mark.parametrize("dtype", ["bf16", "f16"]),
+        pytest.mark.parametrize("head_dim", [64, 128]),
+        pytest.mark.parametrize("arch", archs),
     )
+    return lambda test: functools.reduce(lambda marked, mark: mark(marked), marks, test)
 
 
 def tile_bytes(options: GenericOptions) -> int:
@@ -209,7 +212,6 @@ def test_rounding_to_16_bits(arch, head_dim, dtype, causal):
             assert count(loop, "v_perm_b32") == turned
 
 
-@pytest.mark.sample(2)
 @nvidia
 def test_ptx_matrix_instructions_and_loads(arch, head_dim, dtype, causal):
     artefact, options = compiled(arch, head_dim, dtype, causal)
@@ -246,7 +248,6 @@ def test_ptx_copies(arch, head_dim, dtype, causal):
     assert waits == [str(2 * (options.stages - 1)), *[str(2 * (options.stages - 2))] * 2]
 
 
-@pytest.mark.sample(2)
 @needs_ptxas
 @nvidia
 def test_ptxas_spills_nothing(arch, head_dim, dtype, causal, tmp_path):

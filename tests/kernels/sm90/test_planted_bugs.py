@@ -561,6 +561,7 @@ BUGS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("schedule", SEEDS)
 def test_without_a_bug_there_is_none(case, schedule, force):

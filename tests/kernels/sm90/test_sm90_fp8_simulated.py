@@ -67,6 +67,7 @@ def test_scales_of_tensors_that_are_zero(scale, causal):
     assert wrong(q[:, :1], k, v, causal, k_descale=torch.tensor(scale), num_kv_splits=2) is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("row", flash_attn_sm90_fp8.TILES, ids=str)
 def test_every_build(row, splits, monkeypatch, seed):
@@ -100,6 +101,7 @@ def before_nan(tensor: torch.Tensor) -> torch.Tensor:
     return whole[:, :keys]
 
 
+@pytest.mark.sample(2)
 @dims
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("heads", "queries", "keys"), [(8, 1, 1), (8, 3, 129), (6, 7, 300), (1, 40, 16)])
@@ -122,6 +124,7 @@ def test_each_key_has_its_own_values():
         assert torch.equal(out[0, :, 0].float(), v[0, queries, 0].float())
 
 
+@pytest.mark.sample(2)
 @dims
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize("splits", [1, 3])

@@ -117,6 +117,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(name, causal, force, seed):
@@ -124,7 +125,8 @@ def test_every_option(name, causal, force, seed):
     # parts are combined where a sequence and key head has no more rows than one tile
     splits, queries = (3, 15) if OPTIONS[name].get("combines") else (1, 150)
     force(replace(options_of((128, 128, causal, 2, None)), **{"block_n": 96, "q_stages": 2, **OPTIONS[name]}))
-    q, k, v = (torch.randn(2, n, h, 128).bfloat16() for n, h in ((queries, 4), (230, 1), (230, 1)))
+    heads = max(2, OPTIONS[name].get("pack_gqa", 1))
+    q, k, v = (torch.randn(2, n, h, 128).bfloat16() for n, h in ((queries, heads), (230, 1), (230, 1)))
 
     def call():
         out = torch.full_like(q, torch.nan)
@@ -135,6 +137,7 @@ def test_every_option(name, causal, force, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
+@pytest.mark.sample(2)
 @causal_or_full
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize(("queries", "splits"), [(1, 2), (150, 1)])
