@@ -1,14 +1,15 @@
 """The builds of the Hopper kernel: its static parameters, and which build serves which shape.
 
 A row of the table `kernels/sm90/tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
-→ the other fields of `Sm90Options`, `cost` and `without`. `longest`: the most keys that it is for, None: any number;
+→ the other fields of `Sm90Options`, `cost` and `without`. Head dimensions are the largest that the row is for, see
+`widths_of`; `longest`: the most keys that it is for, None: any number;
 `cost`: the time of one of its tiles against that of the shape's largest (1), which `cost.py` reckons with; `without`:
 features of calls that other rows serve better. Rows without a note were measured on an H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -118,11 +119,11 @@ class Sm90Options:
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
-        """Of Q, K and V in shared memory."""
+        """Of Q, K and V in shared memory; columns past the head's are zero, as copies fill them."""
         return (
-            PanelTile.widest(self.block_m, self.head_dim),
-            PanelTile.widest(self.block_n, self.head_dim),
-            PanelTile.widest(self.block_n, self.head_dim_v),
+            PanelTile.covering(self.block_m, self.head_dim),
+            PanelTile.covering(self.block_n, self.head_dim),
+            PanelTile.covering(self.block_n, self.head_dim_v),
         )
 
     @property
@@ -166,6 +167,18 @@ class Sm90Options:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
+def widths_of(head_dim: int, head_dim_v: int, table: Iterable[Key] = TILES) -> tuple[int, int]:
+    """The head dimensions of the rows that serve these: the first, in order, that are no smaller.
+
+    Raises:
+        LookupError: no row has such head dimensions.
+    """
+    wide = [(d, dv) for d, dv, *_ in table if d >= head_dim and dv >= head_dim_v]
+    if not wide:
+        raise LookupError(f"the sm90 kernel's table has no head dimensions {(head_dim, head_dim_v)}")
+    return min(wide)
+
+
 def _of_length(table: Mapping[Key, Any], keys: int) -> dict[Key, Any]:
     """Of rows with the same consumers, the first that is for so many keys, whatever features it is without."""
     first: dict[Key, Key] = {}
@@ -194,9 +207,10 @@ def key_for(
     Raises:
         LookupError: no row has these head dimensions.
     """
-    rows = [key for key in _of_length(table, seq_len_kv) if key[:3] == (head_dim, head_dim_v, causal)]
+    wide = widths_of(head_dim, head_dim_v, table)
+    rows = [key for key in _of_length(table, seq_len_kv) if key[:3] == (*wide, causal)]
     if not rows:
-        raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
+        raise LookupError(f"the sm90 kernel's table has no {(*wide, causal)} for {seq_len_kv} keys")
 
     def time(key: Key) -> float:
         heads = packing(key)
@@ -209,7 +223,7 @@ def key_for(
 def options_of(
     key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
 ) -> Sm90Options:
-    """The build of a row, or of a row with other tiles."""
+    """The build of a row, or of a row with other tiles, for the largest head dimensions that it is for."""
     head_dim, head_dim_v, causal, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "without")}
     return kind(head_dim, head_dim_v, causal, consumers, **fields)
@@ -283,7 +297,8 @@ def _plain_build_for(
     blocks = -(-rows // 128) * (heads // pack)
     splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)
-    return replace(options_of(key, table[key], kind), pack_gqa=packing(key).pack), splits
+    options = options_of(key, table[key], kind)
+    return replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key).pack), splits
 
 
 def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
@@ -308,7 +323,7 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
-    build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
+    build = (*widths_of(options.head_dim, options.head_dim_v), options.causal, options.consumers)
     what = asked.alone
     if what == "dropout" and options.consumers < 3:
         return min(options.block_n, _DROPOUT)
