@@ -17,7 +17,7 @@ from fly.errors import ArgumentError, UnsupportedError
 
 from .dispatch import AMD, BACKWARD, FORWARD, NVIDIA, Kernel, Pass, as_backward, choose, head_dims, refusal
 from .problem.catalogue import BY_NAME
-from .problem.contract import Request
+from .problem.contract import HEAD_DIMS, Request
 from .profiled import CALLS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
 FLASH_ATTN = "flash_attn"
 # what `inspect flash_attn --set` takes, and the values of each
 SETTINGS: dict[str, Sequence[Any]] = {
-    "head_dim": range(32, 257, 8),
+    "head_dim": HEAD_DIMS,
     "causal": (False, True),
     "dtype": ("bf16", "f16"),
     "packed": (False, True),

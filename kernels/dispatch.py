@@ -16,7 +16,7 @@ from fly.errors import UnsupportedError
 
 from .arguments.callers import arg, plain, problem
 from .problem.catalogue import BY_NAME, EVERYWHERE
-from .problem.contract import Prepare, Request
+from .problem.contract import HEAD_DIMS, Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -218,7 +218,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="sm90",
         module=".flash_attn_sm90",
         archs=("sm_90a",),
-        head_dims=tuple(range(8, 257, 8)),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=EVERYWHERE,
         tuning={},
@@ -241,7 +241,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="generic",
         module=".flash_attn_generic",
         archs=AMD + NVIDIA,
-        head_dims=tuple(range(32, 257, 8)),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=EVERYWHERE,
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
@@ -256,7 +256,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         name="generic",
         module=".flash_attn_generic_bwd",
         archs=AMD + NVIDIA,
-        head_dims=tuple(range(32, 257, 8)),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),

@@ -67,7 +67,7 @@ class PanelTile:
 
     @staticmethod
     def covering(rows: int, columns: int, element_bytes: int = 2) -> PanelTile:
-        """The tile that holds so many columns, and perhaps some more, in the fewest bytes; of equals the fewest copies.
+        """The tile that holds so many columns, and perhaps more, in the fewest bytes; of equals the widest lines.
 
         Lines of 32 bytes only where one is enough: copies go by lines, and as many bytes in short ones take longer.
         """
@@ -351,9 +351,9 @@ def by_pairs(values: Value, kind: DType) -> tuple[Value, ...]:
 def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
     """A warpgroup's accumulators, narrowed to 16 bit, as runs of 8 columns: (rows, column, pieces[row][i]).
 
-    Piece i of a row starts at column `column + 32 * i`, and what starts past the accumulators' width is anything; rows
-    (i32) count from the fragment's first. The four lanes that share a row trade their pairs of columns, so that each
-    can store 16 bytes at once.
+    Piece i of a row starts at column `column + 32 * i`; one that starts past the accumulators' width holds anything.
+    Rows (i32) count from the fragment's first. The four lanes that share a row trade their pairs of columns, so that
+    each can store 16 bytes at once.
 
     Raises:
         ShapeError: the elements are not 16 bits wide.

@@ -18,6 +18,7 @@ from fly.runtime.prepared import bindings
 from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.backward import BackwardOptions, options_for
+from kernels.problem.contract import HEAD_DIMS
 from kernels.work import tile_scheduler
 from tests.kernels.feature_cases import Inputs, by_head, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -214,7 +215,7 @@ def test_grids_fold_where_there_are_more_heads_or_sequences_than_places(emulate,
 @pytest.mark.parametrize("arch", [t.arch for t in targets()])
 def test_every_head_dimension_has_builds_that_fit(arch):
     description = target(arch)
-    for head_dim in range(32, 257, 8):
+    for head_dim in HEAD_DIMS:
         of_keys, of_queries = options_for(description, head_dim, head_dim, True)
         assert sorted(name for options in of_keys for name in options.results) == ["dk", "dv"]
         for kernel, builds in (("dkdv", of_keys), ("dq", (of_queries,))):

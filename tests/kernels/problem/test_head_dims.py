@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.shapes import Kind
 from kernels.dispatch import KERNELS
-from kernels.flash_attn_generic import HEAD_DIMS
+from kernels.problem.contract import HEAD_DIMS
 from tests.kernels.acceptance import Run, failure
 from tests.kernels.test_flash_attn_fwd import moved, run
 
