@@ -145,13 +145,13 @@ class Sm90Options:
     @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.transposed_bytes
+        q, k, v = self.copied
+        return q.bytes * self.q_stages + (k.bytes + v.bytes) * self.stages + self.transposed_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Of a tile of keys and one of values, as they arrive."""
-        _, k, v = self.copied
-        return k.bytes + v.bytes
+        """Of a tile of keys and one of values, as memory has them."""
+        return self.block_n * (self.head_dim + self.head_dim_v) * self.tiles[0].element_bytes
 
     @property
     def transposed_bytes(self) -> int:
