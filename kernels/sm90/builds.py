@@ -1,10 +1,10 @@
 """The builds of the Hopper kernel: its static parameters, and which build serves which shape.
 
 A row of the table `kernels/sm90/tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
-→ the other fields of `Sm90Options`, `cost` and `without`. Head dimensions are the largest that the row is for, see
-`widths_of`; `longest`: the most keys that it is for, None: any number;
-`cost`: the time of one of its tiles against that of the shape's largest (1), which `cost.py` reckons with; `without`:
-features of calls that other rows serve better. Rows without a note were measured on an H200.
+→ the other fields of `Sm90Options`, `cost` and `without`. Head dimensions and `longest` are the most that a row is
+for, see `rows_for`; `longest`: of keys, None: any number; `cost`: the time of one of its tiles against that of the
+shape's largest (1), which `cost.py` reckons with; `without`: features of calls that other rows serve better. Rows
+without a note were measured on an H200.
 """
 
 from __future__ import annotations
@@ -167,16 +167,14 @@ class Sm90Options:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
 
-def widths_of(head_dim: int, head_dim_v: int, table: Iterable[Key] = TILES) -> tuple[int, int]:
-    """The head dimensions of the rows that serve these: the first, in order, that are no smaller.
+def rows_for(head_dim: int, head_dim_v: int, causal: bool, table: Iterable[Key] = TILES) -> list[Key]:
+    """The rows for these head dimensions: of those with as many consumers, the ones for the next wider, in order.
 
-    Raises:
-        LookupError: no row has such head dimensions.
+    Not past the next wider that have a row for one consumer, which most shapes have.
     """
-    wide = [(d, dv) for d, dv, *_ in table if d >= head_dim and dv >= head_dim_v]
-    if not wide:
-        raise LookupError(f"the sm90 kernel's table has no head dimensions {(head_dim, head_dim_v)}")
-    return min(wide)
+    rows = [key for key in table if key[0] >= head_dim and key[1] >= head_dim_v and key[2] == causal]
+    next_wider = {consumers: min(key[:2] for key in rows if key[3] == consumers) for *_, consumers, _ in rows}
+    return [key for key in rows if key[:2] == next_wider[key[3]] <= next_wider.get(1, key[:2])]
 
 
 def _of_length(table: Mapping[Key, Any], keys: int) -> dict[Key, Any]:
@@ -207,10 +205,9 @@ def key_for(
     Raises:
         LookupError: no row has these head dimensions.
     """
-    wide = widths_of(head_dim, head_dim_v, table)
-    rows = [key for key in _of_length(table, seq_len_kv) if key[:3] == (*wide, causal)]
+    rows = rows_for(head_dim, head_dim_v, causal, _of_length(table, seq_len_kv))
     if not rows:
-        raise LookupError(f"the sm90 kernel's table has no {(*wide, causal)} for {seq_len_kv} keys")
+        raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
     def time(key: Key) -> float:
         heads = packing(key)
@@ -243,7 +240,8 @@ def build_for(
     """
     asked = request.static_features
     rows = _of_length(table, 0 if asked.block_size is not None else request.seq_len_kv)
-    table = {key: row for key, row in rows.items() if _serves(key, row, request)}
+    own = rows_for(request.head_dim, request.value_dim, request.causal, rows)
+    table = {key: rows[key] for key in own if _serves(key, rows[key], request)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
     block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
     if asked.block_size is not None:
@@ -323,7 +321,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
-    build = (*widths_of(options.head_dim, options.head_dim_v), options.causal, options.consumers)
+    rows = rows_for(options.head_dim, options.head_dim_v, options.causal)
+    build = next(row[:4] for row in rows if row[3] == options.consumers)
     what = asked.alone
     if what == "dropout" and options.consumers < 3:
         return min(options.block_n, _DROPOUT)

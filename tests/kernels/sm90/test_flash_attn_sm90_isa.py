@@ -17,7 +17,7 @@ from fly.backends.nvvm import wgmma
 from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels.flash_attn_sm90 import flash_attn_sm90
-from kernels.sm90.builds import Key, Sm90Options, decode_options, options_of, widths_of
+from kernels.sm90.builds import Key, Sm90Options, decode_options, options_of, rows_for
 from kernels.sm90.tiles import TILES
 from tests.backends.builds import needs_ptxas, run_ptxas
 
@@ -87,7 +87,7 @@ BETWEEN = [(8, 8), (40, 64), (72, 72), (80, 80), (120, 104), (136, 136), (160, 1
 @pytest.mark.parametrize("dims", BETWEEN, ids=str)
 def test_head_dimensions_between_rows_are_accepted_too(dims, causal, tmp_path):
     """In the build with most rows, whose consumers have fewest registers."""
-    row = max((row for row in TILES if row[:3] == (*widths_of(*dims), causal)), key=lambda row: row[3])
+    row = max(rows_for(*dims, causal), key=lambda row: row[3])
     options = replace(options_of(row), head_dim=dims[0], head_dim_v=dims[1])
     accept(build(options), options, tmp_path)
 
