@@ -167,8 +167,7 @@ class Kernel:
     `module`, relative to this package, holds `prepare` (see `Prepare`) and is None while the kernel is not built.
     `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
     the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
-    it stands where it stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for
-    any two of `head_dims`.
+    it stands where it stands. `mixed_dims`: whether V's may be another one of `head_dims`.
     """
 
     name: str
@@ -181,7 +180,7 @@ class Kernel:
     reason: str
     needs: tuple[Need, ...] = ()
     switched_off: config.Variable | None = None
-    mixed_dims: tuple[tuple[int, int], ...] | None = ()
+    mixed_dims: bool = False
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -224,7 +223,7 @@ KERNELS: tuple[Kernel, ...] = (
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16), mask_blocks(64, 64), PAGES),
-        mixed_dims=None,
+        mixed_dims=True,
     ),
     Kernel(
         name="sm90_fp8",
@@ -246,7 +245,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=EVERYWHERE,
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
-        mixed_dims=None,
+        mixed_dims=True,
     ),
 )
 
@@ -264,7 +263,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same bits every time, on every target",
-        mixed_dims=None,
+        mixed_dims=True,
     ),
 )
 
@@ -305,12 +304,6 @@ def _head_dim_advice(kernel: Kernel, head_dim: int) -> str:
     return f"{padded} and pass {arg.softmax_scale}={head_dim}**-0.5"
 
 
-def _takes_mixed(kernel: Kernel, request: Request) -> bool:
-    if kernel.mixed_dims is None:
-        return request.value_dim in kernel.head_dims
-    return (request.head_dim, request.value_dim) in kernel.mixed_dims
-
-
 def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     """Why `kernel` cannot serve `request` on `arch` (ends in what to do instead), or None when it can."""
     text = _refusal(kernel, arch, request)
@@ -330,8 +323,8 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"
-    if request.value_dim != request.head_dim and not _takes_mixed(kernel, request):
-        pairs = ", ".join(f"({d}, {v})" for d, v in kernel.mixed_dims or ()) or "none that differ"
+    if request.value_dim != request.head_dim and not (kernel.mixed_dims and request.value_dim in kernel.head_dims):
+        pairs = f"of {head_dims(kernel)}" if kernel.mixed_dims else "none that differ"
         return (
             f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad {arg.v} with "
             f"zeros to head_dim {request.head_dim} and cut the output"
