@@ -119,12 +119,16 @@ class Sm90Options:
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
-        """Of Q, K and V in shared memory; columns past the head's are zero, as copies fill them."""
-        return (
-            PanelTile.covering(self.block_m, self.head_dim),
-            PanelTile.covering(self.block_n, self.head_dim),
-            PanelTile.covering(self.block_n, self.head_dim_v),
-        )
+        """Of Q, K and V in shared memory; columns past the head's are zero, as copies fill them.
+
+        Rows of an odd number of 16 bytes begin inside 32-byte sectors: each of a row's lines then takes one more of
+        the second-level cache, and K and V, which are read again and again, have few.
+        """
+
+        def keys(columns: int) -> PanelTile:
+            return PanelTile.covering(self.block_n, columns, few_lines=columns % 16 > 0)
+
+        return PanelTile.covering(self.block_m, self.head_dim), keys(self.head_dim), keys(self.head_dim_v)
 
     @property
     def raw_tile(self) -> PanelTile | None:
@@ -145,12 +149,17 @@ class Sm90Options:
     @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        q, k, v = self.copied
-        return q.bytes * self.q_stages + (k.bytes + v.bytes) * self.stages + self.transposed_bytes
+        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.transposed_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Of a tile of keys and one of values, as memory has them."""
+        """Of a tile of keys and one of values, as they arrive."""
+        _, k, v = self.copied
+        return k.bytes + v.bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of these two in memory, without what is filled up."""
         return self.block_n * (self.head_dim + self.head_dim_v) * self.tiles[0].element_bytes
 
     @property
@@ -289,7 +298,9 @@ def _plain_build_for(
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind, request.page_size is not None, request.seq_len_kv)
-        automatic = decode_splits(heads // pack, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
+        automatic = decode_splits(
+            heads // pack, -(-request.seq_len_kv // options.block_n), options.loaded_bytes, units
+        )
         splits = request.num_kv_splits or automatic
         return replace(options, combines=splits > 1 and heads // pack <= MAX_ARRIVALS), splits
     blocks = -(-rows // 128) * (heads // pack)
@@ -401,7 +412,7 @@ def decode_options(
     one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
     block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
-    one = replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
+    one = replace(one, stages=_IN_FLIGHT // one.loaded_bytes + paged)
     return replace(one, block_n=min(one.block_n, _SHORT)) if keys is not None and keys <= _SHORT else one
 
 

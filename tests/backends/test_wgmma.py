@@ -98,6 +98,14 @@ def test_the_tile_of_long_lines_that_holds_columns_in_the_fewest_bytes(columns, 
 
 
 @pytest.mark.parametrize(
+    ("columns", "held", "swizzle"),
+    [(8, 16, 32), (24, 32, 64), (40, 64, 128), (72, 128, 128), (136, 192, 128), (200, 256, 128), (248, 256, 128)],
+)
+def test_the_tile_that_holds_columns_in_the_fewest_lines(columns, held, swizzle):
+    assert PanelTile.covering(8, columns, few_lines=True) == PanelTile(8, held, swizzle)
+
+
+@pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: PanelTile(8, 64, 16), r"swizzle of 16 bytes; expected one of 128, 64, 32"),

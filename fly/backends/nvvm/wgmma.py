@@ -66,15 +66,17 @@ class PanelTile:
         raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of {K_BYTES // element_bytes}")
 
     @staticmethod
-    def covering(rows: int, columns: int, element_bytes: int = 2) -> PanelTile:
-        """The tile that holds so many columns, and perhaps more, in the fewest bytes; of equals the widest lines.
+    def covering(rows: int, columns: int, *, few_lines: bool = False) -> PanelTile:
+        """The tile of 16-bit elements that holds so many columns, and perhaps more, in the fewest bytes.
 
-        Lines of 32 bytes only where one is enough: copies go by lines, and as many bytes in short ones take longer.
+        Of equals the widest lines. Lines of 32 bytes only where one is enough: copies go by lines, and as many bytes
+        in short ones take longer. `few_lines`: in the fewest lines, and of equals the fewest bytes.
         """
-        line = columns * element_bytes
-        swizzles = [s for s in _MODES if s > K_BYTES or line <= s]
-        swizzle = min(swizzles, key=lambda s: -(-line // s) * s)  # the first, and widest, of equals
-        return PanelTile(rows, -(-line // swizzle) * swizzle // element_bytes, swizzle, element_bytes)
+        row = 2 * columns
+        sizes = {swizzle: (-(-row // swizzle), -(-row // swizzle) * swizzle) for swizzle in _MODES}
+        swizzles = [swizzle for swizzle in _MODES if swizzle > K_BYTES or row <= swizzle]
+        best = min(swizzles, key=lambda s: sizes[s] if few_lines else sizes[s][::-1])
+        return PanelTile(rows, sizes[best][1] // 2, best)
 
     @property
     def panel_columns(self) -> int:
