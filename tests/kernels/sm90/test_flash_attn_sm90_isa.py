@@ -115,7 +115,7 @@ def test_products_are_no_more_than_the_mathematics_needs(row):
     assert {int(n) for n in found} <= {options.block_n, options.head_dim_v}
     starts = len(re.findall(r"wgmma\.fence\.sync\.aligned", isa))
     assert starts == isa.count("wgmma.commit_group.sync.aligned")
-    scores, output = options.head_dim // wgmma.K, options.block_n // wgmma.K
+    scores, output = -(-options.head_dim // wgmma.K), options.block_n // wgmma.K
     # scores: first tile, main loops, next tile; output: main loops, next tile, last tile
     loops = 2 if options.causal else 1
     assert len(found) == (loops + 2) * (scores + output)
