@@ -185,11 +185,18 @@ class Preset:
     providers: tuple[str, ...]
 
 
+# widths that shared memory has no whole lines for, or products no whole steps
+ODD_HEAD_DIMS = (24, 40, 48, 56, 72, 80, 88, 104, 112, 136, 160, 224)
 _EVERY = ("fly", "SDPA cuDNN", "SDPA flash", "FA4", "Triton")
 PRESETS: Mapping[str, Preset] = {
     "h200": Preset("head dim 64, 128, 256; 512 to 16384 tokens; 16384 of them in all", sweep, _EVERY),
     "short": Preset(
         "one short sequence, packed mixtures, 8 query heads to a key head", short, (*_EVERY, "torch varlen")
+    ),
+    "head_dims": Preset(
+        "12 head dimensions from 24 to 224; 1024, 4096 and 16384 tokens; 16384 of them in all",
+        partial(sweep, seq_lens=(1024, 4096, 16384), head_dims=ODD_HEAD_DIMS),
+        ("fly", "fly generic", "SDPA cuDNN", "SDPA flash"),
     ),
     "generic": Preset(
         "the cells of h200, the generic kernel against FlashAttention-2", sweep, ("fly generic", "SDPA flash")

@@ -18,7 +18,7 @@ from fly.errors import ConfigError, UnsupportedError
 
 from .arguments.callers import arg, plain, problem
 from .problem.catalogue import BY_NAME, EVERYWHERE
-from .problem.contract import Prepare, Request
+from .problem.contract import HEAD_DIMS, Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -180,8 +180,7 @@ class Kernel:
     kernel is not built.
     `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
     the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
-    it stands where it stands. `mixed_dims`: the (head_dim, head_dim_v) that it takes though they differ; None for
-    any two of `head_dims`.
+    it stands where it stands. `mixed_dims`: whether V's may be another one of `head_dims`.
     """
 
     name: str
@@ -194,7 +193,7 @@ class Kernel:
     reason: str
     needs: tuple[Need, ...] = ()
     switched_off: config.Variable | None = None
-    mixed_dims: tuple[tuple[int, int], ...] | None = ()
+    mixed_dims: bool = False
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -231,13 +230,13 @@ KERNELS: tuple[Kernel, ...] = (
         name="sm90",
         module=".flash_attn_sm90",
         archs=("sm_90a",),
-        head_dims=(64, 96, 128, 192, 256),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=EVERYWHERE,
         tuning={},
         reason="warp-specialised WGMMA and TMA pipeline for Hopper",
         needs=(aligned(16), mask_blocks(64, 64), PAGES),
-        mixed_dims=((192, 128),),
+        mixed_dims=True,
     ),
     Kernel(
         name="sm90_fp8",
@@ -254,12 +253,12 @@ KERNELS: tuple[Kernel, ...] = (
         name="generic",
         module=".flash_attn_generic",
         archs=AMD + NVIDIA,
-        head_dims=tuple(range(32, 257, 8)),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=EVERYWHERE,
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
-        mixed_dims=None,
+        mixed_dims=True,
     ),
 )
 
@@ -284,7 +283,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         name="generic",
         module=".flash_attn_generic_bwd",
         archs=AMD + NVIDIA,
-        head_dims=tuple(range(32, 257, 8)),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),
@@ -292,7 +291,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same bits every time, on every target",
-        mixed_dims=None,
+        mixed_dims=True,
     ),
 )
 
@@ -371,12 +370,6 @@ def _head_dim_advice(kernel: Kernel, head_dim: int) -> str:
     return f"{padded} and pass {arg.softmax_scale}={head_dim}**-0.5"
 
 
-def _takes_mixed(kernel: Kernel, request: Request) -> bool:
-    if kernel.mixed_dims is None:
-        return request.value_dim in kernel.head_dims
-    return (request.head_dim, request.value_dim) in kernel.mixed_dims
-
-
 def refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     """Why `kernel` cannot serve `request` on `arch` (ends in what to do instead), or None when it can."""
     text = _refusal(kernel, arch, request)
@@ -396,8 +389,8 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"
-    if request.value_dim != request.head_dim and not _takes_mixed(kernel, request):
-        pairs = ", ".join(f"({d}, {v})" for d, v in kernel.mixed_dims or ()) or "none that differ"
+    if request.value_dim != request.head_dim and not (kernel.mixed_dims and request.value_dim in kernel.head_dims):
+        pairs = f"of {head_dims(kernel)}" if kernel.mixed_dims else "none that differ"
         return (
             f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad {arg.v} with "
             f"zeros to head_dim {request.head_dim} and cut the output"

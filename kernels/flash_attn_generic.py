@@ -35,15 +35,13 @@ from fly.runtime.device import device_of
 from .generic.block_tiles import tiles_within
 from .generic.operands import KeyValues, Queries, SharedRows, Tiling, column_tiles, direct_rows, padded
 from .generic.tiles import TILES
-from .problem.contract import Launch, Request, Tensors
+from .problem.contract import HEAD_DIMS, Launch, Request, Tensors
 from .problem.features import NO_FEATURES, BoundFeatures, Features
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
-
-HEAD_DIMS = range(32, 257, 8)
 
 
 @dataclass(frozen=True)

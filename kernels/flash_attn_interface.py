@@ -97,7 +97,7 @@ def flydsl_flash_attn_func(
     """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
 
     Args:
-        q: (B, Sq, H, D), bfloat16 or float16, D 32 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
+        q: (B, Sq, H, D), bfloat16 or float16, D 8 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
             256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA or ROCm
             device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.

@@ -297,7 +297,8 @@ class ConsumerOf(Generic[O]):
     def _scores(self, q_at: Position, k_at: Position) -> fly.Value:
         q, k = self.buffers.q, self.buffers.k
         rows = q.operand(q_at, units=self.index * (64 * q.tile.swizzle // wgmma.UNIT))
-        return wgmma.issue(self.score_atom, rows, k.operand(k_at), self.options.head_dim // self.score_atom.k)
+        steps = -(-self.options.head_dim // self.score_atom.k)  # of a last half one, the rest is zero
+        return wgmma.issue(self.score_atom, rows, k.operand(k_at), steps)
 
     def _listed(self, k_at: Position) -> fly.Value | None:
         """With a block mask, which key tile is in K's slot."""
@@ -506,10 +507,14 @@ class ConsumerOf(Generic[O]):
         """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""
         rows, column, pieces = wgmma.runs(output.tiles[0][0].to(self.dtype))
         first, count = self.first_row(work), self.count(work)
+        whole, rest = divmod(self.options.head_dim_v, 32)
         for row, row_pieces in zip(rows, pieces, strict=True):
             with fly.when(first + row < count):
-                for i, piece in enumerate(row_pieces):
+                for i, piece in enumerate(row_pieces[:whole]):
                     fly.store(piece, view.at(first + row, column + 32 * i), align=16)
+            if rest:
+                with fly.when((first + row < count) & (column < rest)):
+                    fly.store(row_pieces[whole], view.at(first + row, column + 32 * whole), align=16)
 
     def store_parts(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Store a split's part, f32; rows past the end are dropped."""

@@ -20,7 +20,7 @@ from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW, probability_of
 from .conversions import HINTS, check_dense, splits_of, window_of
-from .rows import SMALLEST_HEAD_DIM, padded_dim, ready
+from .rows import padded_dim, ready
 from .torch_ops import attention
 
 
@@ -235,7 +235,7 @@ def _needs_copies(q: Any, k: Any, v: Any) -> bool:
         k = v
     try:
         head_dim, value_dim = q.size(-1), v.size(-1)
-        if head_dim % 8 == value_dim % 8 == 0 and head_dim >= SMALLEST_HEAD_DIM <= value_dim:
+        if head_dim == padded_dim(head_dim) and value_dim == padded_dim(value_dim):
             if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
                 return False
         elif not 0 < head_dim == k.size(-1) or not value_dim:

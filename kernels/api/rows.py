@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ..arguments.checks import is_dense
-
-SMALLEST_HEAD_DIM = 32
+from ..problem.contract import HEAD_DIMS
 
 
 def with_rows(tensor: Any) -> Any:
@@ -20,7 +19,7 @@ def with_rows(tensor: Any) -> Any:
 
 def padded_dim(head_dim: int) -> int:
     """The next one that kernels have."""
-    return SMALLEST_HEAD_DIM if head_dim < SMALLEST_HEAD_DIM else (head_dim + 7) // 8 * 8
+    return -(-head_dim // HEAD_DIMS.step) * HEAD_DIMS.step
 
 
 def ready(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -141,6 +141,7 @@ def options_for(
         UnsupportedError: blocks of a block mask that tiles do not divide.
     """
     dim = max(padded(head_dim), padded(head_dim_v))
+    narrowest = min(padded(head_dim), padded(head_dim_v))
     nvidia = target.backend == "nvvm"
     plain = not (features.per_score or features.elementwise or features.windowed or features.ends_early)
     plain = plain and features.block_size is None
@@ -156,14 +157,19 @@ def options_for(
                 tiles = (tiles[0] // 2, tiles[1] // 2, tiles[2] // 2)
             tiles = tiles_within(blocks, tiles, f"flash_attn_generic_{kernel}")
             given = replace(features, block_size=blocks)
+        block_m, block_n, waves = tiles
+        # every thread has a piece of the narrower tiles too
+        vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
         crowded = of_operands and not by_keys and dim == TOGETHER
         return BackwardOptions(
             head_dim,
             head_dim_v,
             causal,
-            *tiles,
+            block_m,
+            block_n,
+            waves,
             stages=2 if nvidia else 1,
-            vector=rows.vector,
+            vector=vector,
             resident="shared" if nvidia else "registers",
             results=results,
             features=given,

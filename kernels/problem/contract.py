@@ -10,6 +10,7 @@ from .features import NO_FEATURES, Features
 from .scores import LOG2_E
 
 LARGEST_SCALE = 2.0**127
+HEAD_DIMS = range(8, 257, 8)  # of kernels that take any: rows of whole 16-byte pieces
 
 
 Tensors = Mapping[str, Any]

@@ -1,14 +1,15 @@
 """The builds of the Hopper kernel: its static parameters, and which build serves which shape.
 
 A row of the table `kernels/sm90/tiles.py` is a build: (head_dim, head_dim_v, causal, consumers, longest)
-→ the other fields of `Sm90Options`, `cost` and `without`. `longest`: the most keys that it is for, None: any number;
-`cost`: the time of one of its tiles against that of the shape's largest (1), which `cost.py` reckons with; `without`:
-features of calls that other rows serve better. Rows without a note were measured on an H200.
+→ the other fields of `Sm90Options`, `cost` and `without`. Head dimensions and `longest` are the most that a row is
+for, see `rows_for`; `longest`: of keys, None: any number; `cost`: the time of one of its tiles against that of the
+shape's largest (1), which `cost.py` reckons with; `without`: features of calls that other rows serve better. Rows
+without a note were measured on an H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -118,12 +119,16 @@ class Sm90Options:
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
-        """Of Q, K and V in shared memory."""
-        return (
-            PanelTile.widest(self.block_m, self.head_dim),
-            PanelTile.widest(self.block_n, self.head_dim),
-            PanelTile.widest(self.block_n, self.head_dim_v),
-        )
+        """Of Q, K and V in shared memory; columns past the head's are zero, as copies fill them.
+
+        Rows of an odd number of 16 bytes begin inside 32-byte sectors: each of a row's lines then takes one more of
+        the second-level cache, and K and V, which are read again and again, have few.
+        """
+
+        def keys(columns: int) -> PanelTile:
+            return PanelTile.covering(self.block_n, columns, few_lines=columns % 16 > 0)
+
+        return PanelTile.covering(self.block_m, self.head_dim), keys(self.head_dim), keys(self.head_dim_v)
 
     @property
     def raw_tile(self) -> PanelTile | None:
@@ -153,6 +158,11 @@ class Sm90Options:
         return k.bytes + v.bytes
 
     @property
+    def loaded_bytes(self) -> int:
+        """Of these two in memory, without what is filled up."""
+        return self.block_n * (self.head_dim + self.head_dim_v) * self.tiles[0].element_bytes
+
+    @property
     def transposed_bytes(self) -> int:
         """Of the slots of V that is transposed in the kernel."""
         return 0 if self.raw_tile is None else self.tiles[2].bytes * self.v_stages
@@ -164,6 +174,16 @@ class Sm90Options:
             # the producer holds the pages of key tiles, or a list of tiles; beside three consumers it spills
             return {1: (96, 256), 2: (72, 216), 3: (32, 160)}[self.consumers]
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+
+def rows_for(head_dim: int, head_dim_v: int, causal: bool, table: Iterable[Key] = TILES) -> list[Key]:
+    """The rows for these head dimensions: of those with as many consumers, the ones for the next wider, in order.
+
+    Not past the next wider that have a row for one consumer, which most shapes have.
+    """
+    rows = [key for key in table if key[0] >= head_dim and key[1] >= head_dim_v and key[2] == causal]
+    next_wider = {consumers: min(key[:2] for key in rows if key[3] == consumers) for *_, consumers, _ in rows}
+    return [key for key in rows if key[:2] == next_wider[key[3]] <= next_wider.get(1, key[:2])]
 
 
 def _of_length(table: Mapping[Key, Any], keys: int) -> dict[Key, Any]:
@@ -194,7 +214,7 @@ def key_for(
     Raises:
         LookupError: no row has these head dimensions.
     """
-    rows = [key for key in _of_length(table, seq_len_kv) if key[:3] == (head_dim, head_dim_v, causal)]
+    rows = rows_for(head_dim, head_dim_v, causal, _of_length(table, seq_len_kv))
     if not rows:
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
@@ -209,7 +229,7 @@ def key_for(
 def options_of(
     key: Key, tiles: Mapping[str, Any] | None = None, kind: type[Sm90Options] = Sm90Options
 ) -> Sm90Options:
-    """The build of a row, or of a row with other tiles."""
+    """The build of a row, or of a row with other tiles, for the largest head dimensions that it is for."""
     head_dim, head_dim_v, causal, consumers, _ = key
     fields = {name: value for name, value in (tiles or TILES[key]).items() if name not in ("cost", "without")}
     return kind(head_dim, head_dim_v, causal, consumers, **fields)
@@ -229,7 +249,8 @@ def build_for(
     """
     asked = request.static_features
     rows = _of_length(table, 0 if asked.block_size is not None else request.seq_len_kv)
-    table = {key: row for key, row in rows.items() if _serves(key, row, request)}
+    own = rows_for(request.head_dim, request.value_dim, request.causal, rows)
+    table = {key: rows[key] for key in own if _serves(key, rows[key], request)}
     options, splits = _plain_build_for(request, units, typical, table, kind)
     block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
     if asked.block_size is not None:
@@ -277,13 +298,16 @@ def _plain_build_for(
         # a sequence's only query sees all keys
         causal = request.causal and (request.seq_len > 1 or "packed" in request.features)
         options = decode_options(*dims, causal, pack, kind, request.page_size is not None, request.seq_len_kv)
-        automatic = decode_splits(heads // pack, -(-request.seq_len_kv // options.block_n), options.key_bytes, units)
+        automatic = decode_splits(
+            heads // pack, -(-request.seq_len_kv // options.block_n), options.loaded_bytes, units
+        )
         splits = request.num_kv_splits or automatic
         return replace(options, combines=splits > 1 and heads // pack <= MAX_ARRIVALS), splits
     blocks = -(-rows // 128) * (heads // pack)
     splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)
-    return replace(options_of(key, table[key], kind), pack_gqa=packing(key).pack), splits
+    options = options_of(key, table[key], kind)
+    return replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key).pack), splits
 
 
 def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
@@ -308,7 +332,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
-    build = (options.head_dim, options.head_dim_v, options.causal, options.consumers)
+    rows = rows_for(options.head_dim, options.head_dim_v, options.causal)
+    build = next(row[:4] for row in rows if row[3] == options.consumers)
     what = asked.alone
     if what == "dropout" and options.consumers < 3:
         return min(options.block_n, _DROPOUT)
@@ -387,7 +412,7 @@ def decode_options(
     one = kind(head_dim, head_dim_v, causal, 1, block_n=wgmma.K, stages=1, **fields)
     block_n = min(_IN_FLIGHT // 2 // one.key_bytes * wgmma.K, kind.most_keys)
     one = replace(one, block_n=_power_of_two(block_n) if paged else block_n)
-    one = replace(one, stages=_IN_FLIGHT // one.key_bytes + paged)
+    one = replace(one, stages=_IN_FLIGHT // one.loaded_bytes + paged)
     return replace(one, block_n=min(one.block_n, _SHORT)) if keys is not None and keys <= _SHORT else one
 
 

@@ -319,7 +319,7 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
     ("workload", "arch", "kernel"),
     [
         (Workload(1, 128, 128, 2, 2, 64, "bf16", True), "sm_90a", "sm90"),
-        (Workload(1, 128, 128, 2, 2, 72, "bf16", True), "sm_90a", "generic"),
+        (Workload(1, 128, 128, 2, 2, 40, "bf16", True), "sm_90a", "sm90"),
         (Workload(1, 128, 128, 2, 2, 64, "bf16", True), "sm_80", "generic"),
         (Workload.packed([(5, 9), (0, 3)], 4, 2, 128, "f16", False), "gfx950", "gfx950"),
     ],

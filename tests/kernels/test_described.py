@@ -127,13 +127,13 @@ def inspect(capsys, flags: str) -> tuple[int, str, str]:
 
 
 def test_inspect_says_which_kernel_serves_a_call_and_shows_the_stage(capsys):
-    code, out, _ = inspect(capsys, "--arch sm_90a --head-dim 72 --stage isa")
+    code, out, _ = inspect(capsys, "--arch gfx950 --head-dim 72 --stage isa")
     verdict, _, isa = out.partition("\n\n")
     assert code == 0
-    assert "sm90      no: it takes head_dim 64, 96, 128, 192, 256, not 72" in verdict
+    assert "gfx950    no: it takes head_dim 64, 128, not 72" in verdict
     assert "generic   chosen" in verdict
     assert "flash_attn_generic, grid 8 x 16 x 1\n    head_dim=72, causal=True" in isa
-    assert ".entry flash_attn_generic" in isa and ".target sm_90a" in isa
+    assert "flash_attn_generic.kd" in isa and 'amdhsa--gfx950"' in isa
 
 
 def test_inspect_of_split_keys_names_every_kernel_of_the_call(capsys):

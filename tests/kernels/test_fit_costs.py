@@ -125,7 +125,7 @@ def test_only_one_row_serves_a_shape_while_it_is_measured():
     for consumers, key in fit_costs._rows_for(64, 64, 2048).items():
         with fit_costs.only(key):
             assert build_for(call, 132)[0].consumers == consumers
-            assert (128, 128, True, 2, None) in TILES
+            assert (128, 128, False, 2, None) in TILES
         assert before == TILES and list(before) == list(TILES)
     assert set(fit_costs._rows_for(64, 64, 2048)) == {2, 3}
 

@@ -65,6 +65,19 @@ class PanelTile:
                 return PanelTile(rows, columns, swizzle, element_bytes)
         raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of {K_BYTES // element_bytes}")
 
+    @staticmethod
+    def covering(rows: int, columns: int, *, few_lines: bool = False) -> PanelTile:
+        """The tile of 16-bit elements that holds so many columns, and perhaps more, in the fewest bytes.
+
+        Of equals the widest lines. Lines of 32 bytes only where one is enough: copies go by lines, and as many bytes
+        in short ones take longer. `few_lines`: in the fewest lines, and of equals the fewest bytes.
+        """
+        row = 2 * columns
+        sizes = {swizzle: (-(-row // swizzle), -(-row // swizzle) * swizzle) for swizzle in _MODES}
+        swizzles = [swizzle for swizzle in _MODES if swizzle > K_BYTES or row <= swizzle]
+        best = min(swizzles, key=lambda s: sizes[s] if few_lines else sizes[s][::-1])
+        return PanelTile(rows, sizes[best][1] // 2, best)
+
     @property
     def panel_columns(self) -> int:
         return self.swizzle // self.element_bytes
@@ -340,18 +353,15 @@ def by_pairs(values: Value, kind: DType) -> tuple[Value, ...]:
 def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
     """A warpgroup's accumulators, narrowed to 16 bit, as runs of 8 columns: (rows, column, pieces[row][i]).
 
-    Piece i of a row starts at column `column + 32 * i`; rows (i32) count from the fragment's first. The four lanes
-    that share a row trade their pairs of columns, so that each can store 16 bytes at once.
+    Piece i of a row starts at column `column + 32 * i`; one that starts past the accumulators' width holds anything.
+    Rows (i32) count from the fragment's first. The four lanes that share a row trade their pairs of columns, so that
+    each can store 16 bytes at once.
 
     Raises:
-        ShapeError: the elements are not 16 bits wide, or the accumulators' width is no multiple of 32.
+        ShapeError: the elements are not 16 bits wide.
     """
     if values.dtype.bits != 16:
         raise ShapeError(f"runs of {values!r}; expected elements of 16 bits")
-    if len(values) % 16:
-        raise ShapeError(
-            f"runs of {values!r}: the accumulators are {2 * len(values)} columns wide, no multiple of 32"
-        )
     lane = lane_of(LANES)
     row = lane // 32 * 16 + lane % 32 // 4
     words = values.bitcast(i32)
@@ -359,6 +369,7 @@ def runs(values: Value) -> tuple[list[Value], Value, list[list[Value]]]:
     pieces: list[list[Value]] = []
     for half in range(2):  # rows g and g + 8: words 0, 2, ... and 1, 3, ... of each 16 columns
         mine = [words[2 * chunk + half] for chunk in range(len(words) // 2)]
+        mine += mine[-1:] * (-len(mine) % 4)
         pieces.append([_turn(mine[i : i + 4], odd, upper) for i in range(0, len(mine), 4)])
     return [row, row + 8], lane % 4 * 8, [[p.bitcast(values.dtype) for p in part] for part in pieces]
 

@@ -88,7 +88,7 @@ MISTAKES = {
         dense,
         {name: tensor(1, 4, 1, 257) for name in "qkv"},
         UNSUPPORTED,
-        "takes head_dim 32 to 256 in steps of 8, not 264",
+        "takes head_dim 8 to 256 in steps of 8, not 264",
     ),
     "float32": (
         dense,

@@ -5,6 +5,7 @@ In the emulators of both AMD GPUs and in the simulator of sm_90a, with every che
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from fly.runtime.prepared import bindings
 from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.backward import BackwardOptions, options_for
+from kernels.generic.operands import padded
+from kernels.problem.contract import HEAD_DIMS
 from kernels.work import tile_scheduler
 from tests.kernels.feature_cases import Inputs, by_head, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -42,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
         lambda i: {},
     ),
     "lengths in use": (
-        {"queries": [40] * 2, "keys": [80] * 2, "head_dim": 40},
+        {"queries": [40] * 2, "keys": [80] * 2, "head_dim": 40, "head_dim_v": 8},
         False,
         lambda i: {
             "seqused_q": torch.tensor([40, 7], dtype=torch.int32),
@@ -214,12 +217,14 @@ def test_grids_fold_where_there_are_more_heads_or_sequences_than_places(emulate,
 @pytest.mark.parametrize("arch", [t.arch for t in targets()])
 def test_every_head_dimension_has_builds_that_fit(arch):
     description = target(arch)
-    for head_dim in range(32, 257, 8):
-        of_keys, of_queries = options_for(description, head_dim, head_dim, True)
+    for head_dim, value_dim in itertools.chain(zip(HEAD_DIMS, HEAD_DIMS), itertools.product((8, 128, 256), (8, 256))):
+        of_keys, of_queries = options_for(description, head_dim, value_dim, True)
         assert sorted(name for options in of_keys for name in options.results) == ["dk", "dv"]
         for kernel, builds in (("dkdv", of_keys), ("dq", (of_queries,))):
             for options in builds:
                 assert options.block_bytes(kernel, description.wave_size) <= description.shared_bytes
+                pieces = options.block_n * min(padded(head_dim), padded(value_dim)) // options.vector
+                assert pieces >= options.waves * description.wave_size
 
 
 OPTIONS = BackwardOptions(64, 64, False, 64, 32, 4, 2, resident="shared")

@@ -65,9 +65,8 @@ def combination(kernel: dispatch.Kernel, request: Request) -> list[str]:
         return [request.dtype, "convert with"]
     if request.head_dim not in kernel.head_dims:
         return [f"not {request.head_dim}: "]
-    mixed = kernel.mixed_dims is None and request.value_dim in kernel.head_dims
-    pair = (request.head_dim, request.value_dim)
-    if pair[0] != pair[1] and not mixed and pair not in (kernel.mixed_dims or ()):
+    mixed = kernel.mixed_dims and request.value_dim in kernel.head_dims
+    if request.head_dim != request.value_dim and not mixed:
         return [f"not ({request.head_dim}, {request.value_dim}): pad v"]
     missing = [name for name in request.features if name not in kernel.features]
     if missing:

@@ -111,10 +111,10 @@ class Build:
 def head_dim(draw: Draw, function: str) -> int:
     """Small ones mostly; FlashAttention's functions pad what kernels do not have."""
     if function == OURS or (function == APPEND and draw.chance(0.5)):
-        return draw.choice([32] * 5 + [40] + [64] * 5 + [72, 80, 96] + [128] * 2 + [draw.randrange(32, 257, 8)])
+        return draw.choice([32] * 5 + [40] + [64] * 5 + [72, 80, 96] + [128] * 2 + [draw.randrange(8, 257, 8)])
     if draw.chance(0.25):
         return draw.choice([8, 16, 24, draw.randint(1, 256), draw.randint(1, 64)])
-    return draw.choice([32] * 5 + [40] + [64] * 5 + [72, 96] + [128] * 2 + [draw.randrange(32, 257, 8)])
+    return draw.choice([32] * 5 + [40] + [64] * 5 + [72, 96] + [128] * 2 + [draw.randrange(8, 257, 8)])
 
 
 def draw_build(draw: Draw, arch: str, most: int = 150) -> Build:

@@ -141,8 +141,8 @@ def test_a_lazy_rescale_when_maxima_grow(late):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"head_dim": 24}, r"head_dim is 24; expected a multiple of 8 from 32 to 256"),
-        ({"head_dim_v": 257}, r"head_dim_v is 257; expected a multiple of 8 from 32 to 256"),
+        ({"head_dim": 4}, r"head_dim is 4; expected a multiple of 8 from 8 to 256"),
+        ({"head_dim_v": 257}, r"head_dim_v is 257; expected a multiple of 8 from 8 to 256"),
         ({"late": True}, r"late is True; expected False without lazy"),
         ({"vector": 3}, r"vector is 3; expected 1, 2, 4 or 8 elements"),
         ({"waves": 3}, r"block_m 64 does not divide into 3 waves"),

@@ -1,4 +1,4 @@
-"""Every head dimension of the generic kernel: emulated with all checks on, and on a GPU."""
+"""Every head dimension of the kernels that have all of them: emulated with all checks on, and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import itertools
 import pytest
 
 from benchmarks.shapes import Kind
-from kernels.dispatch import KERNELS
-from kernels.flash_attn_generic import HEAD_DIMS
+from kernels.problem.contract import HEAD_DIMS
 from tests.kernels.acceptance import Run, failure
 from tests.kernels.test_flash_attn_fwd import moved, run
 
 __all__ = ["run"]  # a fixture
 ARCHS = ("gfx942", "gfx950")
-on_gpu = pytest.mark.parametrize(
-    "run", [pytest.param(Run("generic"), id="generic", marks=pytest.mark.gpu)], indirect=True
-)
+EVERY = ("generic", "sm90")
+
+
+def on_gpu(*kernels: str):
+    return pytest.mark.parametrize(
+        "run", [pytest.param(Run(name), id=name, marks=pytest.mark.gpu) for name in kernels], indirect=True
+    )
+
+
 # whole tiles of 32 columns, and one to three quarters of the last one
-SOME = (32, 40, 72, 96, 136, 192, 224, 256)
+SOME = (8, 32, 40, 72, 96, 136, 192, 224, 256)
+# of Hopper: lines of 32, 64 and 128 bytes, rows that fill them and rows that do not, products of half a step
+PADDED = (8, 16, 24, 32, 48, 72, 80, 88, 104, 120, 136, 160, 176, 208, 248)
 
 
 def kind(head_dim: int, number: int) -> Kind:
     """Every combination of dtype and causality in turn."""
     return Kind(head_dim, *[("bf16", True), ("f16", False), ("bf16", False), ("f16", True)][number % 4])
-
-
-def test_the_dispatch_table_has_the_kernels_head_dims():
-    (row,) = (kernel for kernel in KERNELS if kernel.name == "generic")
-    assert row.head_dims == tuple(HEAD_DIMS)
 
 
 @pytest.mark.sample(2)
@@ -40,7 +42,16 @@ def test_emulated(monkeypatch, arch, head_dim, seed):
     assert failure(workload, seed, device="cpu") is None
 
 
-@on_gpu
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("head_dim", PADDED)
+def test_simulated(monkeypatch, head_dim, seed):
+    """The same on Hopper, of two heads: what is past a row's end is another head's."""
+    Run("sm90", "sm_90a").start(monkeypatch)
+    workload = kind(head_dim, PADDED.index(head_dim)).dense(1, 133, 2, 2, 101)
+    assert failure(workload, seed, device="cpu") is None
+
+
+@on_gpu(*EVERY)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_on_a_gpu(run, head_dim, seed):
     for number in range(4):
@@ -48,7 +59,7 @@ def test_on_a_gpu(run, head_dim, seed):
             assert failure(kind(head_dim, number).dense(2, queries, 4, 2, keys), seed) is None
 
 
-@on_gpu
+@on_gpu("generic")
 @pytest.mark.parametrize("elements", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [32, 72, 96, 160, 192, 224, 256])
 def test_narrow_copies_on_a_gpu(run, head_dim, elements, seed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -46,18 +48,25 @@ def packed(head_dim: int, head_dim_v: int, device: str, seed: int) -> None:
         assert check(out, reference(q, k, v, causal=True, lengths=LENGTHS), lse).ok
 
 
-@pytest.mark.parametrize(("arch", "dims"), [("gfx942", (96, 64)), ("gfx950", (64, 40)), ("gfx950", (72, 104))])
-def test_emulated(monkeypatch, arch, dims, seed):
+@pytest.mark.parametrize(
+    ("arch", "kernel", "dims"),
+    [
+        *(("gfx942", "generic", (96, 64)), ("gfx950", "generic", (64, 40)), ("gfx950", "generic", (72, 104))),
+        ("sm_90a", "sm90", (72, 104)),
+    ],
+)
+def test_emulated(monkeypatch, arch, kernel, dims, seed):
     monkeypatch.setenv(config.ARCH.name, arch)
-    monkeypatch.setenv(config.KERNEL.name, "generic")
-    dense(*dims, "cpu", seed, num_kv_splits=2 if arch == "gfx942" else 1)
+    monkeypatch.setenv(config.KERNEL.name, kernel)
+    dense(*dims, "cpu", seed, num_kv_splits=1 if arch == "gfx950" else 2)
     packed(*dims, "cpu", seed)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize(
-    ("kernel", "dims"), [("sm90", (192, 128)), ("generic", (192, 128)), ("generic", (64, 40)), ("generic", (72, 104))]
+    ("kernel", "dims"),
+    list(itertools.product(("sm90", "generic"), ((192, 128), (64, 40), (72, 104), (24, 256), (200, 8)))),
 )
 def test_on_a_gpu(monkeypatch, kernel, dims, seed):
     monkeypatch.setenv(config.KERNEL.name, kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 from kernels import flash_attn_sm90
 from kernels.problem.catalogue import BY_NAME
-from kernels.problem.contract import Request
+from kernels.problem.contract import HEAD_DIMS, Request
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod
 from kernels.sm90.builds import (
@@ -26,6 +27,7 @@ from kernels.sm90.builds import (
     build_for,
     decode_options,
     options_of,
+    rows_for,
     section_for,
     visited,
 )
@@ -39,7 +41,7 @@ from tests.kernels.sm90.hopper_stub import UNITS
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 
-DIMS = sorted({row[:2] for row in TILES})
+DIMS = sorted({row[:2] for row in TILES if row[3] == 1})
 groups = st.integers(1, 128)
 
 
@@ -115,6 +117,35 @@ def test_the_boxes_are_the_tiles(pack, consumers):
     assert q[0] == q[2] == 1 and q[1:] == ((options.queries, 1, pack, 64) if pack > 1 else (64 * consumers, 1, 64))
     assert options.queries * pack == options.block_m
     assert k == v == (1, 96, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("dims", "wide"),
+    [
+        *(((8, 8), (64, 64)), ((40, 72), (96, 96)), ((88, 88), (96, 96)), ((96, 128), (128, 128))),
+        *(((168, 128), (192, 128)), ((192, 8), (192, 128)), ((168, 168), (192, 192)), ((8, 200), (256, 256))),
+    ],
+)
+def test_head_dimensions_between_rows_have_the_builds_of_wider_ones(dims, wide):
+    asked = (Features(), Features(operands=("bias",)))
+    for (seq_len, heads), features in itertools.product(((5000, 64), (300, 1)), asked):
+        call = request(seq_len, 5000, heads, heads, static_features=features)
+        mine, like = (build_for(replace(call, head_dim=d, head_dim_v=dv), UNITS)[0] for d, dv in (dims, wide))
+        assert mine == replace(like, head_dim=dims[0], head_dim_v=dims[1])
+
+
+def test_head_dimensions_that_no_row_is_wide_enough_for():
+    with pytest.raises(LookupError, match=r"table has no \(264, 8, True\) for 5000 keys"):
+        build_for(request(5000, 5000, head_dim=264, head_dim_v=8), UNITS)
+
+
+def test_every_head_dimension_fits_shared_memory():
+    """In all rows that are for it, and in decoding."""
+    for dims, causal in itertools.product(itertools.product(HEAD_DIMS, repeat=2), (True, False)):
+        rows = [replace(options_of(row), head_dim=dims[0], head_dim_v=dims[1]) for row in rows_for(*dims, causal)]
+        builds = [*rows, decode_options(*dims, causal, paged=True)]
+        assert {1, 2} <= {options.consumers for options in rows}
+        assert max(options.tile_bytes for options in builds) <= (227 << 10) - 2048, dims
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -70,6 +70,7 @@ def compiled(options: Sm90Options, form: str, **tensors: TensorSpec):
         (decode_options(128, 128, False, 8), "split", Features(("seqused_kv", "window_left", "alibi_slopes"))),
         (decode_options(64, 64, False, 8), "dense", Features(("window_left", "softcap", "sink"))),
         (options_of(LONG), "dense", Features(("attention_chunk",))),
+        (options_of((144, 144, True, 3, None)), "dense", Features(("window_left", "sink"))),
         (options_of(LONG), "dense", Features(DROPOUT)),
         (options_of(FULL), "packed", Features(DROPOUT)),
         (options_of(SHORT), "dense", Features(("softcap", *DROPOUT))),

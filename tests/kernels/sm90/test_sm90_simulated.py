@@ -40,8 +40,8 @@ def turn(feature: str, causal: bool) -> int:
 def test_features_of_dense_sequences(feature, causal, seed):
     number = turn(feature, causal)
     queries, keys, splits = DENSE[(number + number // 4) % 4]
-    dim = (64, 128)[number % 2]
-    inputs = Inputs([queries] * 2, [keys] * 2, 2, 2, dim, "bf16", False, dim, seed)
+    dim, dim_v = ((64, 64), (80, 80), (128, 128), (40, 72))[(number + number // 4) % 4]
+    inputs = Inputs([queries] * 2, [keys] * 2, 2, 2, dim, "bf16", False, dim_v, seed)
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
@@ -51,7 +51,7 @@ def test_features_of_dense_sequences(feature, causal, seed):
 def test_features_of_packed_heads(feature, causal, seed):
     number = turn(feature, causal)
     queries, keys, splits, heads = HEADS[(number + number // 4) % 4]
-    dims = ((64, 64), (128, 128), (192, 128))[number % 3]
+    dims = ((64, 64), (72, 72), (192, 128), (136, 104))[number % 4]
     inputs = Inputs([queries] * 2, [keys] * 2, *heads, dims[0], "f16", False, dims[1], seed)
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
@@ -62,7 +62,8 @@ def test_features_of_packed_heads(feature, causal, seed):
 def test_features_of_packed_sequences(feature, causal, seed):
     number = turn(feature, causal)
     queries, keys, splits, heads = PACKED[(number + number // 2) % 2]
-    inputs = Inputs(queries, keys, *heads, 128, "bf16", True, 128, seed)
+    dim = (128, 24)[number // 4 % 2]
+    inputs = Inputs(queries, keys, *heads, dim, "bf16", True, dim, seed)
     assert wrong(feature, causal, splits, inputs) is None, f"seed {seed}"
 
 
