@@ -277,7 +277,6 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
         needs=(ANY_ORDER,),
-        mixed_dims=(),
     ),
     Kernel(
         name="generic",
