@@ -44,6 +44,7 @@ _NO_OPERANDS: dict[str, Any] = {}
 _Tensor = torch.Tensor
 _grad_enabled = torch.is_grad_enabled
 _plans: dict[tuple[Any, ...], Plan] = Plans()
+_gradients: Any = None  # `call.gradients`: an import statement in every call would take 2 µs
 
 
 def flydsl_flash_attn_func(
@@ -264,8 +265,7 @@ def flydsl_flash_attn_func(
         if operands:
             ATTENTION.have_gradients(operands, (*DIFFERENTIABLE, *map(aux_name, range(len(aux_tensors)))))
         if needs_gradient:
-            from .call import gradients  # inference does not wait for the backward kernels to load
-
+            gradients = _gradients or _load_gradients()
             if plan is None or not (out is workspace is debug_counts is stream is None and plan.kind.backward):
                 request = call.request if plan is None else plan.kind.request
                 taken = {"out": out, "workspace": workspace, "debug_counts": debug_counts, "stream": stream}
@@ -327,6 +327,14 @@ def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         names = ("block_mask", "score_mod", "aux_tensors")
         options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
     return plan_of(check_call(q, k, v, causal, out, options)).launch.workspace_bytes
+
+
+def _load_gradients() -> Any:
+    """The module of gradients: inference does not wait for the backward kernels to load."""
+    global _gradients
+    from .call import gradients as _gradients
+
+    return _gradients
 
 
 # keyword arguments, as checks get them

@@ -18,9 +18,11 @@ from .. import dispatch
 from ..arguments.callers import OWN
 from ..arguments.checks import stream_of
 from ..problem.contract import Launch, Request, Tensors
-from .checks import Call, Result
+from .checks import INPUTS, Call, Result
 
 MAX_PLANS = 1024
+
+_NOT_KEPT = {*INPUTS, "out", "debug_counts"}
 
 K = TypeVar("K")
 P = TypeVar("P")
@@ -32,12 +34,14 @@ class Kind:
     """What calls of one kind have in common, without their tensors; what their gradients are prepared from.
 
     `operands`: numbers that kernels take, and of tensors (sizes, strides) as kernels take them. `empty`: as of
-    `Call`. `backward`: launches of the backward pass, by what decides them besides (`call.gradients`).
+    `Call`. `kept`: the names of what a gradient needs besides inputs, out and lse first. `backward`: launches of the
+    backward pass, by what decides them besides (`call.gradients`).
     """
 
     request: Request
     operands: Mapping[str, Any]
     empty: bool
+    kept: tuple[str, ...]
     backward: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -47,7 +51,8 @@ class Kind:
         described = {
             name: (x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for name, x in operands.items()
         }
-        return Kind(call.request, described, call.empty)
+        kept = (name for name, x in call.tensors.items() if isinstance(x, torch.Tensor) and name not in _NOT_KEPT)
+        return Kind(call.request, described, call.empty, ("out", "lse", *kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,17 +80,22 @@ class Steps:
 
     def launch(self) -> Launch:
         """All of them as one launch, which takes from a call's tensors what the kernels take and it does not make."""
-        steps = tuple((kernel.launch, kernel.takes) for kernel in self.kernels)
         current_stream = self.kernels[0].current_stream
-        parts, of_stream = tuple(self.parts.items()), tuple(self.of_stream.items())
-        made = {*self.parts, *self.of_stream}
-        given = tuple(dict.fromkeys(name for _, takes in steps for name in takes if name not in made))
+        parts, of_stream = tuple(self.parts.values()), tuple(self.of_stream.values())
+        made = (*self.parts, *self.of_stream)
+        given = tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.takes if name not in made))
+        take = _picker(given)
+        order = {name: i for i, name in enumerate((*given, *made))}
+        steps = tuple((kernel.launch, _picker([order[name] for name in kernel.takes])) for kernel in self.kernels)
         (launch_first, _), *more = steps
-        # several of them in half the time that as many subscripts take
-        take = itemgetter(*given) if len(given) > 1 else lambda tensors: [tensors[name] for name in given]
 
         # of one kernel: where among its addresses those are that the stream decides
-        places = sorted(((steps[0][1].index(n), at) for n, at in of_stream), key=itemgetter(0)) if not more else []
+        takes = self.kernels[0].takes
+        places = (
+            ()
+            if more
+            else tuple(sorted(((takes.index(name), at) for name, at in self.of_stream.items()), key=itemgetter(0)))
+        )
 
         def run_one(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
@@ -103,14 +108,18 @@ class Steps:
         def run(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
                 stream = current_stream()
-            addresses = {name: tensors[name].data_ptr() for name in given}
+            addresses = [tensor.data_ptr() for tensor in take(tensors)]
             if parts:
                 start = tensors["workspace"].data_ptr()
-                for name, place in parts:
-                    addresses[name] = start + place
-            for name, address in of_stream:
-                addresses[name] = address(stream)
-            for launch, takes in steps:
-                launch([addresses[name] for name in takes], stream)
+                addresses += [start + place for place in parts]
+            for address in of_stream:
+                addresses.append(address(stream))
+            for launch, pick in steps:
+                launch(pick(addresses), stream)
 
         return Launch(run if more or parts else run_one, self.nbytes)
+
+
+def _picker(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """Takes the values under these keys: several in half the time that as many subscripts take."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda values: [values[key] for key in keys]

@@ -109,7 +109,7 @@ def test_parts_of_a_workspace_begin_at_multiples_of_256_bytes_and_streams_have_a
     launched = []
 
     def bound(name, *takes):
-        return steps.BoundKernel(lambda addresses, stream: launched.append((name, addresses, stream)), takes, int)
+        return steps.BoundKernel(lambda addresses, stream: launched.append((name, list(addresses), stream)), takes, int)
 
     forward = Steps(
         (bound("forward", "q", "part", "counters"), bound("combine", "part", "more", "out")),
