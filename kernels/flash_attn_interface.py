@@ -309,8 +309,9 @@ def flydsl_flash_attn_func(
         if scope is not None:
             scope.__exit__(None, None, None)
     if needs_gradient:
-        out, lse = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask)
-        return (out, lse) if wants_lse else out
+        recorded: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        recorded = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask, wants_lse)
+        return recorded
     return out if lse is None else (out, lse)
 
 

@@ -95,11 +95,13 @@ def check_8_bits(dtype: torch.dtype) -> None:
 def recorded(
     kind: Kind,
     leaves: Sequence[torch.Tensor],
-    tensors: Mapping[str, torch.Tensor | None],
-    block_mask: BlockMask | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse among `tensors`, those of a call that was launched, as autograd's results of its leaves."""
-    names, operands = kind.kept, ()
+    tensors: Mapping[str, Any],
+    block_mask: BlockMask | None,
+    wants_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """out, or out and lse, among `tensors` of a call that was launched, as autograd's results of its leaves."""
+    names = kind.kept
+    operands: tuple[str, ...] = ()
     if kind.operands:
         found = (name for name in differentiable(kind.request) if name in names and tensors[name].requires_grad)
         if operands := tuple(found):
@@ -111,7 +113,8 @@ def recorded(
         leaves = (*leaves, *[tensors[name] for name in operands])
     apply = _Attention.apply if _transformed() else _apply
     # one argument besides the leaves, as autograd looks at each
-    result: tuple[torch.Tensor, torch.Tensor] = apply((kept, (kind, names, operands)), *leaves)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    result = apply((kept, wants_lse, (kind, names, operands)), *leaves)
     return result
 
 
@@ -120,19 +123,17 @@ _Recorded = tuple[Kind, tuple[str, ...], tuple[str, ...]]
 
 
 class _Attention(torch.autograd.Function):
-    """A call as autograd sees it: out and lse, which there are already, of its leaves."""
+    """A call as autograd sees it: out, or out and lse, which there are already, of its leaves."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recorded: tuple[Sequence[torch.Tensor], _Recorded], *leaves: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept, ctx.recorded = recorded
+    def forward(ctx: Any, recorded: tuple[Sequence[torch.Tensor], bool, _Recorded], *leaves: torch.Tensor) -> Any:
+        kept, wants_lse, ctx.recorded = recorded
         ctx.save_for_backward(*leaves, *kept)  # tensors are autograd's, whose hooks may move them
         ctx.set_materialize_grads(False)
-        return kept[0], kept[1]
+        return (kept[0], kept[1]) if wants_lse else kept[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
         kind, names, operands = ctx.recorded
         saved = ctx.saved_tensors
         count = len(saved) - len(names)
@@ -194,12 +195,12 @@ def run(
         dout = _aligned(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
-    inputs, needed = leaves, {}
+    inputs, needed = leaves, dict[str, torch.Tensor]()
     if operands:
         inputs = leaves[: -len(operands)]
         needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
     # what autograd's hooks hand back may lie otherwise than what the call was given
-    forms = [(x.stride(), x.data_ptr() % ALIGNMENT) for x in inputs]
+    forms: list[Any] = [(x.stride(), x.data_ptr() % ALIGNMENT) for x in inputs]
     if results is None:
         make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
         results = [make(x, memory_format=_CONTIGUOUS) for x in inputs]
@@ -211,7 +212,17 @@ def run(
         return [*(x.zero_() for x in results), *(gradient_without_scores(*item, dlse) for item in needed.items())]
     q, k, v = unstacked(inputs)
     dq, dk, dv = unstacked(results)
-    given = {**tensors, "q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    given: dict[str, Any] = {
+        **tensors,
+        "q": q,
+        "k": k,
+        "v": v,
+        "dout": dout,
+        "dlse": dlse,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+    }
     # fmt: off
     key = (
         _environment(_ARCH), _environment(_KERNEL), *forms, out.stride(), dout.stride(), dlse is None,

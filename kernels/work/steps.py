@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from fly.runtime.compile import compile_to_launch
-from fly.runtime.prepared import bind
+from fly.runtime.prepared import Prepared, bind, picker, together
 
 from ..problem.contract import Launch, Tensors
 
@@ -27,11 +26,10 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BoundKernel:
-    """A kernel with everything bound but addresses: `launch(addresses, stream)` gets those of what it `takes`."""
+    """A kernel with everything bound but addresses: `prepared` is launched with those of what it `takes`."""
 
-    launch: Callable[[Sequence[int], int], None]
+    prepared: Prepared
     takes: tuple[str, ...]
-    current_stream: Callable[[], int]
 
 
 def bind_kernel(
@@ -56,7 +54,7 @@ def bind_kernel(
     values = tuple(arguments.get(name) for name in names)
     bound = bind(kernel, grid, threads, values, statics, compile_to_launch)
     takes = tuple(n for n, value in zip(names, values) if value is not None and not isinstance(value, int | float))
-    return BoundKernel(bound.launch, takes, bound.entry.current_stream)
+    return BoundKernel(bound, takes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +78,13 @@ class Steps:
 
     def launch(self) -> Launch:
         """All of them as one launch, which takes from a call's tensors what the kernels take and it does not make."""
-        current_stream = self.kernels[0].current_stream
+        current_stream = self.kernels[0].prepared.entry.current_stream
         parts, of_stream = tuple(self.parts.values()), tuple(self.of_stream.values())
         made = (*self.parts, *self.of_stream)
         given = tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.takes if name not in made))
-        take = _picker(given)
         order = {name: i for i, name in enumerate((*given, *made))}
-        steps = tuple((kernel.launch, _picker([order[name] for name in kernel.takes])) for kernel in self.kernels)
-        (launch_first, _), *more = steps
-
-        # of one kernel: where among its addresses those are that the stream decides
-        takes = self.kernels[0].takes
-        places = (
-            ()
-            if more
-            else tuple(sorted(((takes.index(name), at) for name, at in self.of_stream.items()), key=itemgetter(0)))
-        )
-
-        def run_one(tensors: Tensors, stream: int | None) -> None:
-            if stream is None:
-                stream = current_stream()
-            addresses = [tensor.data_ptr() for tensor in take(tensors)]
-            for place, address in places:
-                addresses.insert(place, address(stream))
-            launch_first(addresses, stream)
+        takes = [[order[name] for name in kernel.takes] for kernel in self.kernels]
+        take, launch = picker(given), together([kernel.prepared for kernel in self.kernels], takes, len(order))
 
         def run(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
@@ -114,12 +95,6 @@ class Steps:
                 addresses += [start + place for place in parts]
             for address in of_stream:
                 addresses.append(address(stream))
-            for launch, pick in steps:
-                launch(pick(addresses), stream)
+            launch(addresses, stream)
 
-        return Launch(run if more or parts else run_one, self.nbytes)
-
-
-def _picker(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
-    """Takes the values under these keys: several in half the time that as many subscripts take."""
-    return itemgetter(*keys) if len(keys) > 1 else lambda values: [values[key] for key in keys]
+        return Launch(run, self.nbytes)
