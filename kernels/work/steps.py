@@ -90,11 +90,12 @@ class Steps:
             if stream is None:
                 stream = current_stream()
             addresses = [tensor.data_ptr() for tensor in take(tensors)]
-            if parts:
-                start = tensors["workspace"].data_ptr()
-                addresses += [start + place for place in parts]
-            for address in of_stream:
-                addresses.append(address(stream))
+            if made:
+                if parts:
+                    start = tensors["workspace"].data_ptr()
+                    addresses += [start + place for place in parts]
+                for address in of_stream:
+                    addresses.append(address(stream))
             launch(addresses, stream)
 
         return Launch(run, self.nbytes)
