@@ -189,6 +189,8 @@ def run(
         UnsupportedError: see `operand_gradients.memory_for`.
     """
     out = tensors["out"]
+    if out.data_ptr() % ALIGNMENT:
+        out = tensors["out"] = _aligned(out)
     if dout is None:
         dout = torch.zeros_like(out, memory_format=_CONTIGUOUS)
     elif not dout.is_contiguous() or dout.data_ptr() % ALIGNMENT:
