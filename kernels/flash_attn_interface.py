@@ -291,7 +291,7 @@ def flydsl_flash_attn_func(
         # contiguous, and nothing is kept for them, so that no memory of a graph is
         if out is None:
             out = torch.empty_like(q) if plan.out is None else q.new_empty(plan.out[0], dtype=plan.out[1])
-        lse = q.new_empty(plan.lse, dtype=torch.float32) if return_lse else None
+        lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=q.device) if return_lse else None
         launch = plan.launch
         if size := launch.workspace_bytes:
             if workspace is None:

@@ -57,14 +57,20 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prepared kind of call, without any of the caller's tensors; other fields as of `Call`."""
+    """A prepared kind of call, without any of the caller's tensors; `lse`: (sizes, strides), others as of `Call`."""
 
     launch: Launch
     kind: Kind
     extents: tuple[int, ...]
     out: Result
-    lse: tuple[int, ...]
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
     reads_device: bool
+
+    @staticmethod
+    def of(call: Call, launch: Launch) -> Plan:
+        """Of a checked call."""
+        lse = call.lse, torch.empty(call.lse, device="meta").stride()
+        return Plan(launch, Kind.of(call), call.extents, call.out, lse, call.reads_device)
 
 
 class Plans(dict[K, P]):
@@ -89,7 +95,7 @@ def plan_of(call: Call) -> Plan:
         prepare = dispatch.serve(device_of(q.device).target, request)
         if call.empty:
             launch = Launch(functools.partial(_fill, "sink" in request.static_features.operands))
-            return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
+            return Plan.of(call, launch)
         # like the results that calls will have: only sizes and strides matter
         if "out" not in tensors:
             tensors["out"] = torch.empty_like(q) if call.out is None else q.new_empty(call.out[0], dtype=call.out[1])
@@ -99,7 +105,7 @@ def plan_of(call: Call) -> Plan:
     except UnsupportedError as error:
         OWN.tell(error)
         raise
-    return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
+    return Plan.of(call, launch)
 
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:
