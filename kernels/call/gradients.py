@@ -201,13 +201,12 @@ def run(
     if operands:
         inputs = leaves[: -len(operands)]
         needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
-    # what autograd's hooks hand back may lie otherwise than what the call was given
-    forms: list[Any] = [(x.stride(), x.data_ptr() % ALIGNMENT) for x in inputs]
+    forms: list[tuple[int, ...]] = []
     if results is None:
         make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
         results = [make(x, memory_format=_CONTIGUOUS) for x in inputs]
     else:
-        forms += [x.stride() for x in results]
+        forms = [x.stride() for x in results]
     if kind.empty:
         if "delta" in tensors:
             tensors["delta"].zero_()
@@ -225,10 +224,13 @@ def run(
         "dk": dk,
         "dv": dv,
     }
+    # what autograd's hooks hand back may lie otherwise than what the call was given
     # fmt: off
-    key = (
-        _environment(_ARCH), _environment(_KERNEL), *forms, out.stride(), dout.stride(), dlse is None,
-        "delta" in tensors, *operands,
+    key: tuple[Any, ...] = (
+        _environment(_ARCH), _environment(_KERNEL), len(inputs),
+        q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+        q.data_ptr() % ALIGNMENT, k.data_ptr() % ALIGNMENT, v.data_ptr() % ALIGNMENT,
+        dlse is None, "delta" in tensors, *operands, *forms,
     )
     # fmt: on
     memory = memory_for(needed, kind.request, q.device) if needed else {}
