@@ -151,7 +151,8 @@ def driver(devices, compiler):
 
 def both(compiler):
     """Two launches, and where they find their addresses among three."""
-    launches = [pair(compiler, torch.zeros(4), torch.zeros(6), n, grid) for n, grid in ((7, (2, 3, 4)), (8, (5, 1, 1)))]
+    grids = {7: (2, 3, 4), 8: (5, 1, 1)}
+    launches = [pair(compiler, torch.zeros(4), torch.zeros(6), n, grid) for n, grid in grids.items()]
     return launches, [[0, 1], [2, 0]]
 
 
