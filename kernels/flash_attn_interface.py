@@ -45,6 +45,7 @@ _NO_OPERANDS: dict[str, Any] = {}
 _Tensor = torch.Tensor
 _grad_enabled = torch.is_grad_enabled
 _plans: dict[tuple[Any, ...], Plan] = Plans()
+_gradients: Any = None  # `call.gradients`: an import statement in every call would take 2 µs
 
 
 def flydsl_flash_attn_func(
@@ -274,8 +275,7 @@ def flydsl_flash_attn_func(
         if operands:
             ATTENTION.have_gradients(operands, (*DIFFERENTIABLE, *map(aux_name, range(len(aux_tensors)))))
         if needs_gradient:
-            from .call import gradients  # inference does not wait for the backward kernels to load
-
+            gradients = _gradients or _load_gradients()
             if plan is None or not (out is workspace is debug_counts is stream is None and plan.kind.backward):
                 request = call.request if plan is None else plan.kind.request
                 taken = {"out": out, "workspace": workspace, "debug_counts": debug_counts, "stream": stream}
@@ -301,7 +301,7 @@ def flydsl_flash_attn_func(
         # contiguous, and nothing is kept for them, so that no memory of a graph is
         if out is None:
             out = torch.empty_like(q) if plan.out is None else q.new_empty(plan.out[0], dtype=plan.out[1])
-        lse = q.new_empty(plan.lse, dtype=torch.float32) if return_lse else None
+        lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=q.device) if return_lse else None
         launch = plan.launch
         if size := launch.workspace_bytes:
             if workspace is None:
@@ -319,8 +319,9 @@ def flydsl_flash_attn_func(
         if scope is not None:
             scope.__exit__(None, None, None)
     if needs_gradient:
-        out, lse = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask)
-        return (out, lse) if wants_lse else out
+        recorded: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        recorded = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask, wants_lse)
+        return recorded
     return out if lse is None else (out, lse)
 
 
@@ -349,6 +350,14 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     names: Mapping[str, Any] = given.get("names", {})
     own = {name: value for name, value in given.items() if name != "names"}
     return translated(own, names) if names else own
+
+
+def _load_gradients() -> Any:
+    """The module of gradients: inference does not wait for the backward kernels to load."""
+    global _gradients
+    from .call import gradients as _gradients
+
+    return _gradients
 
 
 # keyword arguments, as checks get them

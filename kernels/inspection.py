@@ -47,8 +47,8 @@ def report(of: Pass, archs: Iterable[str], request: Request | None) -> dict[str,
 def row(kernel: Kernel) -> dict[str, Any]:
     """A row of a table.
 
-    `package`: whose it is; `module`: None while it is not built; `mixed_head_dims`: pairs (of q and k, of v) that it
-    takes though they differ, None for any two of `head_dims`; `tuning`: targets by option; `needs`: in words.
+    `package`: whose it is; `module`: None while it is not built; `mixed_head_dims`: whether V's may be
+    another one of `head_dims`; `tuning`: targets by option; `needs`: in words.
     """
     module = kernel.module
     own = module is None or module.startswith(".")
@@ -58,7 +58,7 @@ def row(kernel: Kernel) -> dict[str, Any]:
         "module": module if module is None or not own else OWN + module,
         "targets": list(kernel.archs),
         "head_dims": list(kernel.head_dims),
-        "mixed_head_dims": None if kernel.mixed_dims is None else [list(pair) for pair in kernel.mixed_dims],
+        "mixed_head_dims": kernel.mixed_dims,
         "dtypes": list(kernel.dtypes),
         "features": list(kernel.features),
         "tuning": {name: list(archs) for name, archs in kernel.tuning.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import struct
 import threading
@@ -76,8 +77,9 @@ class ArgumentSlot(threading.local):
 
     `places` are the arguments' `offsets`, `packed` is what the buffer holds at first. Drivers read the buffer before
     a launch returns, so one a thread is enough. `view` has its bytes, and `words` its whole 8-byte words, which
-    addresses are. `parameters` is the address of an array of pointers, one an argument; `extra` that of an array that
-    hands over the buffer as a whole (HIP's; CUDA misplaces it where an argument is aligned to more than 16 bytes).
+    addresses are. `parameters` is the address of an array of pointers, one an argument (`pointers`); `extra` that of
+    an array that hands over the buffer as a whole (HIP's; CUDA misplaces it where an argument is aligned to more than
+    16 bytes).
     """
 
     def __init__(self, places: Sequence[int], packed: bytes = b""):
@@ -89,8 +91,39 @@ class ArgumentSlot(threading.local):
             _LAUNCH_PARAM_BUFFER, address(self._buffer), _LAUNCH_PARAM_SIZE, address(self._size), _LAUNCH_PARAM_END
         )
         start = address(self._buffer)
-        self._parameters = (ctypes.c_void_p * len(places))(*(start + place for place in places))
-        self.parameters = address(self._parameters)
+        self.pointers = (ctypes.c_void_p * len(places))(*(start + place for place in places))
+        self.parameters = address(self.pointers)
         self.extra = address(self._extra)
         whole = memoryview(self._buffer).cast("B")
         self.view, self.words = whole[:size], whole[: size // WORD * WORD].cast("Q")
+
+
+class SharedArguments(threading.local):
+    """Each thread's copy of the argument buffers of several kernels, which take their addresses from one table.
+
+    `kernels`: of each, its arguments' `offsets`, what its buffer holds, and (argument, index in the table) of those
+    that are addresses and no more; tensor maps, which begin with one, are (argument's word, index). `parameters`: as
+    of `ArgumentSlot`, of each kernel.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        kernels: Sequence[tuple[Sequence[int], bytes, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]],
+    ):
+        self._table = (ctypes.c_uint64 * count)()
+        start = ctypes.addressof(self._table)
+        self._slots = [ArgumentSlot(places, packed) for places, packed, _, _ in kernels]
+        self._maps = []
+        for slot, (_, _, addresses, maps) in zip(self._slots, kernels):
+            for argument, index in addresses:
+                slot.pointers[argument] = start + WORD * index
+            self._maps += [(slot.words, word, index) for word, index in maps]
+        self._pack = functools.partial(struct.Struct(f"{count}Q").pack_into, self._table, 0)
+        self.parameters = tuple(slot.parameters for slot in self._slots)
+
+    def write(self, addresses: Sequence[int]) -> None:
+        """Have the kernels take these."""
+        self._pack(*addresses)
+        for words, word, index in self._maps:
+            words[word] = addresses[index]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any, TypeGuard, cast
 
 from fly.errors import ArgumentError
 from fly.lang.messages import LOG_FIELD
 from fly.lang.signature import MAX_ALIGNMENT, Spec, TensorMapSpec, TensorSpec
+from fly.runtime import cuda
 from fly.runtime.arguments import Argument
-from fly.runtime.device import Allocation, Dim3
+from fly.runtime.device import Allocation, Dim3, LoadedKernel
 from fly.runtime.launch import Compile, Entry, KernelLike, launcher_of, stream_handle
-from fly.runtime.packing import WORD, ArgumentSlot, dim3, offsets
+from fly.runtime.packing import WORD, ArgumentSlot, SharedArguments, dim3, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +148,49 @@ def bind(
     )
     tensors = tuple(_tensor(a) for a in arguments if isinstance(a.spec, TensorSpec | TensorMapSpec))
     return Prepared(entry, grid, block, tensors, ArgumentSlot(starts, packed), places)
+
+
+def together(
+    prepared: Sequence[Prepared], takes: Sequence[Sequence[int]], count: int
+) -> Callable[[Sequence[int], int], None]:
+    """Several launches on one device, in order, as one function of `count` addresses and a driver's stream handle.
+
+    `takes`: of each, the places of its own among these addresses. On an NVIDIA GPU an address is written once, for
+    all that take it, and the device's context is looked at once. May be called from many threads.
+    """
+    if [*takes] == [[*range(count)]]:
+        return prepared[0].launch
+    kernels = [launch.entry.kernel for launch in prepared]
+    if len(prepared) == 1 or not _are_cuda(kernels):
+        steps = tuple((launch.launch, picker(taken)) for launch, taken in zip(prepared, takes, strict=True))
+
+        def run_each(addresses: Sequence[int], stream: int) -> None:
+            for launch, pick in steps:
+                launch(pick(addresses), stream)
+
+        return run_each
+    described = []
+    for launch, taken in zip(prepared, takes, strict=True):
+        fields, index = launch.entry.fields, iter(taken)
+        starts = offsets(fields)
+        found = [(i, field.kind, next(index)) for i, field in enumerate(fields) if field.kind in ("ptr", "map")]
+        addresses = [(i, at) for i, kind, at in found if kind == "ptr"]
+        maps = [(starts[i] // WORD, at) for i, kind, at in found if kind == "map"]
+        described.append((starts, bytes(launch.arguments.view), addresses, maps))
+    arguments = SharedArguments(count, described)
+    run = cuda.launches(kernels, [(launch.grid, launch.block) for launch in prepared])
+
+    def run_all(addresses: Sequence[int], stream: int) -> None:
+        arguments.write(addresses)
+        run(arguments.parameters, stream)
+
+    return run_all
+
+
+def _are_cuda(kernels: list[LoadedKernel]) -> TypeGuard[list[cuda.CudaKernel]]:
+    return all(isinstance(kernel, cuda.CudaKernel) for kernel in kernels)
+
+
+def picker(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """Takes the values under these keys: several in half the time that as many subscripts take."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda values: [values[key] for key in keys]

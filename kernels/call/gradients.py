@@ -45,10 +45,11 @@ _NOT_TAKEN = {
     "debug_counts": "leave it out",
     "stream": "call under torch.cuda.stream(...)",
 }
-_NOT_KEPT = {*INPUTS, "workspace", "debug_counts"}
 _LENGTHS = {"cu_seqlens_q", "seqused_q", "seqused_kv"}  # with which some tokens may have no gradient written
 _CONTIGUOUS = torch.contiguous_format
-_ENVIRONMENT = (config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name)  # that decides a launch
+# the variables that a launch depends on
+_environment = config.raw_value
+_ARCH, _KERNEL = config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name
 SECOND_DERIVATIVE = (
     "a gradient of flydsl_flash_attn_func is differentiated again, and it has no second derivative; detach it, or "
     "use F.scaled_dot_product_attention under SDPBackend.MATH"
@@ -95,47 +96,58 @@ def check_8_bits(dtype: torch.dtype) -> None:
 def recorded(
     kind: Kind,
     leaves: Sequence[torch.Tensor],
-    tensors: Mapping[str, torch.Tensor | None],
-    block_mask: BlockMask | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse among `tensors`, those of a call that was launched, as autograd's results of its leaves."""
-    kept = {name: x for name, x in tensors.items() if x is not None and name not in _NOT_KEPT}
-    operands: Sequence[str] = ()
+    tensors: Mapping[str, Any],
+    block_mask: BlockMask | None,
+    wants_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """out, or out and lse, among `tensors` of a call that was launched, as autograd's results of its leaves."""
+    names = kind.kept
+    operands: tuple[str, ...] = ()
     if kind.operands:
-        operands = [name for name in differentiable(kind.request) if name in kept and kept[name].requires_grad]
+        found = (name for name in differentiable(kind.request) if name in names and tensors[name].requires_grad)
+        if operands := tuple(found):
+            names = tuple(name for name in names if name not in operands)
+    kept = [tensors[name] for name in names]
     if block_mask is not None and (brought := block_mask.brought) is not None:
-        kept |= zip(LISTS_BY_KEYS, brought)
-    leaves = (*leaves, *[kept.pop(name) for name in operands])
+        names, kept = (*names, *LISTS_BY_KEYS), [*kept, *brought]
+    if operands:
+        leaves = (*leaves, *[tensors[name] for name in operands])
+    apply = _Attention.apply if _transformed() else _apply
     # one argument besides the leaves, as autograd looks at each
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply((kind, kept, operands), *leaves)  # type: ignore[no-untyped-call]  # torch has no types for it
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    result = apply((kept, wants_lse, (kind, names, operands)), *leaves)
     return result
 
 
-_Recorded = tuple[Kind, dict[str, torch.Tensor], Sequence[str]]
+_Recorded = tuple[Kind, tuple[str, ...], tuple[str, ...]]
+"""What a call is, and what it keeps besides inputs: the names of tensors, and of operands that need a gradient."""
 
 
 class _Attention(torch.autograd.Function):
-    """A call as autograd sees it: out and lse, which there are already, of its leaves."""
+    """A call as autograd sees it: out, or out and lse, which there are already, of its leaves."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: _Recorded, *leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        kind, kept, operands = recorded
-        ctx.save_for_backward(*leaves, *kept.values())
+    def forward(ctx: Any, recorded: tuple[Sequence[torch.Tensor], bool, _Recorded], *leaves: torch.Tensor) -> Any:
+        kept, wants_lse, ctx.recorded = recorded
+        ctx.save_for_backward(*leaves, *kept)  # tensors are autograd's, whose hooks may move them
         ctx.set_materialize_grads(False)
-        ctx.recorded = kind, tuple(kept), operands  # tensors are autograd's, whose hooks may move them
-        return kept["out"], kept["lse"]
+        return (kept[0], kept[1]) if wants_lse else kept[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
         kind, names, operands = ctx.recorded
         saved = ctx.saved_tensors
-        leaves = saved[: -len(names)]
-        tensors = dict(zip(names, saved[-len(names) :], strict=True))
-        found: Sequence[torch.Tensor] = run(kind, leaves, tensors, dout, dlse, operands)
+        count = len(saved) - len(names)
+        found = run(kind, saved[:count], dict(zip(names, saved[count:])), dout, dlse, operands)
         if torch.is_grad_enabled():
             # not without a history: what is made of these gradients would miss its own, and nothing would say so
             found = _NoSecondDerivative.apply(*(x.requires_grad_() for x in found))  # type: ignore[no-untyped-call]
         return None, *found
+
+
+# What `Function.apply` ends in where no transform of torch.func is active, as its Python takes 3 µs.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
+_transformed: Any = torch._C._are_functorch_transforms_active
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -178,33 +190,32 @@ def run(
         UnsupportedError: see `operand_gradients.memory_for`.
     """
     out = tensors["out"]
+    if out.data_ptr() % ALIGNMENT:
+        out = tensors["out"] = _aligned(out)
     if dout is None:
-        dout = torch.zeros_like(out)
+        dout = torch.zeros_like(out, memory_format=_CONTIGUOUS)
     elif not dout.is_contiguous() or dout.data_ptr() % ALIGNMENT:
         dout = _aligned(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
-    inputs = leaves[: len(leaves) - len(operands)]
-    needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
-    form: Any = len(inputs)
+    inputs, needed = leaves, dict[str, torch.Tensor]()
+    if operands:
+        inputs = leaves[: -len(operands)]
+        needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
+    forms: list[tuple[int, ...]] = []
     if results is None:
         make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
         results = [make(x, memory_format=_CONTIGUOUS) for x in inputs]
     else:
-        form = tuple(x.stride() for x in results)
+        forms = [x.stride() for x in results]
     if kind.empty:
         if "delta" in tensors:
             tensors["delta"].zero_()
         return [*(x.zero_() for x in results), *(gradient_without_scores(*item, dlse) for item in needed.items())]
     q, k, v = unstacked(inputs)
     dq, dk, dv = unstacked(results)
-    memory = memory_for(needed, kind.request, q.device) if needed else {}
-    if kind.request.static_features.block_size is not None:
-        memory |= _lists_by_keys(kind.request, tensors)
     given: dict[str, Any] = {
         **tensors,
-        **needed,
-        **memory,
         "q": q,
         "k": k,
         "v": v,
@@ -214,10 +225,20 @@ def run(
         "dk": dk,
         "dv": dv,
     }
-    environment = map(config.raw_value, _ENVIRONMENT)
-    told = torch.are_deterministic_algorithms_enabled()
-    key = (*environment, form, out.stride(), dout.stride(), dlse is None, "delta" in tensors, told, *operands)
+    # what autograd's hooks hand back may lie otherwise than what the call was given
+    # fmt: off
+    key: tuple[Any, ...] = (
+        _environment(_ARCH), _environment(_KERNEL), len(inputs),
+        q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+        q.data_ptr() % ALIGNMENT, k.data_ptr() % ALIGNMENT, v.data_ptr() % ALIGNMENT,
+        dlse is None, "delta" in tensors, torch.are_deterministic_algorithms_enabled(), *operands, *forms,
+    )
+    # fmt: on
+    memory = memory_for(needed, kind.request, q.device) if needed else {}
+    if kind.request.static_features.block_size is not None:
+        memory |= _lists_by_keys(kind.request, tensors)
     if memory:
+        given |= needed | memory
         key += tuple((x.shape, x.stride(), x.dtype) for x in memory.values())
     prepared = kind.backward.get(key)
     if prepared is None:

@@ -18,9 +18,11 @@ from .. import dispatch
 from ..arguments.callers import OWN
 from ..arguments.checks import stream_of
 from ..problem.contract import Launch, Request, Tensors
-from .checks import Call, Result
+from .checks import INPUTS, Call, Result
 
 MAX_PLANS = 1024
+
+_NOT_KEPT = {*INPUTS, "out", "debug_counts"}
 
 K = TypeVar("K")
 P = TypeVar("P")
@@ -32,12 +34,14 @@ class Kind:
     """What calls of one kind have in common, without their tensors; what their gradients are prepared from.
 
     `operands`: numbers that kernels take, and of tensors (sizes, strides) as kernels take them. `empty`: as of
-    `Call`. `backward`: launches of the backward pass, by what decides them besides (`call.gradients`).
+    `Call`. `kept`: the names of what a gradient needs besides inputs, out and lse first. `backward`: launches of the
+    backward pass, by what decides them besides (`call.gradients`).
     """
 
     request: Request
     operands: Mapping[str, Any]
     empty: bool
+    kept: tuple[str, ...]
     backward: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -47,19 +51,26 @@ class Kind:
         described = {
             name: (x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for name, x in operands.items()
         }
-        return Kind(call.request, described, call.empty)
+        kept = (name for name, x in call.tensors.items() if isinstance(x, torch.Tensor) and name not in _NOT_KEPT)
+        return Kind(call.request, described, call.empty, ("out", "lse", *kept))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prepared kind of call, without any of the caller's tensors; other fields as of `Call`."""
+    """A prepared kind of call, without any of the caller's tensors; `lse`: (sizes, strides), others as of `Call`."""
 
     launch: Launch
     kind: Kind
     extents: tuple[int, ...]
     out: Result
-    lse: tuple[int, ...]
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
     reads_device: bool
+
+    @staticmethod
+    def of(call: Call, launch: Launch) -> Plan:
+        """Of a checked call."""
+        lse = call.lse, torch.empty(call.lse, device="meta").stride()
+        return Plan(launch, Kind.of(call), call.extents, call.out, lse, call.reads_device)
 
 
 class Plans(dict[K, P]):
@@ -84,7 +95,7 @@ def plan_of(call: Call) -> Plan:
         prepare = dispatch.serve(device_of(q.device).target, request)
         if call.empty:
             launch = Launch(functools.partial(_fill, "sink" in request.static_features.operands))
-            return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
+            return Plan.of(call, launch)
         # like the results that calls will have: only sizes and strides matter
         if "out" not in tensors:
             tensors["out"] = torch.empty_like(q) if call.out is None else q.new_empty(call.out[0], dtype=call.out[1])
@@ -94,7 +105,7 @@ def plan_of(call: Call) -> Plan:
     except UnsupportedError as error:
         OWN.tell(error)
         raise
-    return Plan(launch, Kind.of(call), call.extents, call.out, call.lse, call.reads_device)
+    return Plan.of(call, launch)
 
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from fly.runtime.compile import compile_to_launch
-from fly.runtime.prepared import bind
+from fly.runtime.prepared import Prepared, bind, picker, together
 
 from ..problem.contract import Launch, Tensors
 
@@ -27,11 +26,10 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BoundKernel:
-    """A kernel with everything bound but addresses: `launch(addresses, stream)` gets those of what it `takes`."""
+    """A kernel with everything bound but addresses: `prepared` is launched with those of what it `takes`."""
 
-    launch: Callable[[Sequence[int], int], None]
+    prepared: Prepared
     takes: tuple[str, ...]
-    current_stream: Callable[[], int]
 
 
 def bind_kernel(
@@ -56,7 +54,7 @@ def bind_kernel(
     values = tuple(arguments.get(name) for name in names)
     bound = bind(kernel, grid, threads, values, statics, compile_to_launch)
     takes = tuple(n for n, value in zip(names, values) if value is not None and not isinstance(value, int | float))
-    return BoundKernel(bound.launch, takes, bound.entry.current_stream)
+    return BoundKernel(bound, takes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +78,24 @@ class Steps:
 
     def launch(self) -> Launch:
         """All of them as one launch, which takes from a call's tensors what the kernels take and it does not make."""
-        steps = tuple((kernel.launch, kernel.takes) for kernel in self.kernels)
-        current_stream = self.kernels[0].current_stream
-        parts, of_stream = tuple(self.parts.items()), tuple(self.of_stream.items())
-        made = {*self.parts, *self.of_stream}
-        given = tuple(dict.fromkeys(name for _, takes in steps for name in takes if name not in made))
-        (launch_first, _), *more = steps
-        # several of them in half the time that as many subscripts take
-        take = itemgetter(*given) if len(given) > 1 else lambda tensors: [tensors[name] for name in given]
-
-        # of one kernel: where among its addresses those are that the stream decides
-        places = sorted(((steps[0][1].index(n), at) for n, at in of_stream), key=itemgetter(0)) if not more else []
-
-        def run_one(tensors: Tensors, stream: int | None) -> None:
-            if stream is None:
-                stream = current_stream()
-            addresses = [tensor.data_ptr() for tensor in take(tensors)]
-            for place, address in places:
-                addresses.insert(place, address(stream))
-            launch_first(addresses, stream)
+        current_stream = self.kernels[0].prepared.entry.current_stream
+        parts, of_stream = tuple(self.parts.values()), tuple(self.of_stream.values())
+        made = (*self.parts, *self.of_stream)
+        given = tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.takes if name not in made))
+        order = {name: i for i, name in enumerate((*given, *made))}
+        takes = [[order[name] for name in kernel.takes] for kernel in self.kernels]
+        take, launch = picker(given), together([kernel.prepared for kernel in self.kernels], takes, len(order))
 
         def run(tensors: Tensors, stream: int | None) -> None:
             if stream is None:
                 stream = current_stream()
-            addresses = {name: tensors[name].data_ptr() for name in given}
-            if parts:
-                start = tensors["workspace"].data_ptr()
-                for name, place in parts:
-                    addresses[name] = start + place
-            for name, address in of_stream:
-                addresses[name] = address(stream)
-            for launch, takes in steps:
-                launch([addresses[name] for name in takes], stream)
+            addresses = [tensor.data_ptr() for tensor in take(tensors)]
+            if made:
+                if parts:
+                    start = tensors["workspace"].data_ptr()
+                    addresses += [start + place for place in parts]
+                for address in of_stream:
+                    addresses.append(address(stream))
+            launch(addresses, stream)
 
-        return Launch(run if more or parts else run_one, self.nbytes)
+        return Launch(run, self.nbytes)

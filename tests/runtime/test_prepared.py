@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from fly.errors import ArgumentError, ArgumentTypeError, LaunchError
+from fly.errors import ArgumentError, ArgumentTypeError, DeviceError, LaunchError
 from fly.lang.signature import Parameter
+from fly.runtime.cuda import CudaDevice
 from fly.runtime.device import Allocation
 from fly.runtime.launch import launch
-from fly.runtime.prepared import bind
+from fly.runtime.prepared import bind, together
 
+from .fake_cuda import CUresult, FakeDriver
 from .fakes import CudaArray, Kernel, tensors
 
 KERNEL = (
@@ -127,3 +129,85 @@ def test_launches_of_many_threads_do_not_mix(device, compiler):
     pairs = [(done.packed[:8], done.packed[16:24]) for done in device.launches]
     assert len(pairs) == 1600
     assert all(x == y for x, y in pairs)
+
+
+PAIR = (*tensors("x"), Parameter("n", "scalar", dtype="i32"), *tensors("y"))
+SIZES = {"ptr": 8, "i32": 4}  # bytes
+
+
+def pair(compiler, x, y, n, grid=(1, 1, 1)):
+    return bind(Kernel(*PAIR, name=f"kernel{n}"), grid, 64, (x, n, y), {}, compiler)
+
+
+@pytest.fixture
+def driver(devices, compiler):
+    """Of a fake NVIDIA GPU that host memory is on, which runs kernels of `PAIR`."""
+    driver = FakeDriver()
+    devices["cpu", 0] = CudaDevice(0, driver)
+    fields = pair(compiler, torch.zeros(4), torch.zeros(4), 0).entry.fields
+    driver.parameters = [SIZES[field.kind] for field in fields]
+    return driver
+
+
+def both(compiler):
+    """Two launches, and where they find their addresses among three."""
+    grids = {7: (2, 3, 4), 8: (5, 1, 1)}
+    launches = [pair(compiler, torch.zeros(4), torch.zeros(6), n, grid) for n, grid in grids.items()]
+    return launches, [[0, 1], [2, 0]]
+
+
+def test_several_launches_take_what_is_theirs_of_their_addresses(device, compiler):
+    launches, takes = both(compiler)
+    together(launches, takes, 3)([4096, 8192, 12288], 77)
+    launches[0].launch([4096, 8192], 77)
+    launches[1].launch([12288, 4096], 77)
+    assert device.launches[:2] == device.launches[2:]
+
+
+def test_several_launches_on_an_nvidia_gpu_are_what_each_of_them_is(driver, compiler):
+    launches, takes = both(compiler)
+    run = together(launches, takes, 3)
+    for addresses in ([4096, 8192, 12288], [1 << 33, 16, 48]):
+        driver.launches.clear()
+        run(addresses, 77)
+        for one, taken in zip(launches, takes):
+            one.launch([addresses[i] for i in taken], 77)
+        assert len(driver.launches) == 4
+        assert driver.launches[:2] == driver.launches[2:]
+        assert {done["context"] for done in driver.launches} == {1000}
+    assert driver.contexts == []
+
+
+def test_several_launches_of_many_threads_do_not_mix(driver, compiler):
+    launches, takes = both(compiler)
+    run = together(launches, takes, 3)
+
+    def work(n):
+        for _ in range(100):
+            run([n, n, n], n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 1600
+    for done in driver.launches:
+        assert {x for x in done["arguments"] if len(x) == 8} == {done["stream"].to_bytes(8, "little")}
+
+
+def test_the_first_of_several_launches_that_fails_is_named_and_is_the_last(driver, compiler):
+    launches, takes = both(compiler)
+    run = together(launches, takes, 3)
+    driver.results["cuLaunchKernel"] = CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(DeviceError, match="kernel7: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED"):
+        run([4096, 8192, 12288], 0)
+    assert len(driver.launches) == 1
+    assert driver.contexts == []
+
+
+def test_several_launches_have_sizes_that_the_device_takes(driver, compiler):
+    launches, takes = both(compiler)
+    launches.append(pair(compiler, torch.zeros(4), torch.zeros(6), 9, (1, 1 << 17, 1)))
+    with pytest.raises(LaunchError, match="131072"):
+        together(launches, [*takes, [0, 1]], 3)

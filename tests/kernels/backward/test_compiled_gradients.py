@@ -296,6 +296,22 @@ def test_saved_tensors_go_through_the_callers_hooks(seed):
     assert len(packed) == 7  # q, k, v, out, lse and both offsets
 
 
+def test_hooks_may_hand_back_tensors_that_lie_otherwise(seed):
+    """Strides and alignment are those of the tensors that come back, whatever a call before had."""
+    leaves, _ = call_of("flash_attn_func", small(seed))
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+    expected = step(api.flash_attn_func, turned)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        memory = x.new_empty(x.numel() + 1)
+        return memory[1:].view(x.shape).copy_(x)
+
+    for unpack in (lambda x: x.contiguous(), shifted, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            found = step(api.flash_attn_func, turned)
+        assert equal(found, expected), f"seed {seed}"
+
+
 def test_a_tensor_changed_in_place_is_noticed(seed):
     (q, k, v), _ = call_of("flash_attn_func", small(seed))
     out = api.flash_attn_func(q.requires_grad_(), k, v)

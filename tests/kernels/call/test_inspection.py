@@ -41,8 +41,8 @@ def test_the_table_has_a_stable_schema(capsys):
     assert all({*row} == ROW for row in found["kernels"])
     generic = found["kernels"][-1]
     assert generic["package"] == "fly_attention" and generic["module"] == "fly_attention.flash_attn_generic"
-    assert generic["mixed_head_dims"] is None and generic["head_dims"][:2] == [32, 40]
-    assert {row["name"]: row["mixed_head_dims"] for row in found["kernels"]}["sm90"] == [[192, 128]]
+    assert generic["mixed_head_dims"] is True and generic["head_dims"][:2] == [8, 16]
+    assert {row["name"]: row["mixed_head_dims"] for row in found["kernels"]}["sm90_fp8"] is False
     assert printed(capsys, "--backward")["pass"] == "backward"
 
 

@@ -86,7 +86,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     def bind(*arguments: Any):
         made.bound.append(arguments)
         launch = lambda addresses, stream: made.launched.append((arguments[0].name, tuple(addresses), stream))  # noqa: E731
-        return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=lambda: "current stream"))
+        return SimpleNamespace(
+            launch=launch, entry=SimpleNamespace(current_stream=lambda: "current stream", kernel=None)
+        )
 
     def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int) -> str:
         made.maps.append((tuple(tensor.shape), box))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -109,7 +111,10 @@ def test_parts_of_a_workspace_begin_at_multiples_of_256_bytes_and_streams_have_a
     launched = []
 
     def bound(name, *takes):
-        return steps.BoundKernel(lambda addresses, stream: launched.append((name, addresses, stream)), takes, int)
+        launch = lambda addresses, stream: launched.append((name, list(addresses), stream))  # noqa: E731
+        return steps.BoundKernel(
+            SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=int, kernel=None)), takes
+        )
 
     forward = Steps(
         (bound("forward", "q", "part", "counters"), bound("combine", "part", "more", "out")),
