@@ -266,12 +266,13 @@ def backward(
     options: Options,
     results: Sequence[torch.Tensor] | None = None,
     delta: torch.Tensor | None = None,
+    operands: Sequence[str] = (),
 ) -> list[torch.Tensor]:
     """Gradients of a call of which only its arguments are known, `options` by `flydsl_flash_attn_func`'s names.
 
     q, k, v (B, S, H, D) or packed (total, H, D), out and dout like q with v's head dimension, lse, dlse and delta
     (B, H, Sq) or (H, total) float32. What is not 16-byte aligned with a last stride of 1 is copied. `results`: as of
-    `run`, like the leaves, aligned so; delta is written too.
+    `run`, like the leaves, aligned so; delta is written too. `operands`: the options whose gradients come behind.
 
     Raises:
         ArgumentError, ArgumentTypeError: one of them does not go with the others.
@@ -298,7 +299,8 @@ def backward(
     tensors |= {"out": _aligned(out), "lse": lse.contiguous()}
     if delta is not None:
         tensors["delta"] = delta
-    return run(kind, leaves, tensors, dout, dlse, results=results)
+    leaves = (*leaves, *(tensors.pop(name) for name in operands))
+    return run(kind, leaves, tensors, dout, dlse, operands, results)
 
 
 def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
