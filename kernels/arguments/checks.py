@@ -164,7 +164,7 @@ class Checks:
                 )
 
     def have_gradients(self, operands: Mapping[str, Any], have: Collection[str]) -> None:
-        """Operands of features that require a gradient are among those that `have` one (call it only in grad mode)."""
+        """Operands that require a gradient are among those that `have` one (call it only in grad mode)."""
         for name, tensor in operands.items():
             if tensor is not None and tensor.requires_grad and name not in have:
                 self.fail(f"{arg(name)} requires a gradient, and has none: pass it detached", UnsupportedError)
