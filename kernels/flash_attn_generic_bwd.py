@@ -37,7 +37,8 @@ import fly
 from fly.backends.target import target
 from fly.runtime.device import device_of
 
-from .generic.backward import BackwardOptions, options_for
+from .generic.backward import BackwardOptions, options_for, query_block
+from .generic.blocks import WaveRows, uniform, walk
 from .generic.operand_gradients import add_load_gradients, put_bias_gradients
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
 from .problem.contract import Launch, Request, Tensors, aux_name
@@ -45,7 +46,7 @@ from .problem.features import BoundFeatures
 from .problem.gradients import SCORES_ALONE, Inputs, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
-from .work.fragments import store_output
+from .work.fragments import row_numbers, store_output
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
@@ -53,7 +54,7 @@ from .work.sequences import sequences_of, tokens_of
 from .work.sink_gradients import rows_of_part, sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import PARTIAL, WHOLE, TileList
-from .work.tile_scheduler import block_work, fold_grid, head_of_block
+from .work.tile_scheduler import fold_grid, head_of_block
 
 
 @dataclass(frozen=True)
@@ -64,35 +65,6 @@ class _Head:
     head: fly.Value
     keys: KeyRange
     split: bool = False
-
-
-Step = Callable[[Any, tuple[Any, ...], bool], tuple[Any, ...]]  # (step, carry, whether it is masked) -> carry
-
-
-def _uniform(number: Any) -> fly.Value:
-    """A number that is the same in every lane, a Python int too, in a scalar register."""
-    return fly.first_lane(fly.i32(0) + number)
-
-
-def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked: bool) -> tuple[Any, ...]:
-    """`step` over all tiles of a range, or of a list, masked where some row does not see a tile whole."""
-    first, end = (_uniform(number) for number in (tiles.first, tiles.end))
-    if always_masked:
-        parts = [(first, end, True)]
-    else:
-        to_the_end = tiles.whole_end is tiles.end
-        whole_from = fly.first_lane(fly.maximum(tiles.whole_from, first))
-        whole_end = end if to_the_end else fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), end))
-        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, end, True)]
-        if isinstance(tiles.whole_from, int) and tiles.whole_from == 0:
-            parts = parts[1:]
-        if to_the_end:
-            parts = parts[:-1]
-    for start, stop, masked in parts:
-        for j, carried in (loop := fly.range(start, stop, carry=state)):
-            loop.next(*step(j, carried, masked))
-        state = tuple(loop.results)
-    return state
 
 
 @dataclass(frozen=True)
@@ -153,7 +125,7 @@ class _KeyBlock:
             def limit(scores: fly.Fragment) -> fly.Fragment:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
-                    keys = fly.RowVector.full(layout, self.row_tiles, 0.0).rows().map(lambda row: row + wave_key)
+                    keys = row_numbers(layout, self.row_tiles, wave_key)
                 return turned(self.inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
@@ -179,8 +151,8 @@ class _KeyBlock:
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more
-        state = (*sums, ring.start(_uniform(tiles.first)))
-        *sums, flight = _walk(tiles, state, step, always_masked=options.features.masks_every_tile)
+        state = (*sums, ring.start(uniform(tiles.first)))
+        *sums, flight = walk(tiles, state, step, always_masked=options.features.masks_every_tile)
         if ring.asynchronous:
             for token in flight.pending:
                 fly.wait(token)
@@ -337,24 +309,13 @@ def flash_attn_generic_dq(
     given = options.features.bind(operands[:count])
     of_aux = [(given.aux[i], to) for i, to in zip(options.aux_gradients, operands[count:], strict=True)]
     inputs = Inputs(bias=dbias is not None, loads=bool(of_aux))
-    work = block_work(
-        (q, k, v, dout, lse2, cu_seqlens_q, cu_seqlens_kv),
-        head_dim=options.head_dim,
-        head_dim_v=options.head_dim_v,
-        causal=options.causal,
-        block_m=options.block_m,
-        block_n=options.block_n,
-        xcds=fly.target().xcds,
-        given=given,
-        folded=folded,
-    )
+    work = query_block((q, k, v, dout, lse2, cu_seqlens_q, cu_seqlens_kv), options, given, folded=folded)
     assert work.lse is not None and isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
     with work.if_any_row():
         link = fly.chain(fly.target().mma(q.dtype.name))
         layout, row_tiles = link.layout, options.wave_rows // link.layout.rows
-        wave_offset = fly.wave_id() * options.wave_rows
-        wave_row = work.first_row + wave_offset
-        rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda row: row + wave_row)
+        mine = WaveRows.of(layout, work.first_row, options.wave_rows)
+        rows, wave_row = mine.numbers, mine.first
         here = given.at(work)
         arriving = _resident(link, {"q": work.q, "dout": work.out}, work.first_row, options)
         of_k = Stream("k", link, work.k, options.tiling, across=True, along=True)
@@ -364,16 +325,13 @@ def flash_attn_generic_dq(
             tiles, tile_of = replace(tiles, first=0, whole_from=0), work.listed.tile
         of_keys = of_k.copies()
         ring, split = fly.TileRing(listed_copies([*of_keys, *of_v.copies()], tile_of), options.stages), len(of_keys)
-        flight = ring.start(_uniform(tiles.first))
-        of_q, of_dout = (arrived(wave_offset) for arrived in arriving)
-        last = work.queries.length - 1
-        lse, deltas = (
-            rows.map(lambda row, of=of: of.load(fly.minimum(row, last)))
-            for of in (work.lse, work.queries.vector(delta, work.head))
-        )
+        flight = ring.start(uniform(tiles.first))
+        of_q, of_dout = (arrived(mine.offset) for arrived in arriving)
+        queries = work.queries.length
+        lse, deltas = (mine.load(of, queries) for of in (work.lse, work.queries.vector(delta, work.head)))
         if inputs != SCORES_ALONE:
             # rows past the end, whose results are dropped, have no weights either
-            lse = lse.map(lambda value, row: fly.select(row <= last, value, math.inf), rows)
+            lse = lse.map(lambda value, row: fly.select(row < queries, value, math.inf), rows)
         deltas = deltas.map(given.of_kept)
         zeros = fly.Fragment.zeros(layout, row_tiles, of_k.row_tiles)
         less = zeros.map(lambda zero, r, c: -zeros.spread(deltas, r))
@@ -397,7 +355,7 @@ def flash_attn_generic_dq(
         stages = ScoreStages(work, here, scale_log2, rows, options.block_n)
         sums = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, options.head_dim))
         always_masked = options.features.masks_every_tile
-        sums, _ = _walk(tiles, (sums, flight), step, always_masked=always_masked)
+        sums, _ = walk(tiles, (sums, flight), step, always_masked=always_masked)
         view = work.queries.rows(dq, work.head, options.head_dim)
         store_output(view, _scaled(sums, given, scale_log2), wave_row, options.wave_rows)
 

@@ -30,7 +30,7 @@ from ..problem.block_mask import BlockMask
 from ..problem.catalogue import BLOCKS, BY_NAME
 from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
-from .checks import INPUTS, check_call, is_aligned, settled
+from .checks import INPUTS, check_call, is_aligned, loadable, settled
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans
 
@@ -180,7 +180,7 @@ def run(
     if dout is None:
         dout = torch.zeros_like(out)
     elif not dout.is_contiguous() or dout.data_ptr() % ALIGNMENT:
-        dout = _aligned(dout)
+        dout = loadable(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
     inputs = leaves[: len(leaves) - len(operands)]
@@ -296,7 +296,7 @@ def backward(
         kind = _kinds[key] = Kind.of(call)
     tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
     tensors |= {aux_name(i): tensor for i, tensor in enumerate(options["aux_tensors"])}
-    tensors |= {"out": _aligned(out), "lse": lse.contiguous()}
+    tensors |= {"out": loadable(out), "lse": lse.contiguous()}
     if delta is not None:
         tensors["delta"] = delta
     leaves = (*leaves, *(tensors.pop(name) for name in operands))
@@ -310,11 +310,6 @@ def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         ATTENTION.fail(f"{arg(name)} has dtype {x.dtype}; accepted: {dtype}", ArgumentTypeError)
     if x.shape != shape or x.device != device:
         ATTENTION.fail(f"{arg(name)} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it."""
-    return settled(x) if is_aligned(x) else x.clone(memory_format=_CONTIGUOUS)
 
 
 def _key(value: Any) -> Any:

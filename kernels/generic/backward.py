@@ -8,7 +8,8 @@ import fly
 from fly.backends.target import Target
 from fly.errors import ShapeError
 
-from ..problem.features import NO_FEATURES, Features
+from ..problem.features import NO_FEATURES, BoundFeatures, Features
+from ..work.tile_scheduler import BlockWork, block_work
 from .block_tiles import Tiles, tiles_within
 from .operands import Tiling, padded
 
@@ -62,8 +63,11 @@ class BackwardOptions:
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored turned as well."""
-        rows = self.stages * self.block_n + (self.block_m if self.resident == "shared" else 0)
-        tiles = 2 * rows * (padded(self.head_dim) + padded(self.head_dim_v))
+        dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)
+        tiles = 2 * self.stages * self.block_n * (dim + dim_v)
+        if self.resident == "shared":
+            # dV alone needs no V
+            tiles += 2 * self.block_m * (dim + dim_v * (kernel == "dq" or "dk" in self.results))
         if kernel == "dq":
             return tiles
         # the queries' log-sum-exp and delta
@@ -73,6 +77,23 @@ class BackwardOptions:
     def tiling(self) -> Tiling:
         """Of what passes by."""
         return Tiling(self.block_n, self.stages, self.vector)
+
+
+def query_block(
+    tensors: tuple[fly.Tensor | None, ...], options: BackwardOptions, given: BoundFeatures, *, folded: bool
+) -> BlockWork:
+    """`block_work` of a build whose rows are queries, on its target."""
+    return block_work(
+        tensors,  # type: ignore[arg-type]
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim_v,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+        xcds=fly.target().xcds,
+        given=given,
+        folded=folded,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +123,7 @@ _NVIDIA = {
     192: (_Rows((64, 32, 4), (64, 32, 4)),),
     224: (_Rows((64, 64, 4), (64, 64, 4)), _Rows((64, 16, 4), (64, 16, 4), vector=4)),
     256: (
-        _Rows((128, 32, 8), (128, 32, 8), dv=(64, 32, 4)),
+        _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8)),
         _Rows((64, 32, 4), (64, 32, 4)),
         _Rows((64, 16, 4), (64, 16, 4)),
     ),
