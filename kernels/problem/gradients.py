@@ -13,7 +13,8 @@ weights that are kept, and
 dS is without the factor 1 / share too.
 
 dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. What
-modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. Rows are
+modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. A `score_mod`
+is differentiated as it was traced, unless the call has a `score_mod_bwd`. Rows are
 queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
 """
 
@@ -26,7 +27,7 @@ import fly
 
 from .dropout_tile import only
 from .features import BoundFeatures
-from .scores import LARGEST_INVERSE, LOG2_E, Place
+from .scores import LARGEST_INVERSE, LOG2_E, Place, ScoreTile
 
 
 def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -136,26 +137,42 @@ def _modified(
         return raw, ScoreGradients
     # the factor that results get is part of the modification too
     inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
-    columns = raw.layout.columns
-    parts, tapes, biases = [], [], []
+    columns, by_hand = raw.layout.columns, given.features.score_mod_bwd is not None
+    parts, taped, tapes, biases, places = [], [], [], [], []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
         part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
-        bias = given.load_bias(columns, lambda c=c: (rows, first_key + c * columns, place))  # type: ignore[misc]
+        first = first_key + c * columns
+        bias = given.load_bias(columns, lambda first=first: (rows, first, place))  # type: ignore[misc]
+        at = ScoreTile(rows, first, place, scale_log2 * (1 / LOG2_E), bias)
         with fly.Tape() as tape:
-            part = given.modify(part, scale_log2, rows, first_key + c * columns, place, bias)
-        parts.append([row[0] for row in part.tiles])
+            part = given.add_operands(part, at)
+            if not by_hand:
+                part = given.apply_mod(part, at)
+        taped.append(part)
+        parts.append([row[0] for row in (given.apply_mod(part, at) if by_hand else part).tiles])
         tapes.append(tape)
         biases.append(bias)
+        places.append(at)
+
+    def by_function(gradients: fly.Fragment) -> fly.Fragment:
+        """What `score_mod_bwd` makes of them."""
+        found = []
+        for c, column in enumerate(zip(*gradients.tiles, strict=True)):
+            part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
+            found.append([row[0] for row in given.pull_mod(part, taped[c], places[c]).tiles])
+        return fly.Fragment(raw.layout, tuple(zip(*found, strict=True)))
 
     def pull(gradients: fly.Fragment) -> ScoreGradients:
         loads: list[fly.LoadGradient] = []
         of_bias: dict[tuple[int, int], fly.Value] = {}
+        if by_hand:
+            gradients = by_function(gradients)
 
         def one(x: fly.Value, r: int, c: int) -> fly.Value:
             asked, bias = [raw.tiles[r][c]], biases[c]
             if inputs.bias and bias is not None:
                 asked.append(bias.tiles[r][0])
-            found = tapes[c].gradients(parts[c][r], asked, x, loads=inputs.loads)
+            found = tapes[c].gradients(taped[c].tiles[r][0], asked, x, loads=inputs.loads)
             # raw scores' gradients get dropout's scale with the results
             loads.extend(replace(load, cotangent=given.scale_kept(load.cotangent)) for load in found.loads)
             for gradient in found.inputs[1:]:
