@@ -216,7 +216,8 @@ def flydsl_flash_attn_func(
         # fmt: on
         if not (
             alibi_slopes is bias is sink is score_mod is score_mod_bwd is mask_mod is block_mask  # type: ignore[comparison-overlap]  # all None or not
-            is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
+            is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
+            is q_descale is k_descale is v_descale is None
             and rng_state is None
             and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip

@@ -21,8 +21,9 @@ class BackwardOptions:
     A block has `block_m` rows, wave w those from w * block_m / waves on, and what passes by comes in tiles of
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
-    block mask's blocks are (keys, queries). `adds_bias`: of `dq`, whether several blocks have an element of the
-    bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
+    block mask's blocks are (keys, queries). `rereads`: of `dkdv`, whether what a thread copies is computed again for
+    every tile, which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`, whether several blocks
+    have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -41,6 +42,7 @@ class BackwardOptions:
     features: Features = NO_FEATURES
     min_blocks: int | None = None
     waves_per_eu: int | None = None
+    rereads: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -123,13 +125,24 @@ _NVIDIA = {
     192: (_Rows((64, 32, 4), (64, 32, 4)),),
     224: (_Rows((64, 64, 4), (64, 64, 4)), _Rows((64, 16, 4), (64, 16, 4), vector=4)),
     256: (
-        _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8)),
+        _Rows((128, 32, 8), (128, 32, 8), dv=(128, 32, 8)),
         _Rows((64, 32, 4), (64, 32, 4)),
         _Rows((64, 16, 4), (64, 16, 4)),
     ),
 }
-# Where scores need nothing but causality, before those: a wave's rows, or a tile's, take more registers.
+# Before those: where scores need nothing but causality, as a wave's rows, or a tile's, take more registers;
 _NVIDIA_PLAIN = {64: _Rows((128, 32, 4), (128, 32, 4)), 128: _Rows((128, 64, 8), (128, 32, 4))}
+# where there is nothing for single scores;
+_NVIDIA_BARE = {256: _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8))}
+# where weights are dropped and scores modified;
+_NVIDIA_FULL = {64: _Rows((128, 32, 8), (128, 32, 4)), 128: _Rows((128, 16, 8), (128, 16, 4))}
+# where biases are added, or scores modified within a window;
+_NVIDIA_CUT = {128: _Rows((128, 32, 8), (128, 16, 4))}
+# where a list's blocks are small, and so what copies a tile;
+_NVIDIA_LISTED = {128: _Rows((128, 16, 8), (128, 16, 4))}
+# where weights are dropped; where they are, or tiles are listed.
+_NVIDIA_DROPPING = {128: _Rows((128, 16, 8), (128, 32, 4))}
+_NVIDIA_CROWDED = {256: _Rows((128, 16, 8), (128, 32, 8), dv=(128, 32, 8))}
 # Where gradients of operands take registers beside dQ's.
 _NVIDIA_OF_OPERANDS = {128: _Rows((128, 32, 8), (128, 32, 8))}
 # A wave has 32 rows; what passes by goes through registers, so that it needs one slot.
@@ -163,8 +176,20 @@ def options_for(
     """
     dim = max(padded(head_dim), padded(head_dim_v))
     nvidia = target.backend == "nvvm"
-    plain = not (features.per_score or features.elementwise or features.windowed or features.ends_early)
-    plain = plain and features.block_size is None
+    bare = not (features.per_score or features.elementwise) and features.block_size is None
+    plain = bare and not (features.windowed or features.ends_early)
+    loads_lengths = any(name in features.operands for name in ("seqused_q", "seqused_kv"))
+    cut = "bias" in features.operands or (features.modifies and features.windowed)
+    first = (
+        (of_operands, _NVIDIA_OF_OPERANDS),
+        (plain, _NVIDIA_PLAIN),
+        (bare, _NVIDIA_BARE),
+        (features.drops and features.modifies, _NVIDIA_FULL),
+        (cut, _NVIDIA_CUT),
+        (features.block_size is not None and min(features.block_size) < 128, _NVIDIA_LISTED),
+        (features.drops, _NVIDIA_DROPPING),
+        (features.drops or features.block_size is not None, _NVIDIA_CROWDED),
+    )
 
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
@@ -177,7 +202,8 @@ def options_for(
                 tiles = (tiles[0] // 2, tiles[1] // 2, tiles[2] // 2)
             tiles = tiles_within(blocks, tiles, f"flash_attn_generic_{kernel}")
             given = replace(features, block_size=blocks)
-        crowded = of_operands and not by_keys and dim == TOGETHER
+        # modified scores are kept for their derivatives, beside dQ's sums
+        crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
         return BackwardOptions(
             head_dim,
             head_dim_v,
@@ -188,14 +214,15 @@ def options_for(
             resident="shared" if nvidia else "registers",
             results=results,
             features=given,
+            rereads=nvidia and by_keys and loads_lengths,
             waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER or crowded else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         if not nvidia:
             return made(_AMD[dim], kernel, results)
-        first = _NVIDIA_OF_OPERANDS.get(dim) if of_operands else _NVIDIA_PLAIN.get(dim) if plain else None
-        for rows in (*([first] if first else []), *_NVIDIA[dim]):
+        apart = next((rows[dim] for holds, rows in first if holds and dim in rows), None)
+        for rows in (*([apart] if apart else []), *_NVIDIA[dim]):
             options = made(rows, kernel, results)
             if options.block_bytes(kernel, target.wave_size) <= target.shared_bytes:
                 break

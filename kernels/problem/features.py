@@ -118,6 +118,11 @@ class BoundFeatures:
     operands: Mapping[str, Any]
     aux: tuple[fly.Tensor, ...]
 
+    def reread(self) -> BoundFeatures:
+        """The same, of parameters read anew (`fly.reread`)."""
+        operands = {name: fly.reread(value) for name, value in self.operands.items()}
+        return replace(self, operands=operands, aux=tuple(map(fly.reread, self.aux)))
+
     def get(self, name: str) -> Any:
         """An operand, or None."""
         return self.operands.get(name)

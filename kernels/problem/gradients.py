@@ -68,12 +68,14 @@ SCORES_ALONE = Inputs()
 class Weights:
     """A tile's P, and `pull`: the gradients of raw scores, and of other inputs, from those of scores.
 
-    `kept`: with dropout, which weights are.
+    `kept`: with dropout, which weights are. `steep`: P * ds/dt, where it was made before
+    dP: it takes the place of P and of what the derivative is made of. Nothing but raw scores gets gradients then.
     """
 
     weights: fly.Fragment
     pull: Callable[[fly.Fragment], ScoreGradients]
     kept: fly.Fragment | None = None
+    steep: fly.Fragment | None = None
 
     @property
     def of_values(self) -> fly.Fragment:
@@ -91,6 +93,8 @@ class Weights:
         """Of dP - delta, and of -delta, which it is where a weight is dropped."""
         if (kept := self.kept) is not None:
             excess = excess.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, less.tiles[r][c]))
+        if (steep := self.steep) is not None:
+            return ScoreGradients(excess.map(lambda x, r, c: steep.tiles[r][c] * x))
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
 
 
@@ -105,11 +109,13 @@ def weights(
     hide: Callable[[fly.Fragment], fly.Fragment] | None,
     first_query: fly.Value,
     inputs: Inputs = SCORES_ALONE,
+    early: bool = False,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
     `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights
-    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole.
+    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole. `early`: P is wanted
+    for nothing else, so that scores' derivatives are put into it at once (`Weights.steep`).
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
@@ -120,7 +126,9 @@ def weights(
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
     dropout = given.dropout(place)
     kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
-    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull, kept)
+    found = exponents.map(lambda x, r, c: fly.exp2(x))
+    steep = pull(found).raw if early and given.features.modifies and inputs == SCORES_ALONE else None
+    return Weights(found, pull, kept, steep)
 
 
 def _modified(
