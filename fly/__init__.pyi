@@ -68,7 +68,7 @@ from fly.lang.sync import (
 from fly.lang.ids import (
     block_id as block_id, thread_id as thread_id, grid_dim as grid_dim, block_dim as block_dim,
     lane_id as lane_id, lane_of as lane_of, wave_id as wave_id, wave_size as wave_size, first_lane as first_lane,
-    reread_ids as reread_ids, target as target,
+    reread as reread, reread_ids as reread_ids, target as target,
 )
 from fly.lang.debug import print as print, check as check
 from fly.lang.signature import TensorSpec as TensorSpec, ScalarSpec as ScalarSpec, TensorMapSpec as TensorMapSpec

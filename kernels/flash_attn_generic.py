@@ -33,6 +33,7 @@ from fly.errors import ShapeError
 from fly.runtime.device import device_of
 
 from .generic.block_tiles import tiles_within
+from .generic.blocks import WaveRows
 from .generic.operands import KeyValues, Queries, SharedRows, Tiling, column_tiles, direct_rows, padded
 from .generic.tiles import TILES
 from .problem.contract import HEAD_DIMS, Launch, Request, Tensors
@@ -157,26 +158,14 @@ def flash_attn_generic(
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 
 
-@dataclass(frozen=True)
-class WaveRows:
-    """The query rows of a wave: `count` from `first` on, as number per row that the lane holds in `numbers`."""
-
-    first: fly.Value
-    count: int
-    numbers: fly.RowVector
-
-
 def _attend(
     work: BlockWork, scale_log2: fly.Value, given: BoundFeatures, options: GenericOptions
 ) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
     """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
     layout = link.layout
-    wave_rows = options.block_m // options.waves
-    row_tiles = wave_rows // layout.rows
-    wave_offset = fly.wave_id() * wave_rows
-    wave_row = work.first_row + wave_offset
-    rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda r: r + wave_row)
+    mine = WaveRows.of(layout, work.first_row, options.block_m // options.waves)
+    rows, row_tiles = mine.numbers, mine.count // layout.rows
 
     q_window = work.q.window(work.first_row, options.block_m)
     if options.asynchronous:
@@ -192,9 +181,9 @@ def _attend(
     if options.asynchronous:
         fly.wait(arriving.flight)
         fly.barrier()
-        queries = arriving.operands(wave_offset, wave_rows, keep=options.queries == "registers")
+        queries = arriving.operands(mine.offset, mine.count, keep=options.queries == "registers")
     else:
-        queries = direct_rows(link, q_window, wave_offset, wave_rows)
+        queries = direct_rows(link, q_window, mine.offset, mine.count)
 
     scale, dropout = given.scale(scale_log2), given.dropout(work)
 
@@ -217,7 +206,7 @@ def _attend(
             scores, output, scale, masked=masked, lazy=options.lazy, late=options.late
         )
         if dropout is not None:
-            probabilities = dropout.drop(probabilities, wave_row, tile_of(j) * options.block_n)
+            probabilities = dropout.drop(probabilities, mine.first, tile_of(j) * options.block_n)
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
@@ -261,7 +250,7 @@ def _attend(
     if options.overlap:
         (_, v_tile), _ = ring.advance(last, flight)
         output, softmax = take_in(ahead[0], last - 1, v_tile, (output, softmax), masked=True)
-    return output, softmax, WaveRows(wave_row, wave_rows, rows)
+    return output, softmax, mine
 
 
 def _tiles(block_m: int, block_n: int, waves: int, stages: int, **more: Any) -> Mapping[str, Any]:

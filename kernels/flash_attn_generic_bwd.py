@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,15 +38,16 @@ import fly
 from fly.backends.target import target
 from fly.runtime.device import device_of
 
-from .generic.backward import BackwardOptions, options_for
+from .generic.backward import BackwardOptions, options_for, query_block
+from .generic.blocks import WaveRows, uniform, walk
 from .generic.operand_gradients import add_load_gradients, put_bias_gradients
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
 from .problem.contract import Launch, Request, Tensors, aux_name
-from .problem.features import BoundFeatures
+from .problem.features import NO_FEATURES, BoundFeatures
 from .problem.gradients import SCORES_ALONE, Inputs, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
-from .work.fragments import store_output
+from .work.fragments import row_numbers, store_output
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
@@ -53,7 +55,7 @@ from .work.sequences import sequences_of, tokens_of
 from .work.sink_gradients import rows_of_part, sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import PARTIAL, WHOLE, TileList
-from .work.tile_scheduler import block_work, fold_grid, head_of_block
+from .work.tile_scheduler import fold_grid, head_of_block
 
 
 @dataclass(frozen=True)
@@ -66,38 +68,9 @@ class _Head:
     split: bool = False
 
 
-Step = Callable[[Any, tuple[Any, ...], bool], tuple[Any, ...]]  # (step, carry, whether it is masked) -> carry
-
-
-def _uniform(number: Any) -> fly.Value:
-    """A number that is the same in every lane, a Python int too, in a scalar register."""
-    return fly.first_lane(fly.i32(0) + number)
-
-
-def _walk(tiles: TileRange, state: tuple[Any, ...], step: Step, *, always_masked: bool) -> tuple[Any, ...]:
-    """`step` over all tiles of a range, or of a list, masked where some row does not see a tile whole."""
-    first, end = (_uniform(number) for number in (tiles.first, tiles.end))
-    if always_masked:
-        parts = [(first, end, True)]
-    else:
-        to_the_end = tiles.whole_end is tiles.end
-        whole_from = fly.first_lane(fly.maximum(tiles.whole_from, first))
-        whole_end = end if to_the_end else fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), end))
-        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, end, True)]
-        if isinstance(tiles.whole_from, int) and tiles.whole_from == 0:
-            parts = parts[1:]
-        if to_the_end:
-            parts = parts[:-1]
-    for start, stop, masked in parts:
-        for j, carried in (loop := fly.range(start, stop, carry=state)):
-            loop.next(*step(j, carried, masked))
-        state = tuple(loop.results)
-    return state
-
-
 @dataclass(frozen=True)
 class _KeyBlock:
-    """A wave's keys from `wave_key` on and what it has of them for every query head: operands of K, and of V for dK.
+    """A wave's keys and what it has of them for every query head: operands of K, and of V for dK.
 
     `tiles`: of queries that see a key of the block, but for a block mask; `first_key`: of the block.
     """
@@ -107,7 +80,6 @@ class _KeyBlock:
     inverse: QueryRange
     tiles: TileRange
     first_key: fly.Value
-    wave_key: fly.Value
     operands: list[Queries]
 
     @property
@@ -131,21 +103,26 @@ class _KeyBlock:
         of_dout = Stream("dout", link, views[1], options.tiling, across=wants_k, along=wants_v)
         listed, tiles = self._listed(given, place)
         tile_of = None if listed is None else listed.tile
-        with fly.reread_ids():
-            copies: list[tuple[Any, Any]] = of_q.copies()
-            split = len(copies)
-            copies += of_dout.copies()
-        for name, vector in zip(("lse", "delta"), statistics, strict=True):
-            slots = fly.SharedVector.ring(name, options.block_n, vector.dtype, options.stages)
-            copies.append((fly.VectorCopy(vector, asynchronous=options.tiling.asynchronous), slots))
-        ring = fly.TileRing(listed_copies(copies, tile_of), options.stages)
+        runs = [fly.SharedVector.ring(x, options.block_n, fly.f32, options.stages) for x in ("lse", "delta")]
+
+        def copied() -> tuple[fly.TileRing, int]:
+            """The ring, and how many of its tiles are of Q."""
+            with fly.reread_ids():
+                copies: list[tuple[Any, Any]] = of_q.copies()
+                split = len(copies)
+                copies += of_dout.copies()
+            for vector, slots in zip(statistics, runs, strict=True):
+                copies.append((fly.VectorCopy(vector, asynchronous=options.tiling.asynchronous), slots))
+            return fly.TileRing(listed_copies(copies, tile_of), options.stages), split
+
+        ring, split = copied()
         zeros = fly.Fragment.zeros(layout, self.row_tiles, of_q.row_tiles)
 
         def step(i: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
             *sums, flight = state
             tile = i if tile_of is None else tile_of(i)
             first_query = tile * options.block_n
-            ready, flight = ring.advance(i, flight)
+            ready, flight = (copied()[0] if options.rereads else ring).advance(i, flight)
             q_tile, dout_tile, (lse_slot, delta_slot) = ready[:split], ready[split:-2], ready[-2:]
             lse = fly.RowVector(turned_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
             queries = lse.rows().map(lambda row: row + first_query)
@@ -153,20 +130,25 @@ class _KeyBlock:
             def limit(scores: fly.Fragment) -> fly.Fragment:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
-                    keys = fly.RowVector.full(layout, self.row_tiles, 0.0).rows().map(lambda row: row + wave_key)
-                return turned(self.inverse.apply(turned(scores), keys, first_query))
+                    keys = row_numbers(layout, self.row_tiles, wave_key)
+                # so many comparisons at once would be more than AMD's scalar registers hold
+                between = fly.sched_barrier if self.inverse.two_sided else None
+                return turned(self.inverse.apply(turned(scores), keys, first_query, between))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
-                    return given.mask(limit(scores), queries, self.wave_key, place)
+                    return given.mask(limit(scores), queries, wave_key, place)
                 if listed is None:
                     return scores
-                whole = self.tiles.sees_whole(tile)
+                with fly.reread_ids():
+                    first_key = fly.block_id.x * options.block_m
+                    whole = self.inverse.tiles(first_key, options.block_m, options.block_n).sees_whole(tile)
                 limited: fly.Fragment = fly.cond(whole, lambda: scores, lambda: limit(scores))
                 return limited
 
+            wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
             raw = turned(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, place, queries, self.wave_key, scale_log2, lse, hide, first_query)
+            made = weights(raw, given, place, queries, wave_key, scale_log2, lse, hide, first_query)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
@@ -179,8 +161,8 @@ class _KeyBlock:
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more
-        state = (*sums, ring.start(_uniform(tiles.first)))
-        *sums, flight = _walk(tiles, state, step, always_masked=options.features.masks_every_tile)
+        state = (*sums, ring.start(uniform(tiles.first)))
+        *sums, flight = walk(tiles, state, step, always_masked=options.features.masks_every_tile)
         if ring.asynchronous:
             for token in flight.pending:
                 fly.wait(token)
@@ -222,17 +204,21 @@ def flash_attn_generic_dkdv(
     Little more is kept in registers over the loop over queries than it needs: ids are read again before and after.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
-    given = options.features.bind(operands)
+    parameters = options.features.bind(operands)
+    given = parameters.reread()
 
     def keys_here() -> tuple[fly.Value, fly.Value, Tokens, fly.Value]:
         """(key head, sequence, its keys, the block's first one)."""
-        kv_head, batch, exists = head_of_block(k.shape[-2], sequences_of(q, cu_seqlens_q), folded=folded)
-        keys = Tokens.of(tokens_of(k, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
+        sequences = sequences_of(fly.reread(q), fly.reread(cu_seqlens_q))
+        kv_head, batch, exists = head_of_block(fly.reread(k).shape[-2], sequences, folded=folded)
+        offsets = fly.reread(cu_seqlens_kv)
+        keys = Tokens.of(tokens_of(fly.reread(k), offsets), offsets, batch, fly.reread(parameters.get("seqused_kv")))
         first = fly.block_id.x * options.block_m
         return kv_head, batch, keys, first if exists is None else fly.select(exists, first, keys.length)
 
     kv_head, batch, keys, first_key = keys_here()
-    queries = Tokens.of(tokens_of(q, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    offsets = fly.reread(cu_seqlens_q)
+    queries = Tokens.of(tokens_of(fly.reread(q), offsets), offsets, batch, given.get("seqused_q"))
     seen = given.key_range(queries.length, keys.length, options.causal)
     # Q and dO are zeros past the end, so that finite weights there add nothing; but what modifies scores may make inf
     inverse = QueryRange.of(seen, open_end=not options.features.modifies)
@@ -242,41 +228,51 @@ def flash_attn_generic_dkdv(
     dims = {"dk": options.head_dim, "dv": options.head_dim_v}
 
     with fly.when(first_key < keys.length):
-        sides = {"k": keys.rows(k, kv_head, options.head_dim), "v": keys.rows(v, kv_head, options.head_dim_v)}
+        sides = {
+            "k": keys.rows(fly.reread(k), kv_head, options.head_dim),
+            "v": keys.rows(fly.reread(v), kv_head, options.head_dim_v),
+        }
         if "dk" not in options.results:
             del sides["v"]
         arriving = _resident(link, sides, first_key, options)
         in_registers = options.resident == "registers"
         stay = [arrived(wave_offset) for arrived in arriving] if in_registers else []
-        mine = _KeyBlock(options, link, inverse, tiles, first_key, first_key + wave_offset, stay)
+        mine = _KeyBlock(options, link, inverse, tiles, first_key, stay)
         sums = tuple(
             fly.Fragment.zeros(link.layout, mine.row_tiles, column_tiles(link, dims[name]))
             for name in options.results
         )
-        first_head = kv_head * group
-        for head, carried in (heads := fly.range(first_head, first_head + group, carry=sums)):
+        count = fly.reread(group)
+        first_head = kv_head * count
+        for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
             place = _Head(batch, head, seen)
             if not in_registers:
                 with fly.reread_ids():
                     stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]
                 mine = replace(mine, operands=stay)
             views = (
-                queries.rows(q, place.head, options.head_dim),
-                queries.rows(dout, place.head, options.head_dim_v),
+                queries.rows(fly.reread(q), place.head, options.head_dim),
+                queries.rows(fly.reread(dout), place.head, options.head_dim_v),
             )
-            statistics = (queries.vector(lse2, place.head), queries.vector(delta, place.head))
-            heads.next(*mine.take_in(carried, given.at(place), place, scale_log2, views, statistics))
+            statistics = (queries.vector(fly.reread(lse2), place.head), queries.vector(fly.reread(delta), place.head))
+            of_head = parameters.reread().at(place)
+            heads.next(*mine.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics))
 
         results = dict(zip(options.results, heads.results, strict=True))
         with fly.reread_ids():
             kv_head, _, keys, first_key = keys_here()
             wave_key = first_key + fly.wave_id() * options.wave_rows
             if dv is not None:
-                view = keys.rows(dv, kv_head, options.head_dim_v)
-                store_output(view, _scaled(results["dv"], given), wave_key, options.wave_rows)
+                view = keys.rows(fly.reread(dv), kv_head, options.head_dim_v)
+                store_output(view, _scaled(results["dv"], parameters.reread()), wave_key, options.wave_rows)
             if dk is not None:
-                view = keys.rows(dk, kv_head, options.head_dim)
-                store_output(view, _scaled(results["dk"], given, scale_log2), wave_key, options.wave_rows)
+                view = keys.rows(fly.reread(dk), kv_head, options.head_dim)
+                store_output(
+                    view,
+                    _scaled(results["dk"], parameters.reread(), fly.reread(scale_log2)),
+                    wave_key,
+                    options.wave_rows,
+                )
 
 
 def _resident(
@@ -334,27 +330,20 @@ def flash_attn_generic_dq(
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     count = len(operands) - len(options.aux_gradients)
-    given = options.features.bind(operands[:count])
+    parameters = options.features.bind(operands[:count])
+    given, scale = parameters.reread(), fly.reread(scale_log2)
     of_aux = [(given.aux[i], to) for i, to in zip(options.aux_gradients, operands[count:], strict=True)]
     inputs = Inputs(bias=dbias is not None, loads=bool(of_aux))
-    work = block_work(
-        (q, k, v, dout, lse2, cu_seqlens_q, cu_seqlens_kv),
-        head_dim=options.head_dim,
-        head_dim_v=options.head_dim_v,
-        causal=options.causal,
-        block_m=options.block_m,
-        block_n=options.block_n,
-        xcds=fly.target().xcds,
-        given=given,
-        folded=folded,
-    )
+    tensors = (q, k, v, dout, lse2, cu_seqlens_q, cu_seqlens_kv)
+    work = query_block(tuple(map(fly.reread, tensors)), options, given, folded=folded)
     assert work.lse is not None and isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
     with work.if_any_row():
         link = fly.chain(fly.target().mma(q.dtype.name))
         layout, row_tiles = link.layout, options.wave_rows // link.layout.rows
-        wave_offset = fly.wave_id() * options.wave_rows
-        wave_row = work.first_row + wave_offset
-        rows = fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda row: row + wave_row)
+        mine = WaveRows.of(layout, work.first_row, options.wave_rows)
+        rows, wave_row = mine.numbers, mine.first
+        featured = options.features != NO_FEATURES
+        anew = fly.reread_ids if featured else nullcontext
         here = given.at(work)
         arriving = _resident(link, {"q": work.q, "dout": work.out}, work.first_row, options)
         of_k = Stream("k", link, work.k, options.tiling, across=True, along=True)
@@ -364,16 +353,13 @@ def flash_attn_generic_dq(
             tiles, tile_of = replace(tiles, first=0, whole_from=0), work.listed.tile
         of_keys = of_k.copies()
         ring, split = fly.TileRing(listed_copies([*of_keys, *of_v.copies()], tile_of), options.stages), len(of_keys)
-        flight = ring.start(_uniform(tiles.first))
-        of_q, of_dout = (arrived(wave_offset) for arrived in arriving)
-        last = work.queries.length - 1
-        lse, deltas = (
-            rows.map(lambda row, of=of: of.load(fly.minimum(row, last)))
-            for of in (work.lse, work.queries.vector(delta, work.head))
-        )
+        flight = ring.start(uniform(tiles.first))
+        of_q, of_dout = (arrived(mine.offset) for arrived in arriving)
+        queries = work.queries.length
+        lse, deltas = (mine.load(of, queries) for of in (work.lse, work.queries.vector(fly.reread(delta), work.head)))
         if inputs != SCORES_ALONE:
             # rows past the end, whose results are dropped, have no weights either
-            lse = lse.map(lambda value, row: fly.select(row <= last, value, math.inf), rows)
+            lse = lse.map(lambda value, row: fly.select(row < queries, value, math.inf), rows)
         deltas = deltas.map(given.of_kept)
         zeros = fly.Fragment.zeros(layout, row_tiles, of_k.row_tiles)
         less = zeros.map(lambda zero, r, c: -zeros.spread(deltas, r))
@@ -383,10 +369,14 @@ def flash_attn_generic_dq(
             tile = j if tile_of is None else tile_of(j)
             first_key = tile * options.block_n
             ready, flight = ring.advance(j, flight)
+            with anew():
+                here_now = WaveRows.of(layout, work.first_row, options.wave_rows) if featured else mine
+            rows, wave_row = here_now.numbers, here_now.first
+            stages = ScoreStages(work, here, scale, rows, options.block_n)
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            made = weights(raw, here, work, rows, first_key, scale_log2, lse, hide, wave_row, inputs)
+            made = weights(raw, here, work, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:
@@ -394,12 +384,16 @@ def flash_attn_generic_dq(
             add_load_gradients(found.loads, of_aux, work)
             return of_k.along(sums, found.raw, k_tile), flight
 
-        stages = ScoreStages(work, here, scale_log2, rows, options.block_n)
         sums = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, options.head_dim))
         always_masked = options.features.masks_every_tile
-        sums, _ = _walk(tiles, (sums, flight), step, always_masked=always_masked)
-        view = work.queries.rows(dq, work.head, options.head_dim)
-        store_output(view, _scaled(sums, given, scale_log2), wave_row, options.wave_rows)
+        sums, _ = walk(tiles, (sums, flight), step, always_masked=always_masked)
+        with anew():
+            sums = _scaled(sums, parameters.reread(), fly.reread(scale_log2))
+            if featured:
+                work = query_block(tuple(map(fly.reread, tensors)), options, parameters.reread(), folded=folded)
+                wave_row = WaveRows.of(layout, work.first_row, options.wave_rows).first
+            view = work.queries.rows(fly.reread(dq), work.head, options.head_dim)
+            store_output(view, sums, wave_row, options.wave_rows)
 
 
 # a block mask's lists among the operands, and what the same by key blocks are called

@@ -15,14 +15,14 @@ from fly.errors import UnsupportedError
 from fly.runtime.device import device_of
 
 from .arguments.callers import problem
-from .generic.backward import BackwardOptions, options_for
+from .generic.backward import BackwardOptions, options_for, query_block
+from .generic.blocks import WaveRows, uniform, walk
 from .generic.operands import Stream, direct_rows
 from .problem.catalogue import BY_NAME
 from .problem.contract import Launch, Request, Tensors
 from .problem.gradients import weights
 from .problem.scores import LOG2_E
 from .work.launch import bind_forward
-from .work.tile_scheduler import block_work
 
 # features of a call whose weights this kernel makes
 SHOWN = ("packed", "split_kv", "seqused", "window", "attention_chunk", "softcap", "alibi", "sink", "dropout")
@@ -48,36 +48,25 @@ def flash_attn_generic_probabilities(
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     given = options.features.bind(operands)
-    work = block_work(
-        (q, k, k, q, lse, cu_seqlens_q, cu_seqlens_kv),
-        head_dim=options.head_dim,
-        causal=options.causal,
-        block_m=options.block_m,
-        block_n=options.block_n,
-        xcds=fly.target().xcds,
-        given=given,
-        folded=folded,
-    )
+    work = query_block((q, k, k, q, lse, cu_seqlens_q, cu_seqlens_kv), options, given, folded=folded)
     assert work.lse is not None and isinstance(work.k, fly.RowView)
     with work.if_any_row():
         link = fly.chain(fly.target().mma(q.dtype.name))
-        wave_offset = fly.wave_id() * options.wave_rows
-        wave_row, row_tiles = work.first_row + wave_offset, options.wave_rows // link.layout.rows
-        rows = fly.RowVector.full(link.layout, row_tiles, 0.0).rows().map(lambda row: row + wave_row)
+        mine = WaveRows.of(link.layout, work.first_row, options.wave_rows)
+        rows, wave_row = mine.numbers, mine.first
         here, out = given.at(work), probabilities[work.batch, work.head, :, :]
         keys = Stream("k", link, work.k, options.tiling, across=True, along=False)
         ring = fly.TileRing(keys.copies(), options.stages)
-        queries = direct_rows(link, work.q.window(work.first_row, options.block_m), wave_offset, options.wave_rows)
-        vector, last = work.lse, work.queries.length - 1
-        lse2 = rows.map(lambda row: _lse2(vector.load(fly.minimum(row, last))))
-        zeros = fly.Fragment.zeros(link.layout, row_tiles, keys.row_tiles)
-        first, end = (fly.first_lane(fly.i32(0) + number) for number in (work.tiles.first, work.tiles.end))
-        for j, flight in (loop := fly.range(first, end, carry=ring.start(first))):
+        queries = direct_rows(link, work.q.window(work.first_row, options.block_m), mine.offset, options.wave_rows)
+        lse2 = mine.load(work.lse, work.queries.length).map(_lse2)
+        zeros = fly.Fragment.zeros(link.layout, options.wave_rows // link.layout.rows, keys.row_tiles)
+
+        def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
             first_key = j * options.block_n
-            tile, flight = ring.advance(j, flight)
+            tile, flight = ring.advance(j, *state)
             raw = keys.across(zeros, queries, tile)
 
-            def hide(scores: fly.Fragment, first_key: Any = first_key) -> fly.Fragment:
+            def hide(scores: fly.Fragment) -> fly.Fragment:
                 return work.keys.apply(scores, rows, first_key)
 
             made = weights(raw, here, work, rows, first_key, scale_log2, lse2, hide, wave_row)
@@ -86,7 +75,9 @@ def flash_attn_generic_probabilities(
                 for i in range(len(values)):
                     with fly.when((query < work.queries.length) & (key + i < work.kv.length)):
                         out.store(values[i], query, key + i)
-            loop.next(flight)
+            return (flight,)
+
+        walk(work.tiles, (ring.start(uniform(work.tiles.first)),), step, always_masked=True)
 
 
 def _lse2(lse: fly.Value) -> fly.Value:

@@ -55,7 +55,7 @@ from .problem.contract import Launch, Request, Tensors
 from .problem.features import NO_FEATURES, BoundFeatures, Features
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
-from .work.fragments import load_queries, store_lse, store_output
+from .work.fragments import load_queries, row_numbers, store_lse, store_output
 from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
@@ -216,7 +216,7 @@ class Tiles:
         self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
         self.count = work.tiles.end - work.tiles.first
         self.first_row = first = work.first_row + row_offset
-        self.rows = fly.RowVector.full(self.link.layout, 1, 0.0).rows().map(lambda r: r + first)
+        self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
         window = work.q.window(work.first_row, options.block_m)
         self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]

@@ -78,6 +78,7 @@ def flydsl_flash_attn_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     block_mask: BlockMask | None = None,
     aux_tensors: Sequence[torch.Tensor] = (),
@@ -146,6 +147,9 @@ def flydsl_flash_attn_func(
             (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
+        score_mod_bwd: function (gradient, score, batch, head, query, key, *aux) that gives the gradient of the score
+            that `score_mod` gets, from that of the score that it gives: a multiple of it. By default `score_mod` is
+            differentiated as it was traced, which has no rule for branches and loops at run time.
         mask_mod: function (batch, head, query, key, *aux) that tells whether a query sees a key; further masks apply
             as well. Two functions with the same code and captured values count as one.
         block_mask: a block-sparse mask of `BlockMask`, with a mask_mod of its own; blocks of keys that it
@@ -222,8 +226,9 @@ def flydsl_flash_attn_func(
         )
         # fmt: on
         if not (
-            alibi_slopes is bias is sink is score_mod is mask_mod is block_mask is seqused_q is seqused_kv  # type: ignore[comparison-overlap]  # all None or not
-            is cache_leftpad is kv_batch_idx is block_table is q_descale is k_descale is v_descale is None
+            alibi_slopes is bias is sink is score_mod is score_mod_bwd is mask_mod is block_mask  # type: ignore[comparison-overlap]  # all None or not
+            is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
+            is q_descale is k_descale is v_descale is None
             and rng_state is None
             and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
         ):  # fmt: skip
@@ -237,12 +242,12 @@ def flydsl_flash_attn_func(
                 "v_descale": v_descale,
             }
             # fmt: on
-            functions = (score_mod, mask_mod)
+            functions = (score_mod, score_mod_bwd, mask_mod)
             if block_mask is not None:
-                tiled = for_tiles(block_mask, score_mod, aux_tensors, q)
-                block_mask, score_mod, aux_tensors = tiled
+                tiled = for_tiles(block_mask, score_mod, score_mod_bwd, aux_tensors, q)
+                block_mask, score_mod, score_mod_bwd, aux_tensors = tiled
                 operands |= zip(BLOCKS, block_mask.tensors)
-                functions = (score_mod, mask_mod, block_mask.mask_mod)
+                functions = (score_mod, score_mod_bwd, mask_mod, block_mask.mask_mod)
                 key = (*key, block_mask.BLOCK_SIZE, block_mask.seq_lengths, len(operands))
             if aux_tensors:
                 operands |= {aux_name(i): tensor for i, tensor in enumerate(aux_tensors)}
@@ -274,6 +279,8 @@ def flydsl_flash_attn_func(
             check_gradients({"out": out})
         if operands:
             ATTENTION.have_gradients(operands, (*DIFFERENTIABLE, *map(aux_name, range(len(aux_tensors)))))
+            if score_mod_bwd is not None:  # it is for the score; what functions load has gradients by a trace alone
+                ATTENTION.have_gradients({f"aux_tensors[{i}]": x for i, x in enumerate(aux_tensors)}, ())
         if needs_gradient:
             gradients = _gradients or _load_gradients()
             if plan is None or not (out is workspace is debug_counts is stream is None and plan.kind.backward):
@@ -340,8 +347,9 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **opt
     options = _translated(given.arguments)
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
-        names = ("block_mask", "score_mod", "aux_tensors")
-        options |= dict(zip(names, for_tiles(options["block_mask"], options["score_mod"], options["aux_tensors"], q)))
+        names = ("block_mask", "score_mod", "score_mod_bwd", "aux_tensors")
+        score_mod, score_mod_bwd, aux = (options[name] for name in names[1:])
+        options |= dict(zip(names, for_tiles(options["block_mask"], score_mod, score_mod_bwd, aux, q)))
     return check_call(q, k, v, causal, out, options)
 
 

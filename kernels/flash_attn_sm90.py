@@ -46,7 +46,7 @@ from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
 from .sm90.transposer import Transposer
-from .work.fragments import store_lse
+from .work.fragments import row_numbers, store_lse
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import Work, part
 
@@ -276,7 +276,7 @@ class ConsumerOf(Generic[O]):
     def rows(self, work: Work) -> fly.RowVector:
         """Index of each row that the thread holds."""
         first = self.first_row(work)
-        return fly.RowVector.full(self.score_layout, 1, 0.0).rows().map(lambda r: r + first)
+        return row_numbers(self.score_layout, 1, first)
 
     def place(self, work: Work) -> Work:
         """Whose scores the tile's are: the work, with the head of each row where heads are packed."""

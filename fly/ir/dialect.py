@@ -5,6 +5,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 | operation | meaning |
 |---|---|
 | `fly.id` | block or thread index or count along a dimension, i32; ".anew": read there, not kept from before |
+| `fly.reread` | a parameter of the kernel, read there, not kept from before |
 | `fly.alloc_shared` | a named buffer in shared memory; placed by `plan-shared-memory` |
 | `fly.barrier` | every thread of the block arrives; shared memory is ordered across it |
 | `fly.shuffle` | the value of another lane of the wave, by index or by xor |
@@ -50,6 +51,11 @@ irdl.dialect @fly {
     %name = irdl.base "#builtin.string"
     irdl.attributes { "name" = %name }
     irdl.results(result: %i32)
+  }
+  irdl.operation @reread {
+    %any = irdl.any
+    irdl.operands(parameter: %any)
+    irdl.results(result: %any)
   }
   irdl.operation @alloc_shared {
     %ptr = irdl.base "!llvm.ptr"

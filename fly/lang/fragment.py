@@ -413,11 +413,12 @@ class Fragment:
         function: Callable[..., Value],
         *more: RowVector,
         first_column: Value | int = 0,
+        others: Sequence[Fragment] = (),
     ) -> Fragment:
-        """`function(elements, rows, columns, *more)` on every tile's vectors.
+        """`function(elements, rows, columns, *more, *others)` on every tile's vectors.
 
         `rows` and `more` have a number for each row; their elements come spread over the tile. Columns are i32, of
-        which the fragment's first is `first_column`.
+        which the fragment's first is `first_column`. `others`: fragments of the same tiles.
         """
         layout = self.layout
         # one sum, then constants: a loop over columns has nothing here to keep in registers from turn to turn
@@ -426,7 +427,8 @@ class Fragment:
 
         def at(tile: Value, r: int, c: int) -> Value:
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
-            return function(tile, spread[r][0], columns + first, *spread[r][1:])
+            beside = (other.tiles[r][c] for other in others)
+            return function(tile, spread[r][0], columns + first, *spread[r][1:], *beside)
 
         return self.map(at)
 

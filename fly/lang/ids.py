@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from mlir import ir
+from mlir.dialects import func
 
 from fly.errors import TraceError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import i32
 from fly.ir.memory import string_attribute
 from fly.ir.value import Value
+from fly.lang.tensor import Tensor
 
 if TYPE_CHECKING:
     from fly.backends.target import Target
@@ -29,6 +33,29 @@ def reread_ids() -> Iterator[None]:
         yield
     finally:
         trace.rereads_ids = before
+
+
+def reread(given: Any) -> Any:
+    """A tensor or number that is a parameter of the kernel, or None, read anew: nothing of it is kept for here.
+
+    For what a long loop does not need and what comes after it does. AMD's compiler alone is told so, which has
+    parameters in scalar registers; elsewhere they are not in registers.
+
+    Raises:
+        TraceError: it was computed.
+    """
+    if isinstance(given, Tensor):
+        pointer = given.pointer.with_ir(_reread(given.pointer))
+        shape, stride = (tuple(map(reread, numbers)) for numbers in (given.shape, given.stride))
+        return Tensor(pointer, given.dtype, shape, stride, given.alignment)
+    return given.with_ir(_reread(given)) if isinstance(given, Value) else given
+
+
+def _reread(given: Any) -> Any:
+    block = given.ir.owner
+    if not isinstance(block, ir.Block) or not isinstance(block.owner, func.FuncOp):
+        raise TraceError(f"{given!r} was computed; reread takes parameters of the kernel")
+    return emit("fly.reread", [given.ir], [given.ir.type]).results[0]
 
 
 def _id(name: str) -> Value:

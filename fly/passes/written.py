@@ -20,7 +20,8 @@ _READS = {
     "llvm.icmp": _ANY,
 }
 # results are the address, or are computed from it
-_DERIVES = ("llvm.getelementptr", "llvm.addrspacecast", "llvm.bitcast", "llvm.ptrtoint", "llvm.inttoptr", "arith.")
+_CASTS = ("llvm.addrspacecast", "llvm.bitcast", "llvm.ptrtoint", "llvm.inttoptr")
+_DERIVES = ("llvm.getelementptr", "fly.reread", *_CASTS, "arith.")
 _CLOSES = ("scf.yield", "scf.condition")  # what they are given comes out of the operation around them
 
 

@@ -9,8 +9,8 @@ import torch
 from fly.errors import FlyError, UnsupportedError
 
 from ..arguments.callers import Caller
-from ..arguments.checks import ALIGNMENT, Checks
-from ..call.checks import check_call
+from ..arguments.checks import Checks
+from ..call.checks import check_call, loadable
 from ..flash_attn_interface import OPTION_DEFAULTS
 
 
@@ -35,7 +35,7 @@ def signed_probabilities(
     """
     from ..flash_attn_generic_probabilities import prepare  # calls without it do not wait for it to load
 
-    q, k, lse = (_aligned(x.detach()) for x in (q, k, lse))
+    q, k, lse = loadable(q.detach()), loadable(k.detach()), lse.detach()
     try:
         call = check_call(q, k, k, causal, None, {**OPTION_DEFAULTS, **options})
         request = call.request
@@ -48,9 +48,3 @@ def signed_probabilities(
         caller.tell(error)
         raise
     return found
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy that kernels can load in pieces of 16 bytes."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x

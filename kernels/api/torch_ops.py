@@ -6,7 +6,8 @@ names, as far as an operation can: tensors and numbers, no functions. `caller` i
 microseconds on the host and is gone through only where a compiler traces, or a dispatch mode is active.
 
 `torch.ops.fly.flash_attn_backward` has the gradients of `torch.ops.fly.flash_attn`, which autograd and compilers
-call; its own are refused. `torch.ops.fly.flash_attn_backward_out` writes them into given tensors (`api.inner`).
+call: of q, k and v, and of the tensors among its options that `operands` names. Its own are refused.
+`torch.ops.fly.flash_attn_backward_out` writes those of q, k and v into given tensors (`api.inner`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
 from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
-from ..problem.catalogue import FEATURES
+from ..problem.catalogue import DIFFERENTIABLE, FEATURES
 from ..problem.dropout_mask import random_state
 from .rows import padded_dim, ready
 
@@ -46,14 +47,14 @@ _OPTIONS = {
 _LISTED = ", ".join(_OPTIONS.values())
 _COTANGENTS = ("dout", "dlse", "out", "lse")
 _NAMES = ("q", "k", "v", "causal", *_OPTIONS)
-_OF_BACKWARD = (*_COTANGENTS, *_NAMES)
+_OF_BACKWARD = (*_COTANGENTS, "operands", *_NAMES)
 
 # tensors that autograd is to see are no keyword-only arguments
 torch.library.define("fly::flash_attn", f"({_INPUTS}, {_LISTED}) -> (Tensor out, Tensor lse)")
 torch.library.define("fly::flash_attn_out", f"({_INPUTS}, *, Tensor(a!) out, {_LISTED}) -> Tensor lse")
 torch.library.define(
     "fly::flash_attn_backward",
-    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_LISTED}) -> Tensor[]",
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, str[] operands, {_INPUTS}, {_LISTED}) -> Tensor[]",
 )
 torch.library.define(
     "fly::flash_attn_backward_out",
@@ -100,7 +101,8 @@ def attention(
         options["rng_state"] = random_state(q.device)
     key = caller.key
     if out is None:
-        needed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves_of(q, k, v))
+        given = (*leaves_of(q, k, v), *(options.get(name) for name in DIFFERENTIABLE))
+        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         out, lse = torch.ops.fly.flash_attn(q, k, v, causal, return_lse=return_lse or needed, caller=key, **options)
     else:
         if torch.is_grad_enabled():
@@ -266,7 +268,7 @@ def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     needed = dict(zip(_NAMES, ctx.needs_input_grad))
     options = {name: value for name, value in named.items() if name in _OPTIONS}
     with _in_names_of(named["caller"]):
-        ATTENTION.no_operand_gradients({name: options[name] for name in options if needed.get(name)})
+        ATTENTION.have_gradients({name: options[name] for name in options if needed.get(name)}, DIFFERENTIABLE)
         check_8_bits(named["q"].dtype)
         check_features(f.name for f in FEATURES for name in f.keywords if isinstance(options.get(name), torch.Tensor))
         if not named["return_lse"]:
@@ -275,6 +277,7 @@ def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     ctx.save_for_backward(*output, *tensors.values())
     ctx.set_materialize_grads(False)
     ctx.kept, ctx.names = named, tuple(tensors)
+    ctx.operands = [name for name in DIFFERENTIABLE if needed.get(name)]
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -283,8 +286,8 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     if not (dout is dlse is None):
         out, lse, *saved = ctx.saved_tensors
         named = ctx.kept | dict(zip(ctx.names, saved, strict=True))
-        leaves = [name for name in INPUTS if named[name] is not None]
-        given = (dout, dlse, out, lse, *named.values())
+        leaves = [*(name for name in INPUTS if named[name] is not None), *ctx.operands]
+        given = (dout, dlse, out, lse, ctx.operands, *named.values())
         found = dict(zip(leaves, torch.ops.fly.flash_attn_backward(*given), strict=True))
     return tuple(found.get(name) for name in ctx.kept)
 
@@ -297,16 +300,18 @@ def _backward(*arguments: Any) -> list[torch.Tensor]:
     from ..call.gradients import backward
 
     named = _named(arguments, names=_OF_BACKWARD)
-    dout, dlse, out, lse = (named.pop(name) for name in _COTANGENTS)
+    dout, dlse, out, lse, operands = (named.pop(name) for name in (*_COTANGENTS, "operands"))
     q, k, v, causal = _inputs(named)
     with _in_names_of(named.pop("caller", None)):
-        return backward(leaves_of(q, k, v), out, lse, dout, dlse, causal, OPTION_DEFAULTS | named)
+        options = OPTION_DEFAULTS | named
+        return backward(leaves_of(q, k, v), out, lse, dout, dlse, causal, options, operands=operands)
 
 
 @_register_fake("fly::flash_attn_backward")
 def _backward_fake(*arguments: Any, **options: Any) -> list[torch.Tensor]:
     named = _named(arguments, options, _OF_BACKWARD)
-    return [x.new_empty(x.shape) for x in leaves_of(named["q"], named["k"], named["v"])]
+    leaves = (*leaves_of(named["q"], named["k"], named["v"]), *(named[name] for name in named["operands"]))
+    return [x.new_empty(x.shape) for x in leaves]
 
 
 _GIVEN = ("dout", "out", "lse", *INPUTS)

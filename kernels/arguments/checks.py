@@ -168,17 +168,8 @@ class Checks:
                     UnsupportedError,
                 )
 
-    def no_operand_gradients(self, operands: Mapping[str, Any]) -> None:
-        """No operand of a feature requires a gradient (call it only in grad mode)."""
-        for name, tensor in operands.items():
-            if tensor is not None and tensor.requires_grad:
-                self.fail(
-                    f"{arg(name)} requires a gradient, and only q, k and v have one: pass it detached",
-                    UnsupportedError,
-                )
-
     def have_gradients(self, operands: Mapping[str, Any], have: Collection[str]) -> None:
-        """Operands of features that require a gradient are among those that `have` one."""
+        """Operands that require a gradient are among those that `have` one (call it only in grad mode)."""
         for name, tensor in operands.items():
             if tensor is not None and tensor.requires_grad and name not in have:
                 self.fail(f"{arg(name)} requires a gradient, and has none: pass it detached", UnsupportedError)

@@ -246,6 +246,11 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.stride(-1) == 1 and alignment(settled(tensor)) >= ALIGNMENT
 
 
+def loadable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor `settled`, or a contiguous copy where kernels cannot load 16 bytes at once from it."""
+    return settled(tensor) if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _pitch(*tensors: torch.Tensor) -> int:
     """The largest distance between neighbouring tokens, in bytes."""
     return max(tensor.stride(-3) * tensor.element_size() for tensor in tensors)

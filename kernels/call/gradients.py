@@ -30,7 +30,7 @@ from ..problem.block_mask import BlockMask
 from ..problem.catalogue import BLOCKS, BY_NAME
 from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
-from .checks import INPUTS, check_call, is_aligned, settled
+from .checks import INPUTS, check_call, is_aligned, loadable, settled
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans
 
@@ -191,11 +191,11 @@ def run(
     """
     out = tensors["out"]
     if out.data_ptr() % ALIGNMENT:
-        out = tensors["out"] = _aligned(out)
+        out = tensors["out"] = loadable(out)
     if dout is None:
         dout = torch.zeros_like(out, memory_format=_CONTIGUOUS)
     elif not dout.is_contiguous() or dout.data_ptr() % ALIGNMENT:
-        dout = _aligned(dout)
+        dout = loadable(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
     inputs, needed = leaves, dict[str, torch.Tensor]()
@@ -289,12 +289,13 @@ def backward(
     options: Options,
     results: Sequence[torch.Tensor] | None = None,
     delta: torch.Tensor | None = None,
+    operands: Sequence[str] = (),
 ) -> list[torch.Tensor]:
     """Gradients of a call of which only its arguments are known, `options` by `flydsl_flash_attn_func`'s names.
 
     q, k, v (B, S, H, D) or packed (total, H, D), out and dout like q with v's head dimension, lse, dlse and delta
     (B, H, Sq) or (H, total) float32. What is not 16-byte aligned with a last stride of 1 is copied. `results`: as of
-    `run`, like the leaves, aligned so; delta is written too.
+    `run`, like the leaves, aligned so; delta is written too. `operands`: the options whose gradients come behind.
 
     Raises:
         ArgumentError, ArgumentTypeError: one of them does not go with the others.
@@ -318,10 +319,11 @@ def backward(
         kind = _kinds[key] = Kind.of(call)
     tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
     tensors |= {aux_name(i): tensor for i, tensor in enumerate(options["aux_tensors"])}
-    tensors |= {"out": _aligned(out), "lse": lse.contiguous()}
+    tensors |= {"out": loadable(out), "lse": lse.contiguous()}
     if delta is not None:
         tensors["delta"] = delta
-    return run(kind, leaves, tensors, dout, dlse, results=results)
+    leaves = (*leaves, *(tensors.pop(name) for name in operands))
+    return run(kind, leaves, tensors, dout, dlse, operands, results)
 
 
 def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -331,11 +333,6 @@ def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         ATTENTION.fail(f"{arg(name)} has dtype {x.dtype}; accepted: {dtype}", ArgumentTypeError)
     if x.shape != shape or x.device != device:
         ATTENTION.fail(f"{arg(name)} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy where kernels cannot load 16 bytes at once from it."""
-    return settled(x) if is_aligned(x) else x.clone(memory_format=_CONTIGUOUS)
 
 
 def _key(value: Any) -> Any:

@@ -8,7 +8,8 @@ import fly
 from fly.backends.target import Target
 from fly.errors import ShapeError
 
-from ..problem.features import NO_FEATURES, Features
+from ..problem.features import NO_FEATURES, BoundFeatures, Features
+from ..work.tile_scheduler import BlockWork, block_work
 from .block_tiles import Tiles, tiles_within
 from .operands import Tiling, padded
 
@@ -20,8 +21,9 @@ class BackwardOptions:
     A block has `block_m` rows, wave w those from w * block_m / waves on, and what passes by comes in tiles of
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
-    block mask's blocks are (keys, queries). `adds_bias`: of `dq`, whether several blocks have an element of the
-    bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
+    block mask's blocks are (keys, queries). `rereads`: of `dkdv`, whether what a thread copies is computed again for
+    every tile, which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`, whether several blocks
+    have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -40,6 +42,7 @@ class BackwardOptions:
     features: Features = NO_FEATURES
     min_blocks: int | None = None
     waves_per_eu: int | None = None
+    rereads: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -62,8 +65,11 @@ class BackwardOptions:
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored turned as well."""
-        rows = self.stages * self.block_n + (self.block_m if self.resident == "shared" else 0)
-        tiles = 2 * rows * (padded(self.head_dim) + padded(self.head_dim_v))
+        dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)
+        tiles = 2 * self.stages * self.block_n * (dim + dim_v)
+        if self.resident == "shared":
+            # dV alone needs no V
+            tiles += 2 * self.block_m * (dim + dim_v * (kernel == "dq" or "dk" in self.results))
         if kernel == "dq":
             return tiles
         # the queries' log-sum-exp and delta
@@ -73,6 +79,23 @@ class BackwardOptions:
     def tiling(self) -> Tiling:
         """Of what passes by."""
         return Tiling(self.block_n, self.stages, self.vector)
+
+
+def query_block(
+    tensors: tuple[fly.Tensor | None, ...], options: BackwardOptions, given: BoundFeatures, *, folded: bool
+) -> BlockWork:
+    """`block_work` of a build whose rows are queries, on its target."""
+    return block_work(
+        tensors,  # type: ignore[arg-type]
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim_v,
+        causal=options.causal,
+        block_m=options.block_m,
+        block_n=options.block_n,
+        xcds=fly.target().xcds,
+        given=given,
+        folded=folded,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,13 +125,24 @@ _NVIDIA = {
     192: (_Rows((64, 32, 4), (64, 32, 4)),),
     224: (_Rows((64, 64, 4), (64, 64, 4)), _Rows((64, 16, 4), (64, 16, 4), vector=4)),
     256: (
-        _Rows((128, 32, 8), (128, 32, 8), dv=(64, 32, 4)),
+        _Rows((128, 32, 8), (128, 32, 8), dv=(128, 32, 8)),
         _Rows((64, 32, 4), (64, 32, 4)),
         _Rows((64, 16, 4), (64, 16, 4)),
     ),
 }
-# Where scores need nothing but causality, before those: a wave's rows, or a tile's, take more registers.
+# Before those: where scores need nothing but causality, as a wave's rows, or a tile's, take more registers;
 _NVIDIA_PLAIN = {64: _Rows((128, 32, 4), (128, 32, 4)), 128: _Rows((128, 64, 8), (128, 32, 4))}
+# where there is nothing for single scores;
+_NVIDIA_BARE = {256: _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8))}
+# where weights are dropped and scores modified;
+_NVIDIA_FULL = {64: _Rows((128, 32, 8), (128, 32, 4)), 128: _Rows((128, 16, 8), (128, 16, 4))}
+# where biases are added, or scores modified within a window;
+_NVIDIA_CUT = {128: _Rows((128, 32, 8), (128, 16, 4))}
+# where a list's blocks are small, and so what copies a tile;
+_NVIDIA_LISTED = {128: _Rows((128, 16, 8), (128, 16, 4))}
+# where weights are dropped; where they are, or tiles are listed.
+_NVIDIA_DROPPING = {128: _Rows((128, 16, 8), (128, 32, 4))}
+_NVIDIA_CROWDED = {256: _Rows((128, 16, 8), (128, 32, 8), dv=(128, 32, 8))}
 # Where gradients of operands take registers beside dQ's.
 _NVIDIA_OF_OPERANDS = {128: _Rows((128, 32, 8), (128, 32, 8))}
 # A wave has 32 rows; what passes by goes through registers, so that it needs one slot.
@@ -143,8 +177,20 @@ def options_for(
     dim = max(padded(head_dim), padded(head_dim_v))
     narrowest = min(padded(head_dim), padded(head_dim_v))
     nvidia = target.backend == "nvvm"
-    plain = not (features.per_score or features.elementwise or features.windowed or features.ends_early)
-    plain = plain and features.block_size is None
+    bare = not (features.per_score or features.elementwise) and features.block_size is None
+    plain = bare and not (features.windowed or features.ends_early)
+    loads_lengths = any(name in features.operands for name in ("seqused_q", "seqused_kv"))
+    cut = "bias" in features.operands or (features.modifies and features.windowed)
+    first = (
+        (of_operands, _NVIDIA_OF_OPERANDS),
+        (plain, _NVIDIA_PLAIN),
+        (bare, _NVIDIA_BARE),
+        (features.drops and features.modifies, _NVIDIA_FULL),
+        (cut, _NVIDIA_CUT),
+        (features.block_size is not None and min(features.block_size) < 128, _NVIDIA_LISTED),
+        (features.drops, _NVIDIA_DROPPING),
+        (features.drops or features.block_size is not None, _NVIDIA_CROWDED),
+    )
 
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
@@ -160,7 +206,8 @@ def options_for(
         block_m, block_n, waves = tiles
         # every thread has a piece of the narrower tiles too
         vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
-        crowded = of_operands and not by_keys and dim == TOGETHER
+        # modified scores are kept for their derivatives, beside dQ's sums
+        crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
         return BackwardOptions(
             head_dim,
             head_dim_v,
@@ -173,14 +220,15 @@ def options_for(
             resident="shared" if nvidia else "registers",
             results=results,
             features=given,
+            rereads=nvidia and by_keys and loads_lengths,
             waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER or crowded else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         if not nvidia:
             return made(_AMD[dim], kernel, results)
-        first = _NVIDIA_OF_OPERANDS.get(dim) if of_operands else _NVIDIA_PLAIN.get(dim) if plain else None
-        for rows in (*([first] if first else []), *_NVIDIA[dim]):
+        apart = next((rows[dim] for holds, rows in first if holds and dim in rows), None)
+        for rows in (*([apart] if apart else []), *_NVIDIA[dim]):
             options = made(rows, kernel, results)
             if options.block_bytes(kernel, target.wave_size) <= target.shared_bytes:
                 break

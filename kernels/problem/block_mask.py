@@ -234,25 +234,36 @@ def _of_table(mask_mod: Callable[..., Any], rows: int, keys: int) -> Callable[..
     return listed
 
 
+Function = Callable[..., Any]
+
+
 def for_tiles(
-    block_mask: BlockMask, score_mod: Callable[..., Any] | None, aux: Sequence[torch.Tensor], q: torch.Tensor
-) -> tuple[BlockMask, Callable[..., Any] | None, Sequence[torch.Tensor]]:
-    """The mask, `score_mod` and auxiliary tensors of a call with q as kernels take them: see `BlockMask.retiled`.
+    block_mask: BlockMask,
+    score_mod: Function | None,
+    score_mod_bwd: Function | None,
+    aux: Sequence[torch.Tensor],
+    q: torch.Tensor,
+) -> tuple[BlockMask, Function | None, Function | None, Sequence[torch.Tensor]]:
+    """The mask, functions and auxiliary tensors of a call with q as kernels take them: see `BlockMask.retiled`.
 
     What is no call with a block mask is returned as it is, for the checks.
     """
-    good = (score_mod is None or callable(score_mod)) and isinstance(aux, Sequence)
+    good = all(f is None or callable(f) for f in (score_mod, score_mod_bwd)) and isinstance(aux, Sequence)
     if not good or q.dim() != 4 or block_mask.fits_tiles:
-        return block_mask, score_mod, aux
+        return block_mask, score_mod, score_mod_bwd, aux
     mask, table = block_mask.retiled(q.shape[0], q.shape[2])
-    return mask, None if score_mod is None else _without_table(score_mod), (*aux, table)
+    return mask, _without_table(score_mod), _without_table(score_mod_bwd), (*aux, table)
 
 
-def _without_table(score_mod: Callable[..., Any]) -> Callable[..., Any]:
-    def modified(score: Any, batch: Any, head: Any, query: Any, key: Any, *aux: Any) -> Any:
-        return score_mod(score, batch, head, query, key, *aux[:-1])
+def _without_table(function: Function | None) -> Function | None:
+    if function is None:
+        return None
+    own = function
 
-    return modified
+    def called(*arguments: Any) -> Any:
+        return own(*arguments[:-1])
+
+    return called
 
 
 def create_block_mask(

@@ -213,6 +213,13 @@ def _function(name: str, call: CallArguments) -> Found:
     return {} if function is None else {name: Mod.of(call.function(name, function, dependencies))}
 
 
+def _score_mod(call: CallArguments) -> Found:
+    found = {**_function("score_mod", call), **_function("score_mod_bwd", call)}
+    if [*found] == ["score_mod_bwd"]:
+        call.checks.fail("score_mod_bwd is the derivative of a score_mod, and there is none: pass both or neither")
+    return found
+
+
 BLOCKS = ("block_counts", "block_indices", "whole_block_counts", "whole_block_indices")
 
 
@@ -373,8 +380,8 @@ FEATURES = (
         "score_mod",
         "score_mod",
         "softcap, alibi_slopes and bias cover common cases",
-        keywords={"score_mod": ""},
-        check=partial(_function, "score_mod"),
+        keywords={"score_mod": "", "score_mod_bwd": ""},
+        check=_score_mod,
     ),
     Feature(
         "mask_mod",

@@ -34,6 +34,7 @@ class Features:
 
     operands: tuple[str, ...] = ()
     score_mod: Mod | None = None
+    score_mod_bwd: Mod | None = None
     mask_mod: Mod | None = None
     block_size: tuple[int, int] | None = None
     one_query: bool = False
@@ -116,6 +117,11 @@ class BoundFeatures:
     features: Features
     operands: Mapping[str, Any]
     aux: tuple[fly.Tensor, ...]
+
+    def reread(self) -> BoundFeatures:
+        """The same, of parameters read anew (`fly.reread`)."""
+        operands = {name: fly.reread(value) for name, value in self.operands.items()}
+        return replace(self, operands=operands, aux=tuple(map(fly.reread, self.aux)))
 
     def get(self, name: str) -> Any:
         """An operand, or None."""
@@ -221,16 +227,28 @@ class BoundFeatures:
         """
         if not self.features.modifies:
             return tile
-        softmax_scale = scale_log2 * (1 / LOG2_E)
-        modifiers, at = self.features.modifiers, ScoreTile(rows, first_key, place, softmax_scale, bias)
+        at = ScoreTile(rows, first_key, place, scale_log2 * (1 / LOG2_E), bias)
+        return self.apply_mod(self.add_operands(tile, at), at)
+
+    def add_operands(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
+        """Raw scores, scaled and with what operands do to them: what a `score_mod` gets."""
+        modifiers, softmax_scale = self.features.modifiers, at.softmax_scale
         if not any(feature.raw for feature in modifiers):
             tile = tile.map(lambda x, r, c: x * softmax_scale)
         for feature in modifiers:
             assert feature.modify is not None
-            tile = feature.modify(self, tile, self._value(feature, place), at)
-        if (mod := self.features.score_mod) is not None:
-            tile = scores.apply_mod(tile, mod, at, self.aux)
+            tile = feature.modify(self, tile, self._value(feature, at.place), at)
         return tile
+
+    def apply_mod(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
+        """The same behind the `score_mod`, where there is one."""
+        mod = self.features.score_mod
+        return tile if mod is None else scores.apply_mod(tile, mod, at, self.aux)
+
+    def pull_mod(self, gradients: fly.Fragment, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
+        """Gradients of what `score_mod_bwd` is for, from those of what `apply_mod` made of the tile."""
+        assert self.features.score_mod_bwd is not None
+        return scores.pull_mod(gradients, tile, self.features.score_mod_bwd, at, self.aux)
 
     def mask(
         self, tile: fly.Fragment, rows: fly.RowVector, first_key: Any, place: Place, one_by_one: bool = False

@@ -13,7 +13,8 @@ weights that are kept, and
 dS is without the factor 1 / share too.
 
 dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. What
-modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. Rows are
+modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. A `score_mod`
+is differentiated as it was traced, unless the call has a `score_mod_bwd`. Rows are
 queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
 """
 
@@ -26,7 +27,7 @@ import fly
 
 from .dropout_tile import only
 from .features import BoundFeatures
-from .scores import LARGEST_INVERSE, LOG2_E, Place
+from .scores import LARGEST_INVERSE, LOG2_E, Place, ScoreTile
 
 
 def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -67,12 +68,14 @@ SCORES_ALONE = Inputs()
 class Weights:
     """A tile's P, and `pull`: the gradients of raw scores, and of other inputs, from those of scores.
 
-    `kept`: with dropout, which weights are.
+    `kept`: with dropout, which weights are. `steep`: P * ds/dt, where it was made before
+    dP: it takes the place of P and of what the derivative is made of. Nothing but raw scores gets gradients then.
     """
 
     weights: fly.Fragment
     pull: Callable[[fly.Fragment], ScoreGradients]
     kept: fly.Fragment | None = None
+    steep: fly.Fragment | None = None
 
     @property
     def of_values(self) -> fly.Fragment:
@@ -90,6 +93,8 @@ class Weights:
         """Of dP - delta, and of -delta, which it is where a weight is dropped."""
         if (kept := self.kept) is not None:
             excess = excess.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, less.tiles[r][c]))
+        if (steep := self.steep) is not None:
+            return ScoreGradients(excess.map(lambda x, r, c: steep.tiles[r][c] * x))
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
 
 
@@ -104,11 +109,13 @@ def weights(
     hide: Callable[[fly.Fragment], fly.Fragment] | None,
     first_query: fly.Value,
     inputs: Inputs = SCORES_ALONE,
+    early: bool = False,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
     `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights
-    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole.
+    are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole. `early`: P is wanted
+    for nothing else, so that scores' derivatives are put into it at once (`Weights.steep`).
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
@@ -119,7 +126,9 @@ def weights(
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
     dropout = given.dropout(place)
     kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
-    return Weights(exponents.map(lambda x, r, c: fly.exp2(x)), pull, kept)
+    found = exponents.map(lambda x, r, c: fly.exp2(x))
+    steep = pull(found).raw if early and given.features.modifies and inputs == SCORES_ALONE else None
+    return Weights(found, pull, kept, steep)
 
 
 def _modified(
@@ -136,26 +145,42 @@ def _modified(
         return raw, ScoreGradients
     # the factor that results get is part of the modification too
     inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
-    columns = raw.layout.columns
-    parts, tapes, biases = [], [], []
+    columns, by_hand = raw.layout.columns, given.features.score_mod_bwd is not None
+    parts, taped, tapes, biases, places = [], [], [], [], []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
         part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
-        bias = given.load_bias(columns, lambda c=c: (rows, first_key + c * columns, place))  # type: ignore[misc]
+        first = first_key + c * columns
+        bias = given.load_bias(columns, lambda first=first: (rows, first, place))  # type: ignore[misc]
+        at = ScoreTile(rows, first, place, scale_log2 * (1 / LOG2_E), bias)
         with fly.Tape() as tape:
-            part = given.modify(part, scale_log2, rows, first_key + c * columns, place, bias)
-        parts.append([row[0] for row in part.tiles])
+            part = given.add_operands(part, at)
+            if not by_hand:
+                part = given.apply_mod(part, at)
+        taped.append(part)
+        parts.append([row[0] for row in (given.apply_mod(part, at) if by_hand else part).tiles])
         tapes.append(tape)
         biases.append(bias)
+        places.append(at)
+
+    def by_function(gradients: fly.Fragment) -> fly.Fragment:
+        """What `score_mod_bwd` makes of them."""
+        found = []
+        for c, column in enumerate(zip(*gradients.tiles, strict=True)):
+            part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
+            found.append([row[0] for row in given.pull_mod(part, taped[c], places[c]).tiles])
+        return fly.Fragment(raw.layout, tuple(zip(*found, strict=True)))
 
     def pull(gradients: fly.Fragment) -> ScoreGradients:
         loads: list[fly.LoadGradient] = []
         of_bias: dict[tuple[int, int], fly.Value] = {}
+        if by_hand:
+            gradients = by_function(gradients)
 
         def one(x: fly.Value, r: int, c: int) -> fly.Value:
             asked, bias = [raw.tiles[r][c]], biases[c]
             if inputs.bias and bias is not None:
                 asked.append(bias.tiles[r][0])
-            found = tapes[c].gradients(parts[c][r], asked, x, loads=inputs.loads)
+            found = tapes[c].gradients(taped[c].tiles[r][0], asked, x, loads=inputs.loads)
             # raw scores' gradients get dropout's scale with the results
             loads.extend(replace(load, cotangent=given.scale_kept(load.cotangent)) for load in found.loads)
             for gradient in found.inputs[1:]:

@@ -167,6 +167,11 @@ class QueryRange:
         return self.exchanged.hides_first
 
     @property
+    def two_sided(self) -> bool:
+        """Whether a score is compared twice."""
+        return self.hides_first and self.limits
+
+    @property
     def limits(self) -> bool:
         """Whether there are keys that the last queries do not see, or those past the end must not."""
         return not self.open_end or self.exchanged.right is not None or self.exchanged.chunk is not None

@@ -1,4 +1,4 @@
-"""Functions of the caller that are traced into kernels, `score_mod` and `mask_mod`, and what they are given."""
+"""Functions of the caller that are traced into kernels, `score_mod` and the like, and what they are given."""
 
 from __future__ import annotations
 
@@ -97,10 +97,11 @@ class Batch(fly.Value):
         return seen
 
 
-def score_of(value: Any, mod: Mod) -> fly.Value:
+def score_of(value: Any, mod: Mod, called: str = "score_mod") -> fly.Value:
+    """What a function of a score returned, in f32; `called`: its keyword."""
     if isinstance(value, int | float):
         score: fly.Value = fly.f32(float(value))
         return score
     if not isinstance(value, fly.Value) or not value.dtype.is_float or value.length is not None:
-        raise DTypeError(f"score_mod {mod.function!r} returned {value!r}; expected a float")
+        raise DTypeError(f"{called} {mod.function!r} returned {value!r}; expected a float")
     return value.to(fly.f32)

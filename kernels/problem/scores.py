@@ -111,6 +111,18 @@ def apply_mod(scores: fly.Fragment, mod: Mod, tile: ScoreTile, aux: tuple[fly.Te
     return _each(scores, tile.rows, tile.first_key, tile.place, call)
 
 
+def pull_mod(
+    gradients: fly.Fragment, scores: fly.Fragment, mod: Mod, tile: ScoreTile, aux: tuple[fly.Tensor, ...]
+) -> fly.Fragment:
+    """score_mod_bwd(gradient, score, batch, head, query, key, *aux) of every score that a `score_mod` got."""
+
+    def call(gradient: Any, score: Any, head: Any, query: Any, key: Any) -> Any:
+        found = mod.function(gradient, score, tile.place.batch, head, query, key, *map(Aux, aux))
+        return score_of(found, mod, "score_mod_bwd")
+
+    return _each(gradients, tile.rows, tile.first_key, tile.place, call, others=(scores,))
+
+
 def hide(
     scores: fly.Fragment,
     mod: Mod,
@@ -140,8 +152,9 @@ def _each(
     place: Place,
     function: Callable[..., Any],
     one_by_one: bool = False,
+    others: tuple[fly.Fragment, ...] = (),
 ) -> fly.Fragment:
-    """`function(score, head, query, key)` of every score alone.
+    """`function(score, *others, head, query, key)` of every score alone, and of what others have in its place.
 
     Queries and keys are cut to those that exist: what is computed for others is not used, but may load. `one_by_one`:
     without a vector of limits, which LLVM would keep in a scalar register an element where a loop goes on to what is
@@ -154,15 +167,17 @@ def _each(
     one = place.head
     by_row = (one,) if isinstance(one, fly.RowVector) else ()
 
-    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, *by_row: fly.Value) -> fly.Value:
-        count = len(tile)
+    def elements(tile: fly.Value, query: fly.Value, column: fly.Value, *more: fly.Value) -> fly.Value:
+        count, beside = len(tile), more[len(by_row) :]
         # one head stays one value, so that who differentiates sees that it is
-        head = by_row[0] if by_row else [one] * count
+        head = more[0] if by_row else [one] * count
         if one_by_one:
             keys = [fly.minimum(column[i], last_key) for i in range(count)]
         else:
             cut = fly.minimum(column, last_key)
             keys = [cut[i] for i in range(count)]
-        return fly.from_elements([function(tile[i], head[i], query[i], keys[i]) for i in range(count)])
+        return fly.from_elements(
+            [function(tile[i], *(other[i] for other in beside), head[i], query[i], keys[i]) for i in range(count)]
+        )
 
-    return scores.map_places(queries, elements, *by_row, first_column=first_key)
+    return scores.map_places(queries, elements, *by_row, first_column=first_key, others=others)

@@ -50,6 +50,11 @@ def load_queries(
     return result
 
 
+def row_numbers(layout: fly.AccumulatorLayout, row_tiles: int, first: Any) -> fly.RowVector:
+    """The number of each row that a lane holds, of `row_tiles` accumulator tiles from row `first` on."""
+    return fly.RowVector.full(layout, row_tiles, 0.0).rows().map(lambda row: row + first)
+
+
 def product(
     link: fly.Chain,
     rows: list[fly.Value],

@@ -10,6 +10,7 @@ import pytest
 import fly
 from fly.backends.target import target
 from fly.errors import CompileError
+from fly.lang.signature import ScalarSpec
 from tests.backends.lowering import lowered
 from tests.filecheck import filecheck
 from tests.tracing import matrix
@@ -246,6 +247,25 @@ def test_bytes_widen_in_pairs_through_f16(dtype, name):
         CHECK: llvm.fpext %{{{{.*}}}} : vector<4xf16> to vector<4xf32>
         """,
     )
+
+
+def test_parameters_are_read_again_where_it_is_asked_for():
+    def twice(out: fly.Tensor, factor: fly.i32, *, anew: bool):
+        out.store(factor, fly.thread_id.x)
+        fly.barrier()
+        read = fly.reread if anew else lambda given: given
+        read(out).store(read(factor) + 1, fly.thread_id.x + 40)
+
+    nvidia, amd = (
+        [
+            fly.compile(fly.kernel(twice), matrix("i32", 1), ScalarSpec("i32"), block=32, target=arch, anew=anew).isa
+            for anew in (False, True)
+        ]
+        for arch in ("sm_80", "gfx950")
+    )
+    assert nvidia[0] == nvidia[1]
+    loads = [len(re.findall(r"s_load_dword", isa)) for isa in amd]
+    assert loads[1] >= loads[0] + 2
 
 
 def test_ids_are_read_again_where_it_is_asked_for():

@@ -4,6 +4,7 @@ compute-sanitizer --tool memcheck --report-api-errors no python tests/kernels/sa
 compute-sanitizer --tool racecheck python tests/kernels/sanitizer_set.py
 compute-sanitizer --tool synccheck python tests/kernels/sanitizer_set.py
 
+Names of kernels, "appending" and "backward" behind it run only these.
 (API errors are left out because cuda-bindings asks older drivers for functions that they do not have.)
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,9 +24,11 @@ import torch
 
 from fly import config
 from fly.runtime.device import device_of
-from kernels import dispatch
+from kernels import dispatch, flash_attn_generic_bwd, flash_attn_generic_probabilities
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
+from kernels.problem.contract import Prepare, Request
+from tests.kernels.backward.builds import arguments_of
 from tests.kernels.cache.kv_cache_cases import Case, Problem
 from tests.kernels.feature_cases import FEATURES, Inputs
 from tests.kernels.packed import offsets
@@ -149,6 +154,57 @@ def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> No
         packed((3, 0, 5), (33, 17, 300), (8, 2), dim, True, device, torch.float8_e4m3fn)
 
 
+def asked(*names: str) -> Callable[[Inputs], dict[str, Any]]:
+    """All options of some of `FEATURES`, "bias of every score" and "block mask" among them."""
+    more: Mapping[str, Callable[[Inputs], dict[str, Any]]] = {
+        "bias of every score": lambda x: {"bias": x.floats(x.batch, x.heads, x.queries[0], x.keys[0])},
+        "block mask": lambda x: {
+            "block_mask": create_block_mask(sliding, x.batch, x.heads, x.queries[0], x.keys[0], x.device)
+        },
+    }
+    return lambda x: {key: value for name in names for key, value in {**FEATURES, **more}[name](x).items()}
+
+
+# sizes, whether causal, options, and whose gradients are wanted beside those of q, k and v
+BACKWARD: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]], tuple[str, ...]], ...] = (
+    *(
+        ({"queries": [sq], "keys": [skv], "heads": h, "kv_heads": hkv, "head_dim": 64}, True, asked(), ())
+        for sq, skv, h, hkv in SHAPES
+    ),
+    ({"queries": [33, 0, 130], "keys": [40, 20, 70], "head_dim": 128, "packed": True}, True, asked("dropout"), ()),
+    ({"queries": [70], "keys": [130], "head_dim": 256, "dtype": "f16"}, False, asked("window both"), ()),
+    ({"queries": [40] * 2, "keys": [70] * 2, "head_dim": 72, "head_dim_v": 40}, True, asked("seqused"), ()),
+    ({"queries": [130], "keys": [70]}, False, asked("bias of every score", "sink"), ("bias", "sink")),
+    ({"queries": [70], "keys": [130]}, True, asked("bias", "score_mod aux"), ("bias", "aux_tensors")),
+    ({"queries": [70] * 2, "keys": [70] * 2}, False, asked("bias of keys", "alibi heads", "softcap"), ("bias",)),
+    ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask"), ()),
+)
+
+
+def backward(device: str) -> None:
+    """The backward pass alone: statistics of rows, dK and dV, dQ, and gradients of operands."""
+    for sizes, causal, options, of in BACKWARD:
+        inputs = Inputs(**sizes, device=device)
+        launched(flash_attn_generic_bwd.prepare, *arguments_of(inputs, causal, of, **options(inputs)))
+    inputs = Inputs([33, 0, 130], [40, 20, 70], head_dim=64, packed=True, device=device)
+    tensors, request = arguments_of(inputs, True, **FEATURES["dropout"](inputs))
+    tensors["probabilities"] = random(device, 3, request.num_heads, 130, 70)
+    launched(flash_attn_generic_probabilities.prepare, tensors, request)
+
+
+def launched(prepare: Prepare, tensors: dict[str, Any], request: Request) -> None:
+    """A launch on these tensors."""
+    launch = prepare(tensors, request)
+    workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=tensors["q"].device)
+    launch.run({**tensors, "workspace": workspace}, None)
+
+
+def appending(device: str) -> None:
+    """New keys and values of caches."""
+    for case, lengths in APPENDS:
+        Problem(case, 0, device, lengths).call()
+
+
 Section = Callable[[dispatch.Kernel, tuple[int, ...], str], None]
 # of every NVIDIA kernel: head dimensions, and what is called
 SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
@@ -156,26 +212,34 @@ SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
     "sm90_fp8": ((64, 128, 256), (eight_bit,)),
     "generic": ((64, 128, 72), (plain, groups, pages, features)),
 }
+OTHERS: Mapping[str, Callable[[str], None]] = {"appending": appending, "backward": backward}
 
 
-def run(device: str) -> None:
-    """Every kernel that the device has, and appending to caches."""
+def run(device: str, only: Collection[str] = (*SETS, *OTHERS)) -> None:
+    """Every kernel that the device has, and what is launched beside them; `only`: of these names."""
     target = device_of(torch.device(device)).target
     for kernel in dispatch.KERNELS:
-        if target not in kernel.archs:
+        if target not in kernel.archs or kernel.name not in only:
             continue
         os.environ[config.KERNEL.name] = kernel.name
         dims, sections = SETS[kernel.name]
         for section in sections:
-            print(kernel.name, section.__name__, flush=True)
-            section(kernel, dims, device)
-            if device == "cuda":  # so that what a tool reports comes after its section's name
-                torch.cuda.synchronize()
-    print("appending", flush=True)
-    for case, lengths in APPENDS:
-        Problem(case, 0, device, lengths).call()
+            done(device, f"{kernel.name} {section.__name__}", partial(section, kernel, dims, device))
+    for name, section in OTHERS.items():
+        if name in only:
+            done(device, name, partial(section, device))
+
+
+def done(device: str, name: str, section: Callable[[], None]) -> None:
+    """A section, to its end, so that what a tool reports comes after its name."""
+    print(name, flush=True)
+    section()
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    run("cuda")
-    torch.cuda.synchronize()
+    names = (*SETS, *OTHERS)
+    if unknown := {*sys.argv[1:]} - {*names}:
+        sys.exit(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    run("cuda", sys.argv[1:] or names)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fly import config
+from kernels.generic.backward import BackwardOptions
 from kernels.problem.catalogue import OPERANDS
 from tests.kernels import sanitizer_set
 from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
-MOST_BUILDS = 165  # a sanitizer makes loading and running one take seconds
+MOST_BUILDS = 193  # a sanitizer makes loading and running one take seconds
+MOST_BACKWARD_BUILDS = 28
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +29,29 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     assert {launch["function"] for launch in stub.driver.launches} == {
         *("flash_attn_generic", "flash_attn_sm90", "flash_attn_sm90_fp8"),
         *("split_combine", "transpose_values", "rotate_and_append"),
+        *("row_statistics", "sink_gradients", "flash_attn_generic_dkdv", "flash_attn_generic_dq"),
+        "flash_attn_generic_probabilities",
     }
-    builds = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
+    options = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
+    backward = [build for build in options if isinstance(build, BackwardOptions)]
+    builds = [build for build in options if not isinstance(build, BackwardOptions)]
     assert {name for build in builds for name in build.features.operands} == set(OPERANDS)
     assert any(build.features.score_mod for build in builds) and any(build.features.mask_mod for build in builds)
     assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
     assert {getattr(build, "pack_gqa", 1) for build in builds} >= {1, 8}
+    assert {build.results for build in backward} == {("dk", "dv"), ("dk",), ("dv",)}
+    assert {build.adds_bias for build in backward} == {True, False} and any(build.aux_gradients for build in backward)
+    assert any(build.features.drops for build in backward) and any(build.features.block_size for build in backward)
     assert len(stub.loaded) <= MOST_BUILDS
+
+
+def test_parts_are_run_alone(monkeypatch):
+    compiler = Compiler()
+    hopper_stub.install(monkeypatch, compiler)
+    sanitizer_set.run("cpu", ["backward"])
+    builds = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
+    assert builds and all(isinstance(build, BackwardOptions) for build in builds)
+    assert len(compiler.calls) <= MOST_BACKWARD_BUILDS
 
 
 @pytest.mark.exhaustive

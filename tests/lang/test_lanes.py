@@ -178,3 +178,12 @@ def test_lane_ids_need_a_one_dimensional_block():
             fly.lane_of(32)
 
     trace(kernel, "i32", block=(32, 2, 1))
+
+
+def test_what_was_computed_is_not_read_again():
+    def kernel(out: fly.Tensor, number: fly.i32):
+        assert fly.reread(None) is None and fly.reread(3) == 3
+        with pytest.raises(TraceError, match="was computed; reread takes parameters of the kernel"):
+            fly.reread(number + 1)
+
+    trace(kernel, matrix("i32"), "i32")

@@ -258,6 +258,7 @@ def _tanh(b: Builder, x: ir.Value) -> ir.Value:
 
 _RULES = {
     "fly.id": _id,
+    "fly.reread": lambda op, b: op.operands[0],
     "fly.barrier": _barrier,
     "fly.shuffle": _shuffle,
     "fly.pair": _pair,

@@ -59,6 +59,35 @@ def _id(op: ir.Operation, b: Builder) -> ir.Value:
     return b.value("llvm.udiv", [threads, b.constant(block)], i32)
 
 
+def _reread(op: ir.Operation, b: Builder) -> ir.Value:
+    """Loaded from where the launch put it, by an address that the compiler cannot know to be the same every time."""
+    parameter = ir.BlockArgument(op.operands[0])
+    sizes = [_bytes(argument.type) for argument in list(parameter.owner.arguments)[: parameter.arg_number + 1]]
+    at = 0
+    for size in sizes:
+        start = at + -at % size
+        at = start + size
+    address = ir.Type.parse("!llvm.ptr<4>")
+    opaque = {
+        "asm_string": ir.StringAttr.get(""),
+        "constraints": ir.StringAttr.get("=s,0"),
+        "has_side_effects": ir.UnitAttr.get(),
+    }
+    segment = b.intrinsic("llvm.amdgcn.kernarg.segment.ptr", [], address)
+    segment = b.value("llvm.inline_asm", [segment], address, opaque)
+    i64 = ir.IntegerType.get_signless(64)
+    alignment = {"alignment": ir.IntegerAttr.get(i64, sizes[-1]), "ordering": ir.IntegerAttr.get(i64, 0)}
+    return b.value("llvm.load", [displaced(b, segment, b.constant(start))], op.results[0].type, alignment)
+
+
+def _bytes(type_: ir.Type) -> int:
+    """Of a parameter."""
+    if str(type_).startswith("!llvm.ptr"):
+        return 8
+    width: int = ir.IntegerType(type_).width if isinstance(type_, ir.IntegerType) else ir.FloatType(type_).width
+    return width // 8
+
+
 def _function(op: ir.Operation) -> ir.Operation:
     while op.name != "func.func":
         op = op.parent.operation
@@ -372,6 +401,7 @@ def _sched(op: ir.Operation, b: Builder) -> None:
 
 _RULES = {
     "fly.id": _id,
+    "fly.reread": _reread,
     "fly.barrier": _barrier,
     "fly.shuffle": _shuffle,
     "fly.pair": _pair,

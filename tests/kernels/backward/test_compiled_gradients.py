@@ -95,6 +95,38 @@ def test_dynamic_shapes_have_gradients_without_compiling_again(device, backend, 
         assert equal(found, step(function, leaves, **options)), f"seed {seed}"
 
 
+@devices
+def test_compiled_gradients_of_a_bias_are_the_eager_ones(device, backend, seed):
+    inputs = small(seed, device)
+    tensors = (*inputs.tensors(), inputs.floats(2, 1, 9))
+
+    def by(function: Any) -> tuple[torch.Tensor, ...]:
+        def loss(q: Any, k: Any, v: Any, bias: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = function(q, k, v, True, bias=bias, return_lse=True)
+            return out.float().square().sum(), lse.sum()
+
+        if function is OPS.flash_attn:
+            loss = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(loss(*leaves), leaves)
+
+    for found, expected in zip(by(OPS.flash_attn), by(flydsl_flash_attn_func), strict=True):
+        # on a GPU, sums by atomic additions have no order
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if device == "cpu" else 1e-4)
+
+
+def test_a_sink_alone_may_need_a_gradient(seed):
+    leaves, options = call_of("flash_attn_func", small(seed))
+    sink = small(seed).floats(2).requires_grad_()
+
+    def loss(*leaves: torch.Tensor) -> torch.Tensor:
+        return api.flash_attn_func(*leaves, learnable_sink=sink, **options).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(function(*leaves), sink) for function in (compiled, loss))
+    assert expected[0].any() and equal(found, expected), f"seed {seed}"
+
+
 def test_the_graph_of_a_stacked_gradient_is_one_operation(seed):
     graphs: list[list[str]] = []
 
@@ -153,7 +185,7 @@ def test_opcheck_with_gradients(name, seed):
 def test_opcheck_of_the_backward_operation(name, seed):
     arguments, options = operation(name, seed)
     out, lse = OPS.flash_attn(*arguments, **options, return_lse=True)
-    given = (torch.randn_like(out), torch.randn_like(lse) if options else None, out, lse)
+    given = (torch.randn_like(out), torch.randn_like(lse) if options else None, out, lse, [])
     torch.library.opcheck(OPS.flash_attn_backward.default, (*given, *arguments), options)
 
 
@@ -225,10 +257,10 @@ PAGES = {"block_table": torch.zeros(1, 1, dtype=torch.int32), "seqused_kv": torc
     ("options", "message"),
     [
         (PAGES, "the backward pass does not do keys in pages"),
-        ({"bias": torch.zeros(5, 9, requires_grad=True)}, "bias requires a gradient, and only q, k and v have one"),
+        ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, "alibi_slopes requires a gradient, and has none"),
         ({"return_lse": False}, "return_lse is False where a gradient is needed: pass True"),
     ],
-    ids=["pages", "bias", "lse"],
+    ids=["pages", "slopes", "lse"],
 )
 def test_what_an_operation_has_no_gradient_of_is_refused_by_name(options, message, seed):
     (q, k, v), _ = call_of("flash_attn_func", small(seed))
@@ -241,9 +273,8 @@ def test_what_an_operation_has_no_gradient_of_is_refused_by_name(options, messag
 def test_refusals_while_compiling_are_in_the_callers_names(seed):
     (q, k, v), _ = call_of("flash_attn_func", small(seed))
     compiled = torch.compile(api.flash_attn_func, fullgraph=True, backend="aot_eager")
-    message = "flash_attn_func: learnable_sink requires a gradient, and only q, k and v have one"
-    with pytest.raises(Exception, match=message):
-        compiled(q.requires_grad_(), k, v, learnable_sink=torch.zeros(2, requires_grad=True))
+    with pytest.raises(Exception, match="flash_attn_func: alibi_slopes requires a gradient, and has none"):
+        compiled(q.requires_grad_(), k, v, alibi_slopes=torch.zeros(2, requires_grad=True))
 
 
 def test_exported_programs_have_gradients(seed):

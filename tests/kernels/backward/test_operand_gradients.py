@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import fly
 from fly.backends.target import target
-from fly.errors import UnsupportedError
+from fly.errors import DerivativeError, DTypeError, UnsupportedError
 from fly.runtime.prepared import bindings
 from kernels.flash_attn_api import flash_attn_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from tests.kernels.feature_cases import Inputs, by_head, stripes
+from tests.kernels.feature_cases import Inputs, Pair, by_head, stripes
 from tests.kernels.gradient_reference import gradients, with_leaves
 
 Options = Callable[[Inputs], dict[str, Any]]
@@ -56,7 +57,7 @@ CASES: dict[str, Case] = {
         lambda i: {"bias": i.floats(1, 2, 20, 42), "sink": i.floats(2, dtype=torch.bfloat16), "softcap": 3.0},
     ),
     "shared by sequences and heads, before a function": (
-        # a factor's gradient is one number of a head: heads enough that plain attention's error is not small by chance
+        # heads enough that plain attention's error, the bound of a number of each head, is not small by chance
         {"queries": [20] * 2, "keys": [48] * 2, "heads": 8, "kv_heads": 2},
         False,
         ("bias", "aux_tensors"),
@@ -121,6 +122,54 @@ def test_gradients_of_operands_are_the_references(arch, name, emulate, seed):
     sizes, causal, of, options = CASES[name]
     inputs = Inputs(**sizes, seed=seed)
     assert not wrong(inputs, causal, of, **options(inputs)), f"seed {seed}"
+
+
+def bent(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Steeper above zero, by a branch at run time."""
+    return fly.cond(score > 0.0, lambda: score * 2.0, lambda: score * 0.5)
+
+
+def bent_bwd(gradient: Any, score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return gradient * fly.select(score > 0.0, 2.0, 0.5)
+
+
+BENT = Pair(bent, lambda score, *at: torch.where(score > 0, 2 * score, score / 2))
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90a"])
+def test_a_derivative_by_hand_is_the_references(arch, emulate, seed):
+    emulate(arch, "generic")
+    inputs = Inputs([20], [42], seed=seed)
+    options = {"bias": inputs.floats(1, 2, 20, 42), "softcap": 3.0}
+    q, k, v = inputs.tensors()
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    kernel, more = with_leaves(options, ["bias"])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flydsl_flash_attn_func(*leaves, score_mod=BENT.kernel, score_mod_bwd=bent_bwd, **kernel)
+    got = torch.autograd.grad(out, [*leaves, *more], dout)
+    expected = gradients(q.detach(), k.detach(), v.detach(), True, dout, of=["bias"], score_mod=BENT.torch, **options)
+    assert not expected.wrong(got), f"seed {seed}"
+
+
+def test_a_function_with_a_branch_needs_a_derivative_by_hand(simulated):
+    q, k, v = Inputs([20], [40]).tensors()
+    out = flydsl_flash_attn_func(q.requires_grad_(), k, v, score_mod=bent)
+    with pytest.raises(DerivativeError, match=r"has no derivative.*give the derivative yourself \(score_mod_bwd\)"):
+        out.sum().backward()
+
+
+def test_what_a_function_loads_has_no_gradient_by_hand(simulated):
+    q, k, v = Inputs([20], [40]).tensors()
+    options = {"score_mod": by_head, "score_mod_bwd": lambda gradient, *rest: gradient}
+    with pytest.raises(UnsupportedError, match=r"aux_tensors\[0\] requires a gradient, and has none"):
+        flydsl_flash_attn_func(q, k, v, aux_tensors=[torch.zeros(2, 40, requires_grad=True)], **options)
+
+
+def test_a_derivative_that_is_no_number_is_named(simulated):
+    q, k, v = Inputs([20], [40]).tensors()
+    out = flydsl_flash_attn_func(q.requires_grad_(), k, v, score_mod=bent, score_mod_bwd=lambda *_: None)
+    with pytest.raises(DTypeError, match=r"score_mod_bwd .* returned None; expected a float"):
+        out.sum().backward()
 
 
 @pytest.fixture

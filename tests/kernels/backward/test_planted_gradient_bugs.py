@@ -90,7 +90,7 @@ BUGS = (
         "dk is not scaled",
         bwd.flash_attn_generic_dkdv,
         "function",
-        '_scaled(results["dk"], given, scale_log2) => results["dk"]',
+        '_scaled(results["dk"], parameters.reread(), fly.reread(scale_log2)) => results["dk"]',
         "heads",
         "wrong",
     ),
@@ -123,7 +123,7 @@ BUGS = (
     Bug(
         "the last tiles are not masked",
         bwd,
-        "_walk",
+        "walk",
         "(whole_end, end, True) => (whole_end, end, False)",
         "causal",
         "wrong",

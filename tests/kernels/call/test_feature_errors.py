@@ -40,6 +40,10 @@ def mod(*_):
     return 0.0
 
 
+def mod_bwd(*_):
+    return 0.0
+
+
 COUNTS = ("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx")
 
 # name: (arguments added to a good dense call, error class, what the message says)
@@ -59,6 +63,16 @@ MISTAKES = {
         "window_size must have sides from 0 to 2**31 - 1, or -1 for no limit, got (-2, 3)",
     ),
     "window of 2**31": ({"window_size": (0, 2**31)}, VALUE, "or -1 for no limit, got (0, 2147483648)"),
+    "a derivative of nothing": (
+        {"score_mod_bwd": mod_bwd},
+        VALUE,
+        "score_mod_bwd is the derivative of a score_mod, and there is none: pass both or neither",
+    ),
+    "a derivative is a number": (
+        {"score_mod": mod, "score_mod_bwd": 2.0},
+        TYPE,
+        "score_mod_bwd must be a function, got 2.0 (float)",
+    ),
     "softcap is a string": ({"softcap": "30"}, TYPE, "softcap must be a Python number, got '30' (str)"),
     "softcap is None": ({"softcap": None}, TYPE, "softcap must be a Python number, got None (NoneType)"),
     "softcap is True": ({"softcap": True}, TYPE, "softcap must be a Python number, got True (bool)"),

@@ -1,0 +1,59 @@
+"""What the backward kernels are compiled to: registers, and none of them spilled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fly.backends.nvvm.codegen import resources
+from tests.backends.builds import needs_ptxas
+from tests.kernels.backward.builds import bindings_of, compiled
+from tests.kernels.feature_cases import Inputs
+from tests.kernels.sanitizer_set import asked
+
+
+def builds_of(arch: str, head_dim: int, *names: str, of: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """(kernel, artefact) of dkdv and dq of a causal call with some of `FEATURES`."""
+    inputs = Inputs([256], [256], head_dim=head_dim)
+    bindings = bindings_of(arch, inputs, True, of, **asked(*names)(inputs))
+    return [(b.kernel.name, compiled(arch, b)) for b in bindings if "options" in b.statics]
+
+
+# those that take the most registers, of each row of the tables
+CROWDED = [
+    (64, ("plain",), ()),
+    (64, ("softcap", "dropout"), ()),
+    (128, ("plain",), ()),
+    (128, ("bias of every score",), ("bias",)),
+    (128, ("softcap", "window both"), ()),
+    (128, ("dropout",), ()),
+    (128, ("seqused",), ()),
+    (128, ("block mask",), ()),
+    (256, ("plain",), ()),
+    (256, ("alibi heads",), ()),
+    (256, ("dropout",), ()),
+]
+
+
+@needs_ptxas
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("head_dim", "names", "of"), CROWDED, ids=str)
+def test_ptxas_spills_nothing(head_dim, names, of):
+    for name, artefact in builds_of("sm_90a", head_dim, *names, of=of):
+        found = resources(artefact.isa, "sm_90a", 0)
+        assert (found.spills, found.scratch_bytes) == (0, 0), name
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("head_dim", "name"), [(64, "plain"), (128, "plain"), (256, "plain"), (128, "softcap"), (128, "score_mod aux")]
+)
+def test_amd_s_kernels_need_no_scratch_memory(head_dim, name, arch):
+    for kernel, artefact in builds_of(arch, head_dim, name):
+        found = artefact.resources
+        assert found.scratch_bytes == 0, kernel
+        if name == "plain":
+            assert found.spills == 0, kernel
