@@ -17,6 +17,7 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,7 @@ from fly.backends.nvvm.intrinsics import (
     barrier_arrive,
     barrier_sync,
     elect_one,
+    permute_bytes,
     setmaxnreg_dec,
     setmaxnreg_inc,
     warpgroup_id,
@@ -37,6 +39,7 @@ from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
+from .problem.dropout_tile import RandomTile
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
@@ -336,9 +339,13 @@ class ConsumerOf(Generic[O]):
         assert isinstance(of_head, BoundFeatures)
         return self._stages(work, of_head).modify(fragment, j, bias)
 
-    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
-        """P as the A registers of the second product, 16 keys each."""
+    def _narrow(self, probabilities: fly.Fragment, kept: RandomTile | None = None) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 16 keys each; 0 for what is not `kept`."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
+        if kept is not None:
+            places = list(zip(self.score_layout.value_rows, self.score_layout.value_columns, strict=True))
+            masks = [_pair_mask(kept.byte(*places[i]), kept.byte(*places[i + 1])) for i in range(0, len(places), 2)]
+            narrow = (narrow.bitcast(fly.i32) & fly.from_elements(masks)).bitcast(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
     def _start(
@@ -357,16 +364,16 @@ class ConsumerOf(Generic[O]):
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
-        return softmax, self._dropped(work, j if listed is None else listed, probabilities, of_head)
+        return softmax, probabilities
 
-    def _dropped(self, work: Work, tile: Any, probabilities: fly.Fragment, of_head: OfHead) -> fly.Fragment:
-        """Those of a key tile that dropout keeps, 0 for others."""
+    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> RandomTile | None:
+        """Which weights of a key tile dropout keeps, where there is any."""
         if not self.features.drops:
-            return probabilities
+            return None
         assert isinstance(of_head, BoundFeatures)
         dropout = of_head.dropout(work)
         assert dropout is not None
-        return dropout.drop(probabilities, self.first_row(work), tile * self.options.block_n)
+        return dropout.random(self.score_layout, self.first_row(work), tile * self.options.block_n)
 
     def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
@@ -404,10 +411,12 @@ class ConsumerOf(Generic[O]):
         self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
         bias = self._bias(work, work.tiles.end - 1 if listed is None else listed)
-        (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
+        scores = self._scores(q_at, k_at)
+        kept = self._kept(work, work.tiles.end - 1 if listed is None else listed, of_head)
+        (scores,) = wgmma.wait(0, scores, after=_pinned(kept))
         self._scored(work, work.tiles.end - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
-        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
+        return State(softmax, self._narrow(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[O, State]:
         """All products but the last of a tile: (output so far, state)."""
@@ -435,8 +444,13 @@ class ConsumerOf(Generic[O]):
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(work, j if listed is None else listed)
-        scores, started = self._products(
-            output, state, state.q_at, lambda: self._accumulate(work, j + 1, output, state)
+        tile = j if listed is None else listed
+        scores, started, kept = self._products(
+            output,
+            state,
+            state.q_at,
+            lambda: self._accumulate(work, j + 1, output, state),
+            lambda: self._kept(work, tile, of_head),
         )
         self._scored(work, j, state.q_at, state.k_at)
         fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
@@ -445,22 +459,24 @@ class ConsumerOf(Generic[O]):
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
-        tile = j if listed is None else listed
         if self.options.rescale == "always":
             softmax, probabilities, factor = self._advance(of_head, state.softmax, fragment, masked=hides)
-            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._rescaled(self._added(started, output, state, softmax.total), factor)
         else:
             probabilities, growth = self._advance_lazily(state.softmax, fragment, masked=hides)
-            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._added(started, output, state, growth.sums)
             softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
+        return output, State(softmax, self._narrow(probabilities, kept), state.q_at, k_at, v_at, listed)
 
     def _products(
-        self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
-    ) -> tuple[fly.Value, Any]:
+        self,
+        output: O,
+        state: State,
+        q_at: Position,
+        accumulate: Callable[[], fly.Value],
+        kept_of: Callable[[], RandomTile | None],
+    ) -> tuple[fly.Value, Any, RandomTile | None]:
         """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
         if self.options.ping_pong:
             self.await_tensor_cores()
@@ -468,7 +484,8 @@ class ConsumerOf(Generic[O]):
         started = accumulate()
         if self.options.ping_pong:
             self.free_tensor_cores()
-        return wgmma.wait(1, scores)[0], started
+        kept = kept_of()
+        return wgmma.wait(1, scores, after=_pinned(kept))[0], started, kept
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
         """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""
@@ -489,14 +506,19 @@ class ConsumerOf(Generic[O]):
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         bias = self._bias(following, following.tiles.end - 1 if listed is None else listed)
-        scores, started = self._products(
-            output, state, q_at, lambda: self._accumulate(work, work.tiles.first, output, state)
+        tile = following.tiles.end - 1 if listed is None else listed
+        scores, started, kept = self._products(
+            output,
+            state,
+            q_at,
+            lambda: self._accumulate(work, work.tiles.first, output, state),
+            lambda: self._kept(following, tile, of_head),
         )
         self._scored(following, following.tiles.end - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
+        return output, State(softmax, self._narrow(probabilities, kept), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: O, state: State) -> tuple[O, State]:
         """The last product of the block's last tile."""
@@ -549,6 +571,20 @@ class Consumer(ConsumerOf[fly.Value]):
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
         return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
+
+
+def _pair_mask(low: tuple[fly.Value, int], high: tuple[fly.Value, int]) -> fly.Value:
+    """All bits of a word's halves where bit 7 of a byte is set: `low` and `high` are (word, its byte)."""
+    (word, first), (same, second) = low, high
+    assert word is same
+    return permute_bytes(word, word, 0x8888 + first * 0x11 + second * 0x1100)
+
+
+def _pinned(kept: RandomTile | None) -> Sequence[fly.Value]:
+    if kept is None:
+        return ()
+    word = functools.reduce(operator.or_, kept.words) & -0x7F7F7F80
+    return [word.bitcast(fly.f32)]
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
