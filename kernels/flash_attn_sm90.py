@@ -17,7 +17,6 @@ and K while consumers finish the last one. Keys are walked from the last tile, w
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -29,7 +28,6 @@ from fly.backends.nvvm.intrinsics import (
     barrier_arrive,
     barrier_sync,
     elect_one,
-    permute_bytes,
     setmaxnreg_dec,
     setmaxnreg_inc,
     warpgroup_id,
@@ -39,12 +37,12 @@ from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
-from .problem.dropout_tile import RandomTile
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
+from .sm90.dropout import KeptPairs
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
@@ -57,6 +55,7 @@ from .work.tile_scheduler import Work, part
 # second kind the transposer has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
 OfHead = BoundFeatures | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
+KeptOf = Callable[[], KeptPairs | None]
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
 BlockTensors = tuple[
@@ -339,13 +338,9 @@ class ConsumerOf(Generic[O]):
         assert isinstance(of_head, BoundFeatures)
         return self._stages(work, of_head).modify(fragment, j, bias)
 
-    def _narrow(self, probabilities: fly.Fragment, kept: RandomTile | None = None) -> tuple[fly.Value, ...]:
-        """P as the A registers of the second product, 16 keys each; 0 for what is not `kept`."""
+    def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
+        """P as the A registers of the second product, 16 keys each."""
         narrow = probabilities.tiles[0][0].to(self.dtype)
-        if kept is not None:
-            places = list(zip(self.score_layout.value_rows, self.score_layout.value_columns, strict=True))
-            masks = [_pair_mask(kept.byte(*places[i]), kept.byte(*places[i + 1])) for i in range(0, len(places), 2)]
-            narrow = (narrow.bitcast(fly.i32) & fly.from_elements(masks)).bitcast(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
     def _start(
@@ -366,14 +361,19 @@ class ConsumerOf(Generic[O]):
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
         return softmax, probabilities
 
-    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> RandomTile | None:
-        """Which weights of a key tile dropout keeps, where there is any."""
+    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptPairs | None:
+        """Which weights of a key tile dropout keeps, if there is any: made while the scores are."""
         if not self.features.drops:
             return None
         assert isinstance(of_head, BoundFeatures)
         dropout = of_head.dropout(work)
         assert dropout is not None
-        return dropout.random(self.score_layout, self.first_row(work), tile * self.options.block_n)
+        return KeptPairs.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
+
+    def _weights(self, probabilities: fly.Fragment, kept: KeptPairs | None) -> tuple[fly.Value, ...]:
+        """`_narrow`, without what dropout drops."""
+        weights = self._narrow(probabilities)
+        return weights if kept is None else kept.only(weights)
 
     def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
@@ -410,13 +410,14 @@ class ConsumerOf(Generic[O]):
         self.buffers.q.ring.wait(q_at)
         self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
-        bias = self._bias(work, work.tiles.end - 1 if listed is None else listed)
+        tile = work.tiles.end - 1 if listed is None else listed
+        bias = self._bias(work, tile)
         scores = self._scores(q_at, k_at)
-        kept = self._kept(work, work.tiles.end - 1 if listed is None else listed, of_head)
-        (scores,) = wgmma.wait(0, scores, after=_pinned(kept))
+        kept = self._kept(work, tile, of_head)
+        (scores,) = wgmma.wait(0, scores, after=() if kept is None else kept.made)
         self._scored(work, work.tiles.end - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
-        return State(softmax, self._narrow(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
+        return State(softmax, self._weights(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[O, State]:
         """All products but the last of a tile: (output so far, state)."""
@@ -443,8 +444,8 @@ class ConsumerOf(Generic[O]):
         buffers = self.buffers
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
-        bias = self._bias(work, j if listed is None else listed)
         tile = j if listed is None else listed
+        bias = self._bias(work, tile)
         scores, started, kept = self._products(
             output,
             state,
@@ -453,7 +454,7 @@ class ConsumerOf(Generic[O]):
             lambda: self._kept(work, tile, of_head),
         )
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
+        fragment = self._modified(work, tile, scores, of_head, bias)
         if listed is not None:
             fragment = self._stages(work).mask_step(fragment, j, listed)
         elif masked:
@@ -467,17 +468,15 @@ class ConsumerOf(Generic[O]):
             output = self._added(started, output, state, growth.sums)
             softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities, kept), state.q_at, k_at, v_at, listed)
+        return output, State(softmax, self._weights(probabilities, kept), state.q_at, k_at, v_at, listed)
 
     def _products(
-        self,
-        output: O,
-        state: State,
-        q_at: Position,
-        accumulate: Callable[[], fly.Value],
-        kept_of: Callable[[], RandomTile | None],
-    ) -> tuple[fly.Value, Any, RandomTile | None]:
-        """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
+        self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
+    ) -> tuple[fly.Value, Any, KeptPairs | None]:
+        """Start a tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's, kept).
+
+        `kept_of` is called in between, while the scores are made.
+        """
         if self.options.ping_pong:
             self.await_tensor_cores()
         scores = self._scores(q_at, state.k_at)
@@ -485,7 +484,7 @@ class ConsumerOf(Generic[O]):
         if self.options.ping_pong:
             self.free_tensor_cores()
         kept = kept_of()
-        return wgmma.wait(1, scores, after=_pinned(kept))[0], started, kept
+        return wgmma.wait(1, scores, after=() if kept is None else kept.made)[0], started, kept
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
         """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""
@@ -505,8 +504,8 @@ class ConsumerOf(Generic[O]):
         buffers.q.ring.wait(q_at)
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
-        bias = self._bias(following, following.tiles.end - 1 if listed is None else listed)
         tile = following.tiles.end - 1 if listed is None else listed
+        bias = self._bias(following, tile)
         scores, started, kept = self._products(
             output,
             state,
@@ -518,7 +517,7 @@ class ConsumerOf(Generic[O]):
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities, kept), q_at, k_at, v_at, listed)
+        return output, State(softmax, self._weights(probabilities, kept), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: O, state: State) -> tuple[O, State]:
         """The last product of the block's last tile."""
@@ -571,20 +570,6 @@ class Consumer(ConsumerOf[fly.Value]):
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
         return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
-
-
-def _pair_mask(low: tuple[fly.Value, int], high: tuple[fly.Value, int]) -> fly.Value:
-    """All bits of a word's halves where bit 7 of a byte is set: `low` and `high` are (word, its byte)."""
-    (word, first), (same, second) = low, high
-    assert word is same
-    return permute_bytes(word, word, 0x8888 + first * 0x11 + second * 0x1100)
-
-
-def _pinned(kept: RandomTile | None) -> Sequence[fly.Value]:
-    if kept is None:
-        return ()
-    word = functools.reduce(operator.or_, kept.words) & -0x7F7F7F80
-    return [word.bitcast(fly.f32)]
 
 
 def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:

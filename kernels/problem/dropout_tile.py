@@ -28,6 +28,7 @@ Label = int | tuple[Side, int]
 KEY_LABELS: tuple[int, int] = (0, 1)
 QUERY_LABELS: tuple[int, int] = (2, 3)
 Bits = tuple[int, ...]
+_HIGH_BITS = 0x80808080 - (1 << 32)  # bit 7 of every byte, as i32
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _gathered(a: fly.Value, b: fly.Value, level: int) -> tuple[fly.Value, fly.Va
 
 @dataclass(frozen=True)
 class RandomTile:
-    """The random bytes of a fragment's elements, as calls have them: `held` by the indices of rows' and columns' calls."""
+    """The random bytes of a fragment's elements, in words of calls: `held` by indices of the calls' rows and columns."""
 
     made: Plan
     held: dict[tuple[int, int], Held]
@@ -215,16 +216,11 @@ class RandomTile:
 
     def map(self, function: Callable[[fly.Value], fly.Value]) -> RandomTile:
         """`function` of every word."""
-        held = {
-            at: replace(own, words={bits: function(word) for bits, word in own.words.items()})
-            for at, own in self.held.items()
-        }
-        return replace(self, held=held)
 
-    @property
-    def words(self) -> list[fly.Value]:
-        """All of them."""
-        return [word for own in self.held.values() for word in own.words.values()]
+        def of(held: Held) -> Held:
+            return replace(held, words={bits: function(word) for bits, word in held.words.items()})
+
+        return replace(self, held={place: of(held) for place, held in self.held.items()})
 
 
 def random_tile(
@@ -273,9 +269,9 @@ def keep_tile(
     that need the same calls split them and swap words, so that all lanes of the wave must come here together; else
     each makes all that it needs, which is two to three times the arithmetic.
     """
-    layout, sizes = like.layout, (len(like.tiles), len(like.tiles[0]))
-    given = {"queries": queries, "rounds": rounds, "shared": shared}
-    random = random_tile(layout, *sizes, first_row, first_column, head, **given)
+    layout, tiles = like.layout, (len(like.tiles), len(like.tiles[0]))
+    corner = first_row, first_column
+    random = random_tile(layout, *tiles, *corner, head, queries=queries, rounds=rounds, shared=shared)
 
     def byte(row: int, column: int) -> fly.Value:
         word, number = random.byte(row, column)
@@ -310,9 +306,13 @@ def _held(made: Plan, own: Sequence[tuple[Mate, fly.Value]], words: Sequence[fly
 
 
 def _at_least(word: fly.Value, low: fly.Value, below_half: fly.Value) -> fly.Value:
-    """Bit 7 of every byte: whether it is at least the threshold, of which `low` has bits 0 to 6 in every byte, and
-    `below_half` all bits where bit 7 is 0. The other bits are anything."""
-    rest = (word | -0x7F7F7F80) - low  # no byte borrows: bit 7 stays where bits 0 to 6 are at least the threshold's
+    """Bit 7 of every byte: whether the byte is at least the threshold.
+
+    `low` has bits 0 to 6 of the threshold in every byte; `below_half`: all bits, if its bit 7 is 0, or none.
+    """
+    rest = (
+        word | _HIGH_BITS
+    ) - low  # nothing is borrowed: bit 7 stays where bits 0 to 6 are at least the threshold's
     return (word & rest) | (below_half & (word | rest))
 
 
@@ -326,18 +326,20 @@ def kept_share(dropped: fly.Value) -> fly.Value:
 class Dropout:
     """What dropout does to a head's weights: its random numbers, and `dropped`, the threshold, i32."""
 
-    random_head: RandomHead
+    random: RandomHead
     dropped: fly.Value
 
     def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
-        return keep_tile(like, first_query, first_key, self.random_head, self.dropped)
+        return keep_tile(like, first_query, first_key, self.random, self.dropped)
 
-    def random(self, layout: fly.AccumulatorLayout, first_query: Any, first_key: Any) -> RandomTile:
-        """The random bytes of one tile of weights, made into whether they are kept: bit 7 of each byte."""
-        tile = random_tile(layout, 1, 1, first_query, first_key, self.random_head)
-        low = (self.dropped & 0x7F) * 0x01010101
-        below_half = fly.select(self.dropped < 0x80, -1, 0)
+    def kept_bytes(self, layout: fly.AccumulatorLayout, first_query: Any, first_key: Any) -> RandomTile:
+        """Which weights of one tile are kept: bit 7 of each one's byte, whose other bits are anything.
+
+        Four at a time, for kernels that make masks of these bits; see `keep_tile`.
+        """
+        tile = random_tile(layout, 1, 1, first_query, first_key, self.random)
+        low, below_half = (self.dropped & 0x7F) * 0x01010101, (self.dropped >> 7) - 1
         return tile.map(lambda word: _at_least(word, low, below_half))
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
