@@ -191,7 +191,7 @@ def _gathered(a: fly.Value, b: fly.Value, level: int) -> tuple[fly.Value, fly.Va
 
 @dataclass(frozen=True)
 class RandomTile:
-    """The random bytes of a fragment's elements, in words of calls: `held` by indices of the calls' rows and columns."""
+    """The random bytes of a fragment's elements, in words of calls: `held` by indices of their rows and columns."""
 
     made: Plan
     held: dict[tuple[int, int], Held]

@@ -145,6 +145,19 @@ def test_whole_tiles_of_a_window_have_no_mask():
     assert commits == [8, 10]
 
 
+@pytest.mark.parametrize("base", [LONG, SHORT], ids=str)
+def test_masks_of_dropout_are_made_beside_products(base):
+    """A mask a pair of weights, all of them after the products' start and before the wait for the scores."""
+    options = with_features(options_of(base), Features(DROPOUT))
+    found = re.findall(r"prmt\.b32|wgmma\.commit_group|wgmma\.wait_group", compiled(options, "dense").isa)
+    # a tile's first scores, the loops along the diagonal and below it, the next tile's first scores
+    assert found.count("prmt.b32") == 4 * options.block_n // 4
+    last = ""
+    for what in found:
+        assert what != "prmt.b32" or last == "wgmma.commit_group"
+        last = last if what == "prmt.b32" else what
+
+
 def listed(*names: str, size=(128, 128), **functions) -> Features:
     """A call's features with a block mask."""
     operands = tuple(name for name in OPERANDS if name in (*names, *LISTS))
