@@ -42,7 +42,7 @@ from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
-from .sm90.dropout import KeptPairs
+from .sm90.dropout import KeptWeights
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
@@ -55,7 +55,7 @@ from .work.tile_scheduler import Work, part
 # second kind the transposer has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
 OfHead = BoundFeatures | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
-KeptOf = Callable[[], KeptPairs | None]
+KeptOf = Callable[[], KeptWeights | None]
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
 BlockTensors = tuple[
@@ -361,16 +361,16 @@ class ConsumerOf(Generic[O]):
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
         return softmax, probabilities
 
-    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptPairs | None:
+    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptWeights | None:
         """Which weights of a key tile dropout keeps, if there is any: made while the scores are."""
         if not self.features.drops:
             return None
         assert isinstance(of_head, BoundFeatures)
         dropout = of_head.dropout(work)
         assert dropout is not None
-        return KeptPairs.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
+        return KeptWeights.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
 
-    def _weights(self, probabilities: fly.Fragment, kept: KeptPairs | None) -> tuple[fly.Value, ...]:
+    def _weights(self, probabilities: fly.Fragment, kept: KeptWeights | None) -> tuple[fly.Value, ...]:
         """`_narrow`, without what dropout drops."""
         weights = self._narrow(probabilities)
         return weights if kept is None else kept.only(weights)
@@ -472,7 +472,7 @@ class ConsumerOf(Generic[O]):
 
     def _products(
         self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
-    ) -> tuple[fly.Value, Any, KeptPairs | None]:
+    ) -> tuple[fly.Value, Any, KeptWeights | None]:
         """Start a tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's, kept).
 
         `kept_of` is called in between, while the scores are made.

@@ -35,7 +35,7 @@ from .flash_attn_sm90 import ConsumerOf, KeptOf, OfHead, State, run_block
 from .problem.contract import Launch, Request, Tensors
 from .problem.online_softmax import OnlineSoftmax
 from .sm90.builds import Key, Sm90Options, build_for
-from .sm90.dropout import KeptPairs
+from .sm90.dropout import KeptWeights
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
@@ -262,7 +262,7 @@ class Fp8Consumer(ConsumerOf[Output]):
 
     def _products(
         self, output: Output, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
-    ) -> tuple[fly.Value, Any, KeptPairs | None]:
+    ) -> tuple[fly.Value, Any, KeptWeights | None]:
         if not self.options.output_first:
             return super()._products(output, state, q_at, accumulate, kept_of)
 

@@ -28,7 +28,7 @@ Label = int | tuple[Side, int]
 KEY_LABELS: tuple[int, int] = (0, 1)
 QUERY_LABELS: tuple[int, int] = (2, 3)
 Bits = tuple[int, ...]
-_HIGH_BITS = 0x80808080 - (1 << 32)  # bit 7 of every byte, as i32
+HIGH_BITS = 0x80808080 - (1 << 32)  # bit 7 of every byte, as i32
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,11 @@ class RandomTile:
                 base[mate.shares[0]] &= ~(1 << mate.shares[1])
         return self.held[base["rows"], base["columns"]].byte(bit_of)
 
+    @property
+    def words(self) -> list[fly.Value]:
+        """All of them."""
+        return [word for held in self.held.values() for word in held.words.values()]
+
     def map(self, function: Callable[[fly.Value], fly.Value]) -> RandomTile:
         """`function` of every word."""
 
@@ -310,9 +315,7 @@ def _at_least(word: fly.Value, low: fly.Value, below_half: fly.Value) -> fly.Val
 
     `low` has bits 0 to 6 of the threshold in every byte; `below_half`: all bits, if its bit 7 is 0, or none.
     """
-    rest = (
-        word | _HIGH_BITS
-    ) - low  # nothing is borrowed: bit 7 stays where bits 0 to 6 are at least the threshold's
+    rest = (word | HIGH_BITS) - low  # nothing is borrowed: bit 7 stays where bits 0 to 6 are at least the threshold's
     return (word & rest) | (below_half & (word | rest))
 
 

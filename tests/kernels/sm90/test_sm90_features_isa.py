@@ -146,16 +146,16 @@ def test_whole_tiles_of_a_window_have_no_mask():
 
 
 @pytest.mark.parametrize("base", [LONG, SHORT], ids=str)
-def test_masks_of_dropout_are_made_beside_products(base):
-    """A mask a pair of weights, all of them after the products' start and before the wait for the scores."""
+def test_dropout_compares_four_weights_and_masks_two_at_a_time(base):
+    """The threshold's product is a compare's: once a word of four weights, and no test of one weight."""
     options = with_features(options_of(base), Features(DROPOUT))
-    found = re.findall(r"prmt\.b32|wgmma\.commit_group|wgmma\.wait_group", compiled(options, "dense").isa)
+    plain, dropping = (
+        compiled(replace(options, features=asked), "dense").isa for asked in (Features(), options.features)
+    )
     # a tile's first scores, the loops along the diagonal and below it, the next tile's first scores
-    assert found.count("prmt.b32") == 4 * options.block_n // 4
-    last = ""
-    for what in found:
-        assert what != "prmt.b32" or last == "wgmma.commit_group"
-        last = last if what == "prmt.b32" else what
+    assert dropping.count("prmt.b32") == 4 * options.block_n // 4
+    assert dropping.count("selp") - plain.count("selp") < 4 * options.block_n // 2
+    assert dropping.count("setp") - plain.count("setp") < 16
 
 
 def listed(*names: str, size=(128, 128), **functions) -> Features:
