@@ -42,6 +42,7 @@ from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
+from .sm90.dropout import KeptWeights
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
@@ -54,6 +55,7 @@ from .work.tile_scheduler import Work, part
 # second kind the transposer has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
 OfHead = BoundFeatures | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
+KeptOf = Callable[[], KeptWeights | None]
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
 BlockTensors = tuple[
@@ -358,16 +360,21 @@ class ConsumerOf(Generic[O]):
             )
         start = OnlineSoftmax.start(self.score_layout, 1)
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
-        return softmax, self._dropped(work, j if listed is None else listed, probabilities, of_head)
+        return softmax, probabilities
 
-    def _dropped(self, work: Work, tile: Any, probabilities: fly.Fragment, of_head: OfHead) -> fly.Fragment:
-        """Those of a key tile that dropout keeps, 0 for others."""
+    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptWeights | None:
+        """Which weights of a key tile dropout keeps, if there is any: made while the scores are."""
         if not self.features.drops:
-            return probabilities
+            return None
         assert isinstance(of_head, BoundFeatures)
         dropout = of_head.dropout(work)
         assert dropout is not None
-        return dropout.drop(probabilities, self.first_row(work), tile * self.options.block_n)
+        return KeptWeights.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
+
+    def _weights(self, probabilities: fly.Fragment, kept: KeptWeights | None) -> tuple[fly.Value, ...]:
+        """`_narrow`, without what dropout drops."""
+        weights = self._narrow(probabilities)
+        return weights if kept is None else kept.only(weights)
 
     def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
@@ -404,11 +411,14 @@ class ConsumerOf(Generic[O]):
         self.buffers.q.ring.wait(q_at)
         self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
-        bias = self._bias(work, work.tiles.end - 1 if listed is None else listed)
-        (scores,) = wgmma.wait(0, self._scores(q_at, k_at))
+        tile = work.tiles.end - 1 if listed is None else listed
+        bias = self._bias(work, tile)
+        scores = self._scores(q_at, k_at)
+        kept = self._kept(work, tile, of_head)
+        (scores,) = wgmma.wait(0, scores, after=() if kept is None else kept.made)
         self._scored(work, work.tiles.end - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, bias)
-        return State(softmax, self._narrow(probabilities), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
+        return State(softmax, self._weights(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[O, State]:
         """All products but the last of a tile: (output so far, state)."""
@@ -435,41 +445,47 @@ class ConsumerOf(Generic[O]):
         buffers = self.buffers
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
-        bias = self._bias(work, j if listed is None else listed)
-        scores, started = self._products(
-            output, state, state.q_at, lambda: self._accumulate(work, j + 1, output, state)
+        tile = j if listed is None else listed
+        bias = self._bias(work, tile)
+        scores, started, kept = self._products(
+            output,
+            state,
+            state.q_at,
+            lambda: self._accumulate(work, j + 1, output, state),
+            lambda: self._kept(work, tile, of_head),
         )
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
+        fragment = self._modified(work, tile, scores, of_head, bias)
         if listed is not None:
             fragment = self._stages(work).mask_step(fragment, j, listed)
         elif masked:
             fragment = self._mask(work, j, fragment)
         hides = masked or self.features.may_hide
-        tile = j if listed is None else listed
         if self.options.rescale == "always":
             softmax, probabilities, factor = self._advance(of_head, state.softmax, fragment, masked=hides)
-            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._rescaled(self._added(started, output, state, softmax.total), factor)
         else:
             probabilities, growth = self._advance_lazily(state.softmax, fragment, masked=hides)
-            probabilities = self._dropped(work, tile, probabilities, of_head)
             output = self._added(started, output, state, growth.sums)
             softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), state.q_at, k_at, v_at, listed)
+        return output, State(softmax, self._weights(probabilities, kept), state.q_at, k_at, v_at, listed)
 
     def _products(
-        self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
-    ) -> tuple[fly.Value, Any]:
-        """Start a key tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's)."""
+        self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
+    ) -> tuple[fly.Value, Any, KeptWeights | None]:
+        """Start a tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's, kept).
+
+        `kept_of` is called in between, while the scores are made.
+        """
         if self.options.ping_pong:
             self.await_tensor_cores()
         scores = self._scores(q_at, state.k_at)
         started = accumulate()
         if self.options.ping_pong:
             self.free_tensor_cores()
-        return wgmma.wait(1, scores)[0], started
+        kept = kept_of()
+        return wgmma.wait(1, scores, after=() if kept is None else kept.made)[0], started, kept
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
         """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""
@@ -489,15 +505,20 @@ class ConsumerOf(Generic[O]):
         buffers.q.ring.wait(q_at)
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
-        bias = self._bias(following, following.tiles.end - 1 if listed is None else listed)
-        scores, started = self._products(
-            output, state, q_at, lambda: self._accumulate(work, work.tiles.first, output, state)
+        tile = following.tiles.end - 1 if listed is None else listed
+        bias = self._bias(following, tile)
+        scores, started, kept = self._products(
+            output,
+            state,
+            q_at,
+            lambda: self._accumulate(work, work.tiles.first, output, state),
+            lambda: self._kept(following, tile, of_head),
         )
         self._scored(following, following.tiles.end - 1, q_at, state.k_at)
         softmax, probabilities = self._start(following, listed, scores, of_head, bias)
         output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
-        return output, State(softmax, self._narrow(probabilities), q_at, k_at, v_at, listed)
+        return output, State(softmax, self._weights(probabilities, kept), q_at, k_at, v_at, listed)
 
     def last(self, work: Work, output: O, state: State) -> tuple[O, State]:
         """The last product of the block's last tile."""

@@ -31,10 +31,11 @@ from fly.backends.nvvm.wgmma import FirstRows, PanelTile, WarpgroupAtom
 from fly.errors import ShapeError
 from fly.runtime.device import device_of
 
-from .flash_attn_sm90 import ConsumerOf, OfHead, State, run_block
+from .flash_attn_sm90 import ConsumerOf, KeptOf, OfHead, State, run_block
 from .problem.contract import Launch, Request, Tensors
 from .problem.online_softmax import OnlineSoftmax
 from .sm90.builds import Key, Sm90Options, build_for
+from .sm90.dropout import KeptWeights
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
@@ -260,10 +261,10 @@ class Fp8Consumer(ConsumerOf[Output]):
         return Output(fly.concat(pieces), output.factor), flying
 
     def _products(
-        self, output: Output, state: State, q_at: Position, accumulate: Callable[[], fly.Value]
-    ) -> tuple[fly.Value, Any]:
+        self, output: Output, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
+    ) -> tuple[fly.Value, Any, KeptWeights | None]:
         if not self.options.output_first:
-            return super()._products(output, state, q_at, accumulate)
+            return super()._products(output, state, q_at, accumulate, kept_of)
 
         def scores() -> fly.Value:
             started = self._scores(q_at, state.k_at)
@@ -276,7 +277,7 @@ class Fp8Consumer(ConsumerOf[Output]):
         output, started = self._summed(accumulate(), output, state, scores)
         assert started is not None
         self.buffers.v.ring.release(state.v_at)
-        return wgmma.wait(0, started)[0], output
+        return wgmma.wait(0, started)[0], output, None
 
     def _added(self, started: Any, output: Output, state: State, sums: fly.RowVector) -> Output:
         added: Output = started if self.options.output_first else super()._added(started, output, state, sums)

@@ -77,11 +77,16 @@ def any_lane(condition: Any, m: np.ndarray | None, size: int) -> Any:
 
 
 def permute_bytes(low: Any, high: Any, selector: Any) -> Any:
-    """PTX ISA, "prmt": byte i of the result is the one of the eight that hex digit i of the selector names."""
+    """PTX ISA, "prmt": byte i of the result is the one of the eight that hex digit i of the selector names.
+
+    Where bit 3 of the digit is set, all bits are that byte's highest.
+    """
     low, high, selector = np.broadcast_arrays(*(np.atleast_1d(v) for v in (low, high, selector)))
     both = np.stack([low, high], axis=1).view(np.uint8)
-    which = selector[:, None] >> (4 * np.arange(4)) & 7
-    words = np.take_along_axis(both, which, axis=1).copy().view(np.int32)[:, 0]
+    which = selector[:, None] >> (4 * np.arange(4))
+    taken = np.take_along_axis(both, which & 7, axis=1)
+    spread = (taken.view(np.int8) >> 7).view(np.uint8)
+    words = np.where(which & 8, spread, taken).astype(np.uint8).view(np.int32)[:, 0]
     return words if len(words) > 1 else words[0]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import fly
@@ -28,6 +28,7 @@ Label = int | tuple[Side, int]
 KEY_LABELS: tuple[int, int] = (0, 1)
 QUERY_LABELS: tuple[int, int] = (2, 3)
 Bits = tuple[int, ...]
+HIGH_BITS = 0x80808080 - (1 << 32)  # bit 7 of every byte, as i32
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,10 @@ class Held:
         }
         return Held((*self.axes[:at], *self.axes[at + 1 :]), self.inner, words)
 
-    def byte(self, bit_of: Callable[[Label], int]) -> fly.Value:
-        """The byte whose labels have these bits."""
+    def byte(self, bit_of: Callable[[Label], int]) -> tuple[fly.Value, int]:
+        """The word that has the byte whose labels have these bits, and which of its bytes that is."""
         word = self.words[tuple(map(bit_of, self.axes))]
-        shift = sum(8 << level for level, label in enumerate(self.inner) if label is not None and bit_of(label))
-        byte: fly.Value = (word >> shift if shift else word) & 0xFF
-        return byte
+        return word, sum(1 << level for level, label in enumerate(self.inner) if label is not None and bit_of(label))
 
 
 def _ordered(swapped: fly.Value, a: fly.Value, b: fly.Value) -> tuple[fly.Value, fly.Value]:
@@ -188,6 +187,73 @@ def _gathered(a: fly.Value, b: fly.Value, level: int) -> tuple[fly.Value, fly.Va
     """Of two words, the bytes whose number's bit `level` is 0, and the others; the bit then tells a from b."""
     low, shift = (0x00FF00FF, 8) if level == 0 else (0x0000FFFF, 16)
     return (a & low) | ((b & low) << shift), ((a >> shift) & low) | (b & ~low)
+
+
+@dataclass(frozen=True)
+class RandomTile:
+    """The random bytes of a fragment's elements, in words of calls: `held` by indices of their rows and columns."""
+
+    made: Plan
+    held: dict[tuple[int, int], Held]
+
+    def byte(self, row: int, column: int) -> tuple[fly.Value, int]:
+        """A word and the number of its byte: that of an element, by its place relative to the lane's first."""
+        made = self.made
+        index = {"rows": made.rows.index(call_number(row)), "columns": made.columns.index(call_number(column))}
+
+        def bit_of(label: Label) -> int:
+            if isinstance(label, tuple):
+                return index[label[0]] >> label[1] & 1
+            side: Side = "rows" if label in made.labels("rows") else "columns"
+            place: int = place_in_call(row if side == "rows" else column)
+            return place >> made.labels(side).index(label) & 1
+
+        base = dict(index)
+        for mate in made.mates:
+            if mate.shares is not None:
+                base[mate.shares[0]] &= ~(1 << mate.shares[1])
+        return self.held[base["rows"], base["columns"]].byte(bit_of)
+
+    @property
+    def words(self) -> list[fly.Value]:
+        """All of them."""
+        return [word for held in self.held.values() for word in held.words.values()]
+
+    def map(self, function: Callable[[fly.Value], fly.Value]) -> RandomTile:
+        """`function` of every word."""
+
+        def of(held: Held) -> Held:
+            return replace(held, words={bits: function(word) for bits, word in held.words.items()})
+
+        return replace(self, held={place: of(held) for place, held in self.held.items()})
+
+
+def random_tile(
+    layout: fly.AccumulatorLayout,
+    row_tiles: int,
+    column_tiles: int,
+    first_row: Any,
+    first_column: Any,
+    head: RandomHead,
+    *,
+    queries: Side = "rows",
+    rounds: int = ROUNDS,
+    shared: bool = True,
+) -> RandomTile:
+    """The random bytes of a fragment of so many tiles; see `keep_tile`."""
+    made = plan(layout, row_tiles, column_tiles, queries, shared)
+    lane = fly.lane_of(layout.atom.lanes)
+    rows, columns = (
+        (first >> 2) + fly.lane_map(table, lane)
+        for first, table in ((first_row, made.row_lane), (first_column, made.column_lane))
+    )
+    own = [(mate, (lane & mate.lane_bit) != 0) for mate in made.mates]
+    held = {
+        (r, c): _held(made, own, head.words(*_by_queries(made, rows + row, columns + column), rounds))
+        for r, row in made.made("rows")
+        for c, column in made.made("columns")
+    }
+    return RandomTile(made, held)
 
 
 def keep_tile(
@@ -208,35 +274,13 @@ def keep_tile(
     that need the same calls split them and swap words, so that all lanes of the wave must come here together; else
     each makes all that it needs, which is two to three times the arithmetic.
     """
-    layout = like.layout
-    made = plan(layout, len(like.tiles), len(like.tiles[0]), queries, shared)
-    lane = fly.lane_of(layout.atom.lanes)
-    rows, columns = (
-        (first >> 2) + fly.lane_map(table, lane)
-        for first, table in ((first_row, made.row_lane), (first_column, made.column_lane))
-    )
-    own = [(mate, (lane & mate.lane_bit) != 0) for mate in made.mates]
-    held = {
-        (r, c): _held(made, own, head.words(*_by_queries(made, rows + row, columns + column), rounds))
-        for r, row in made.made("rows")
-        for c, column in made.made("columns")
-    }
+    layout, tiles = like.layout, (len(like.tiles), len(like.tiles[0]))
+    corner = first_row, first_column
+    random = random_tile(layout, *tiles, *corner, head, queries=queries, rounds=rounds, shared=shared)
 
     def byte(row: int, column: int) -> fly.Value:
-        index = {"rows": made.rows.index(call_number(row)), "columns": made.columns.index(call_number(column))}
-
-        def bit_of(label: Label) -> int:
-            if isinstance(label, tuple):
-                return index[label[0]] >> label[1] & 1
-            side: Side = "rows" if label in made.labels("rows") else "columns"
-            place: int = place_in_call(row if side == "rows" else column)
-            return place >> made.labels(side).index(label) & 1
-
-        base = dict(index)
-        for mate in made.mates:
-            if mate.shares is not None:
-                base[mate.shares[0]] &= ~(1 << mate.shares[1])
-        return held[base["rows"], base["columns"]].byte(bit_of)
+        word, number = random.byte(row, column)
+        return (word >> 8 * number if number else word) & 0xFF
 
     def tile(_: fly.Value, r: int, c: int) -> fly.Value:
         places = zip(layout.value_rows, layout.value_columns, strict=True)
@@ -266,6 +310,15 @@ def _held(made: Plan, own: Sequence[tuple[Mate, fly.Value]], words: Sequence[fly
     return held
 
 
+def _at_least(word: fly.Value, low: fly.Value, below_half: fly.Value) -> fly.Value:
+    """Bit 7 of every byte: whether the byte is at least the threshold.
+
+    `low` has bits 0 to 6 of the threshold in every byte; `below_half`: all bits, if its bit 7 is 0, or none.
+    """
+    rest = (word | HIGH_BITS) - low  # nothing is borrowed: bit 7 stays where bits 0 to 6 are at least the threshold's
+    return (word & rest) | (below_half & (word | rest))
+
+
 def kept_share(dropped: fly.Value) -> fly.Value:
     """The share of the weights that is kept, f32, of the threshold, i32."""
     share: fly.Value = (256 - dropped).to(fly.f32) * (1 / 256)
@@ -282,6 +335,15 @@ class Dropout:
     def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
         return keep_tile(like, first_query, first_key, self.random, self.dropped)
+
+    def kept_bytes(self, layout: fly.AccumulatorLayout, first_query: Any, first_key: Any) -> RandomTile:
+        """Which weights of one tile are kept: bit 7 of each one's byte, whose other bits are anything.
+
+        Four at a time, for kernels that make masks of these bits; see `keep_tile`.
+        """
+        tile = random_tile(layout, 1, 1, first_query, first_key, self.random)
+        low, below_half = (self.dropped & 0x7F) * 0x01010101, (self.dropped >> 7) - 1
+        return tile.map(lambda word: _at_least(word, low, below_half))
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""

@@ -317,9 +317,10 @@ def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
     return most
 
 
-# Keys of a tile where dropout is all that a call asks for, but beside three consumers: builds have registers for so
-# many, and lanes share all calls for random numbers of a multiple of 32. Not measured.
-_DROPOUT = 128
+# Keys of a tile where dropout is all that a call asks for, by consumers, and beside three of D=64 only: builds have
+# registers for so many, and lanes share all calls for random numbers of a multiple of 32. Of D=64 96 took 0.95 of the
+# time of 64, 128 took 1.06 (H200).
+_DROPOUT = {1: 128, 2: 128, 3: 96}
 # Keys of a tile of decoding where what is computed for every score alone needs registers: its one consumer has 256. A
 # power of two: with a bias, 80 keys took 1.3 times as long as 64.
 _ELEMENTWISE_DECODING = 128
@@ -335,8 +336,8 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     rows = rows_for(options.head_dim, options.head_dim_v, options.causal)
     build = next(row[:4] for row in rows if row[3] == options.consumers)
     what = asked.alone
-    if what == "dropout" and options.consumers < 3:
-        return min(options.block_n, _DROPOUT)
+    if what == "dropout" and (options.consumers < 3 or options.head_dim == 64):
+        return min(options.block_n, _DROPOUT[options.consumers])
     alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
 

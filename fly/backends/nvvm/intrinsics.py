@@ -105,7 +105,10 @@ def store_matrices(pointer: Pointer, words: Sequence[Value]) -> None:
 
 
 def permute_bytes(low: Value, high: Value, selector: Any) -> Value:
-    """A word of any four of the eight bytes of two (i32): byte i is the one that the selector's hex digit i names."""
+    """A word of any four of the eight bytes of two (i32): byte i is the one that the selector's hex digit i names.
+
+    A digit of 8 to 15 is the highest bit of byte 0 to 7, in all bits.
+    """
     operands = [low, high, as_i32(selector, "selector of bytes")]
     (word,) = operation("prmt", operands, [i32.mlir])
     return Value(word, i32)

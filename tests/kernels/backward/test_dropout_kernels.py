@@ -11,12 +11,14 @@ from fly.errors import ArgumentError, ArgumentTypeError, ShapeError, Unsupported
 from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from kernels.generic.tiles import TILES
+from kernels.problem.block_mask import create_block_mask
 from kernels.problem.catalogue import BY_NAME
 from kernels.problem.features import Features
 from kernels.sm90.builds import decode_options
 from tests.kernels.backward.test_generic_bwd import by_autograd, lengths
 from tests.kernels.dropout_masks import dense, packed
 from tests.kernels.feature_cases import Inputs, compare
+from tests.kernels.feature_reference import check_used, feature_reference
 from tests.kernels.gradient_reference import gradients
 
 ARCHS = pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90a"])
@@ -60,6 +62,21 @@ def test_results_of_the_chips_kernels_are_the_references(kernel, emulate, seed):
     emulate({"sm90": "sm_90a", "gfx950": "gfx950"}[kernel], kernel)
     q, k, v = Inputs([70], [150], 2, 1, 128, seed=seed).tensors()
     report = compare(q, k, v, True, dropout_p=0.2, rng_state=state_of(seed), window_size=(100, 0))
+    assert report.ok, f"seed {seed}: {report}"
+
+
+def beside_the_middle(b, h, q, k):
+    return (k < 60) | (k > 200)
+
+
+@pytest.mark.parametrize("kernel", ["sm90", "gfx950"])
+def test_dropout_goes_by_the_key_tiles_that_a_block_mask_lists(kernel, emulate, seed):
+    emulate({"sm90": "sm_90a", "gfx950": "gfx950"}[kernel], kernel)
+    q, k, v = Inputs([130], [330], 1, 1, 64, seed=seed).tensors()
+    options = {"causal": False, "dropout_p": 0.4, "rng_state": state_of(seed)}
+    mask = create_block_mask(beside_the_middle, None, None, 130, 330, "cpu", (128, 64))
+    out, lse = flydsl_flash_attn_func(q, k, v, block_mask=mask, return_lse=True, **options)
+    report = check_used(out, feature_reference(q, k, v, mask_mod=beside_the_middle, **options), lse)
     assert report.ok, f"seed {seed}: {report}"
 
 

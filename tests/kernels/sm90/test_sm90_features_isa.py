@@ -146,6 +146,19 @@ def test_whole_tiles_of_a_window_have_no_mask():
     assert commits == [8, 10]
 
 
+@pytest.mark.parametrize("base", [LONG, SHORT], ids=str)
+def test_dropout_compares_four_weights_and_masks_two_at_a_time(base):
+    """The threshold's product is a compare's: once a word of four weights, and no test of one weight."""
+    options = with_features(options_of(base), Features(DROPOUT))
+    plain, dropping = (
+        compiled(replace(options, features=asked), "dense").isa for asked in (Features(), options.features)
+    )
+    # a tile's first scores, the loops along the diagonal and below it, the next tile's first scores
+    assert dropping.count("prmt.b32") == 4 * options.block_n // 4
+    assert dropping.count("selp") - plain.count("selp") < 4 * options.block_n // 2
+    assert dropping.count("setp") - plain.count("setp") < 16
+
+
 def listed(*names: str, size=(128, 128), **functions) -> Features:
     """A call's features with a block mask."""
     operands = tuple(name for name in OPERANDS if name in (*names, *LISTS))
