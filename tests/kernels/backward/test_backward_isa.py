@@ -46,7 +46,7 @@ def test_ptxas_spills_nothing(head_dim, names, of):
         assert (found.spills, found.scratch_bytes) == (0, 0), name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     ("head_dim", "name"), [(64, "plain"), (128, "plain"), (256, "plain"), (128, "softcap"), (128, "score_mod aux")]
