@@ -44,8 +44,8 @@ from .generic.operand_gradients import add_load_gradients, put_bias_gradients
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
 from .problem.contract import Launch, Request, Tensors, aux_name
 from .problem.features import NO_FEATURES, BoundFeatures
-from .problem.gradients import SCORES_ALONE, Inputs, turned, turned_layout, weights
-from .problem.mask import KeyRange, QueryRange, TileRange
+from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, turned, turned_layout, weights
+from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
@@ -56,16 +56,6 @@ from .work.sink_gradients import rows_of_part, sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import PARTIAL, WHOLE, TileList
 from .work.tile_scheduler import fold_grid, head_of_block
-
-
-@dataclass(frozen=True)
-class _Head:
-    """One query head of a block of keys: a `problem.scores.Place`."""
-
-    batch: fly.Value
-    head: fly.Value
-    keys: KeyRange
-    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class _KeyBlock:
         self,
         sums: Sequence[fly.Fragment],
         given: BoundFeatures,
-        place: _Head,
+        place: HeadOfKeys,
         scale_log2: fly.Value,
         views: tuple[fly.RowView, fly.RowView],
         statistics: tuple[fly.Tensor, fly.Tensor],
@@ -168,7 +158,7 @@ class _KeyBlock:
                 fly.wait(token)
         return sums
 
-    def _listed(self, given: BoundFeatures, place: _Head) -> tuple[TileList | None, TileRange]:
+    def _listed(self, given: BoundFeatures, place: HeadOfKeys) -> tuple[TileList | None, TileRange]:
         """A block mask's list of what a head's queries see of the block, if there is one, and what to walk."""
         if given.features.block_size is None:
             return None, self.tiles
@@ -245,7 +235,7 @@ def flash_attn_generic_dkdv(
         count = fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
-            place = _Head(batch, head, seen)
+            place = HeadOfKeys(batch, head, seen)
             if not in_registers:
                 with fly.reread_ids():
                     stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]

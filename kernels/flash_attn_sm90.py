@@ -46,6 +46,7 @@ from .sm90.dropout import KeptWeights
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
+from .sm90.stores import store_runs
 from .sm90.transposer import Transposer
 from .work.fragments import row_numbers, store_lse
 from .work.score_stages import ScoreStages
@@ -526,16 +527,8 @@ class ConsumerOf(Generic[O]):
 
     def store(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Round to the output's dtype and store to a sequence's (Sq, Dv); rows past the end are dropped."""
-        rows, column, pieces = wgmma.runs(output.tiles[0][0].to(self.dtype))
-        first, count = self.first_row(work), self.count(work)
-        whole, rest = divmod(self.options.head_dim_v, 32)
-        for row, row_pieces in zip(rows, pieces, strict=True):
-            with fly.when(first + row < count):
-                for i, piece in enumerate(row_pieces[:whole]):
-                    fly.store(piece, view.at(first + row, column + 32 * i), align=16)
-            if rest:
-                with fly.when((first + row < count) & (column < rest)):
-                    fly.store(row_pieces[whole], view.at(first + row, column + 32 * whole), align=16)
+        runs = wgmma.runs(output.tiles[0][0].to(self.dtype))
+        store_runs(view, self.first_row(work), self.count(work), runs, self.options.head_dim_v)
 
     def store_parts(self, view: fly.Tensor | PackedRows, work: Work, output: fly.Fragment) -> None:
         """Store a split's part, f32; rows past the end are dropped."""

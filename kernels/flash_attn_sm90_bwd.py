@@ -54,7 +54,7 @@ from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import turned, turned_layout, weights
+from .problem.gradients import HeadOfKeys, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .sm90 import dq_sums as sums_of_dq
@@ -71,8 +71,10 @@ from .sm90.backward import (
     slot_bytes,
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
-from .sm90.dq_sums import round_dq, slot_of, store_rows
-from .sm90.producer import Slots, clear_tail, entry_of
+from .sm90.dq_sums import round_dq, slot_of
+from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
+from .sm90.stores import store_runs
+from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
 from .work.sequences import tokens_of
@@ -82,16 +84,6 @@ from .work.tile_scheduler import fold_grid, head_of_block
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
-
-
-@dataclass(frozen=True)
-class _Head:
-    """One query head of a block of keys: a `problem.scores.Place`."""
-
-    batch: fly.Value
-    head: fly.Value
-    keys: KeyRange
-    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,8 +214,11 @@ def flash_attn_sm90_bwd(
         first = first_key + (warpgroup - 1) * 64
         views = keys.matrix(dk, kv_head), keys.matrix(dv, kv_head)
         count = fly.select(here, keys.length, 0)
-        store_rows(views[1], first, count, given.scale_kept(sum_v), dtype)
-        store_rows(views[0], first, count, given.scale_kept(sum_k * (scale_log2 * (1 / LOG2_E))), dtype)
+        runs = wgmma.runs(given.scale_kept(sum_v).to(dtype))
+        store_runs(views[1], first, count, runs, options.head_dim_v)
+        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
+        factor = given.scale_kept(softmax_scale)
+        store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
 
 
 def _produce(
@@ -238,15 +233,11 @@ def _produce(
     q, k, v, dout, lse2, delta = maps
     first = block.queries.start
 
+    kept = entry_of(block.keys), block.keys.start + block.first_key, block.kv_head
+
     def keep(index: int, tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer) -> None:
         buffers.arrived.arrive_expecting(index, tile.bytes)
-        _copy(
-            tensor_map,
-            tile,
-            memory,
-            (entry_of(block.keys), block.keys.start + block.first_key, block.kv_head),
-            buffers.arrived.at(index),
-        )
+        copy_tile(tensor_map, tile, memory, [kept], buffers.arrived.at(index))
 
     def load(
         slots: Slots,
@@ -260,7 +251,7 @@ def _produce(
         row, entry = first + j * BLOCK_M, entry_of(block.queries)
         start = row if block.shift is None else row - block.shift
         barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes)
-        _copy(tensor_map, slots.tile, slots.at(at), (entry, row, head), barrier)
+        copy_tile(tensor_map, slots.tile, slots.at(at), [(entry, row, head)], barrier)
         tma.load(of, numbers.at(at), (entry, head, start), barrier)
         return slots.ring.next(at)
 
@@ -275,15 +266,6 @@ def _produce(
                     load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
                 )
             all_heads.next(*passing.results)
-
-
-def _copy(
-    tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer, place: Sequence[Any], barrier: fly.Value
-) -> None:
-    """Start the copy of a tile, panel by panel."""
-    for panel in range(tile.panels):
-        corner = (*place, panel * tile.panel_columns)
-        tma.load(tensor_map, memory.offset(panel * tile.panel_bytes), corner, barrier)
 
 
 @dataclass(frozen=True)
@@ -348,7 +330,7 @@ class _Consumer:
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         tiles = self.tiles
-        place = _Head(self.block.batch, head, self.seen)
+        place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
         state = _State(dk, dv, self.scores(q_at, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
@@ -392,7 +374,14 @@ class _Consumer:
         return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
 
     def step(
-        self, j: fly.Value, state: _State, place: _Head, given: BoundFeatures, *, masked: bool, last: bool = False
+        self,
+        j: fly.Value,
+        state: _State,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        last: bool = False,
     ) -> _State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
@@ -401,7 +390,7 @@ class _Consumer:
         (raw,) = wgmma.wait(0, state.scores)
         started = self.excess(state.dout_at, j)
         fragment = fly.Fragment(self.layout, ((raw,),))
-        queries = fly.RowVector.full(turned_layout(self.layout), 1, 0.0).rows().map(lambda row: row + first_query)
+        queries = row_numbers(turned_layout(self.layout), 1, first_query)
         count = self.block.queries.length if self.block.queries.bounded and masked else None
 
         def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
@@ -440,7 +429,7 @@ class _Consumer:
         q.ring.release(state.q_at)
         return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
 
-    def _sums_of(self, place: _Head, j: fly.Value) -> tuple[Any, Any, Any]:
+    def _sums_of(self, place: HeadOfKeys, j: fly.Value) -> tuple[Any, Any, Any]:
         """Where the sums of a tile are: (entry, head, tile)."""
         return (place.batch, place.head, j) if self.tile is None else (0, place.head, self.tile + j)
 
@@ -455,7 +444,7 @@ class _Consumer:
         """-inf where a query does not see a key, or there is no such key."""
         count = self.block.keys.length
         start = self.block.first_key + self.index * 64
-        keys = fly.RowVector.full(self.layout, 1, 0.0).rows().map(lambda row: row + start)
+        keys = row_numbers(self.layout, 1, start)
         limited = self.inverse.apply(turned(scores), keys, first_query)
         return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 

@@ -27,6 +27,7 @@ import fly
 
 from .dropout_tile import only
 from .features import BoundFeatures
+from .mask import KeyRange
 from .scores import LARGEST_INVERSE, LOG2_E, Place, ScoreTile
 
 
@@ -38,6 +39,16 @@ def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
 def turned(fragment: fly.Fragment) -> fly.Fragment:
     """The transpose of a fragment, in the same registers."""
     return fly.Fragment(turned_layout(fragment.layout), tuple(zip(*fragment.tiles, strict=True)))
+
+
+@dataclass(frozen=True)
+class HeadOfKeys:
+    """One query head of a block of keys: a `Place`."""
+
+    batch: fly.Value
+    head: fly.Value
+    keys: KeyRange
+    split: bool = False
 
 
 @dataclass(frozen=True)

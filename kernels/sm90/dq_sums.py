@@ -14,6 +14,7 @@ from ..problem.scores import LOG2_E
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
+from .stores import store_runs
 
 PIECE = 4  # values of a thread that lie side by side
 
@@ -41,17 +42,6 @@ def add(values: fly.Value, place: fly.Pointer) -> None:
     """Add a thread's accumulators to the sums."""
     for i in range(0, len(values), PIECE):
         fly.atomic_add(values[i : i + PIECE], place.offset(i * WARPGROUP * 4), align=4 * PIECE)
-
-
-def store_rows(
-    view: fly.Tensor, first: Any, count: Any, values: fly.Value, dtype: fly.DType, first_column: Any = 0
-) -> None:
-    """A warpgroup's 64 rows from `first` on, rounded to `dtype`; those from row `count` on are dropped."""
-    rows, column, pieces = wgmma.runs(values.to(dtype))
-    for row, row_pieces in zip(rows, pieces, strict=True):
-        with fly.when(first + row < count):
-            for i, piece in enumerate(row_pieces):
-                fly.store(piece, view.at(first + row, column + first_column + 32 * i), align=16)
 
 
 @fly.kernel
@@ -82,4 +72,5 @@ def round_dq(
         ]
         factor: Any = scale_log2 * (1 / LOG2_E)
         scaled = fly.concat(pieces) * given.scale_kept(factor)
-        store_rows(queries.matrix(dq, head), first, count, scaled, dtype_of(dq.dtype.name), column)
+        runs = wgmma.runs(scaled.to(dtype_of(dq.dtype.name)))
+        store_runs(queries.matrix(dq, head), first, count, runs, options.dq_columns, column)

@@ -174,15 +174,28 @@ class Producer:
     ) -> Position:
         """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
         `column`; `note` stores what consumers are to read beside it."""
-        tile = slots.tile
-        barrier = slots.ring.acquire(at, tile.bytes, note)
-        slot = slots.at(at)
-        piece_bytes = tile.panel_bytes // len(places)
-        for i, place in enumerate(places):
-            for panel in range(tile.panels):
-                corner = (*place, column + panel * tile.panel_columns)
-                tma.load(tensor_map, slot.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
+        barrier = slots.ring.acquire(at, slots.tile.bytes, note)
+        copy_tile(tensor_map, slots.tile, slots.at(at), places, barrier, column)
         return slots.ring.next(at)
+
+
+def copy_tile(
+    tensor_map: fly.TensorMap,
+    tile: PanelTile,
+    memory: fly.Pointer,
+    places: list[tuple[Any, ...]],
+    barrier: fly.Value,
+    column: Any = 0,
+) -> None:
+    """One thread starts a tile's copies, whose bytes arrive at `barrier`: panel by panel, in equal pieces.
+
+    These are one above the other and begin at `places`, all coordinates but the last, and `column`.
+    """
+    piece_bytes = tile.panel_bytes // len(places)
+    for i, place in enumerate(places):
+        for panel in range(tile.panels):
+            corner = (*place, column + panel * tile.panel_columns)
+            tma.load(tensor_map, memory.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
 
 
 def clear_tail(tile: PanelTile, memory: fly.Pointer, rows: fly.Value, barrier: int, index: Any = 0) -> None:
