@@ -295,7 +295,7 @@ def test_a_run_of_gradients(gpu, capsys, tmp_path, timed):
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["provider"], row["preset"], row["kernel"]) for row in rows] == [
-        ("fly", "backward", "generic"),
+        ("fly", "backward", "sm90"),
         ("SDPA flash", "backward", ""),
         ("FA4", "backward", ""),
         ("fly generic", "backward", "generic"),
@@ -307,8 +307,11 @@ def test_a_run_of_gradients(gpu, capsys, tmp_path, timed):
 def test_peers_are_named_by_one_flag(gpu, capsys):
     for flags, message in (
         (["--peers", "FA4", "--provider", "fly"], "--peers and --provider: name the peers with one of them"),
-        (["--peers", "nobody"], "no provider is called 'nobody'; providers: 'fly', 'fly generic', 'SDPA flash'"),
-        (["--kernel", "sm90"], "invalid choice: 'sm90'"),
+        (
+            ["--peers", "nobody"],
+            "no provider is called 'nobody'; providers: 'fly', 'fly sm90', 'fly generic', 'SDPA flash'",
+        ),
+        (["--kernel", "gfx950"], "invalid choice: 'gfx950'"),
     ):
         with pytest.raises(SystemExit):
             benchmark.main(flags, pretended(BACKWARD))

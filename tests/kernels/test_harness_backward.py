@@ -170,7 +170,9 @@ def test_every_backward_kernel_can_be_forced_and_peers_say_what_is_missing(monke
         "FA4": "not installed (no module flash_attn.cute)",
         "Triton": "not installed (no module triton)",
     }
-    with pytest.raises(ValueError, match="no provider is called 'aiter CK'; providers: 'fly', 'fly generic', 'SDPA"):
+    with pytest.raises(
+        ValueError, match="no provider is called 'aiter CK'; providers: 'fly', 'fly sm90', 'fly generic', 'SDPA"
+    ):
         BACKWARD.named(["aiter CK"])
 
 

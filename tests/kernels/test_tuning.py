@@ -366,7 +366,7 @@ def test_a_run_of_the_sm90_kernel(pretended_gpu, monkeypatch, capsys):
         (["gfx950"], "invalid choice: 'gfx950'"),
         (["generic", "--budget", "0"], "--budget must be positive, got 0"),
         (["generic", "--head_dim", "512"], "the generic kernel's table has no ('nvvm', 512)"),
-        (["sm90", "--head_dim", "32"], "the sm90 kernel's table has no (32, 32, True) for 512 keys"),
+        (["sm90", "--head_dim", "264"], "the sm90 kernel's table has no (264, 264, True) for 512 keys"),
         (["generic", "--seq_len", "-1"], "seq_len must be at least 1, got -1"),
     ],
 )

@@ -121,7 +121,8 @@ SINK = torch.zeros(4)
     ("given", "becomes"),
     [
         ({}, {}),
-        ({"deterministic": True}, {}),
+        ({"deterministic": True}, {"deterministic": True}),
+        ({"deterministic": False}, {}),
         ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
         ({"softcap": 15.0}, {"softcap": 15.0}),
         ({"softcap": -1.0}, {}),
@@ -179,6 +180,7 @@ def test_positional_arguments_have_flash_attention_2s_order(handed_on):
         "window_size": (7, -1),
         "softcap": 30.0,
         "alibi_slopes": SLOPES,
+        "deterministic": True,
     }
 
 

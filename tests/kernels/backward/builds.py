@@ -68,7 +68,8 @@ def bindings_of(arch: str, inputs: Inputs, causal: bool, of: Sequence[str] = (),
         return SimpleNamespace(launch=None, entry=SimpleNamespace(current_stream=None))
 
     on_arch = mock.patch.object(generic, "device_of", lambda device: SimpleNamespace(target=arch))
-    with on_arch, mock.patch.object(steps, "bind", bind):
+    unlaunched = mock.patch.object(steps, "together", lambda *_: None)
+    with on_arch, unlaunched, mock.patch.object(steps, "bind", bind):
         generic.prepare(*arguments_of(inputs, causal, of, **options))
     return found
 

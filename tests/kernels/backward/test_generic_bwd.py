@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fly import config
 from fly.backends.target import target, targets
 from fly.errors import ShapeError, UnsupportedError
 from fly.runtime.prepared import bindings
@@ -179,7 +180,8 @@ def test_what_has_no_gradient_is_refused_by_name(options, message, gfx950):
         flydsl_flash_attn_func(q.requires_grad_(), k, v, **options)
 
 
-def test_keys_in_pages_have_no_gradient(gfx950):
+def test_keys_in_pages_have_no_gradient(gfx950, monkeypatch):
+    monkeypatch.delenv(config.BACKWARD_KERNEL.name)
     _, (q, k, v) = small(keys=[64])
     options = {
         "block_table": torch.zeros(1, 1, dtype=torch.int32),

@@ -161,9 +161,9 @@ def test_all_features_together_compile_on_nvidia(arch, head_dim, block_size, tmp
     names = tuple(name for name in GENERIC_OPERANDS if name in names)  # in their order, and not in pages
     asked = Features(
         names,
-        Mod.of(lambda s, b, h, q, k, table: s + table[h, k]),
-        Mod.of(lambda b, h, q, k, table: q != k),
-        block_size,
+        score_mod=Mod.of(lambda s, b, h, q, k, table: s + table[h, k]),
+        mask_mod=Mod.of(lambda b, h, q, k, table: q != k),
+        block_size=block_size,
     )
     options = options_for(description, head_dim, False, 16, features=asked)
     dense = TensorSpec("bf16", 4, 16, True)
