@@ -99,7 +99,7 @@ BUGS = (
         "a group's first head is taken for all",
         bwd.flash_attn_generic_dkdv,
         "function",
-        "_Head(batch, head, seen) => _Head(batch, first_head, seen)",
+        "HeadOfKeys(batch, head, seen) => HeadOfKeys(batch, first_head, seen)",
         "heads",
         "wrong",
     ),
