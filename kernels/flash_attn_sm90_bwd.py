@@ -67,7 +67,6 @@ from .sm90.backward import (
     REGISTERS,
     SLOT_ALIGNMENT,
     Sm90BackwardOptions,
-    options_for,
     slot_bytes,
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
@@ -484,8 +483,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     See `flash_attn_generic_bwd.prepare`.
     """
     packed = tensors.get("cu_seqlens_q") is not None
-    features = request.static_features
-    options = options_for(request.head_dim, request.value_dim, request.causal, features, packed=packed)
+    dims, features = (request.head_dim, request.value_dim), request.static_features
+    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features)
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device

@@ -1,4 +1,4 @@
-"""Builds of the Hopper backward kernel: their static parameters, and which build serves which shape."""
+"""Builds of the Hopper backward kernel: their static parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
+from fly.backends.target import target
 from fly.errors import ShapeError
 
 from ..problem.features import NO_FEATURES, Features
@@ -14,7 +15,6 @@ CONSUMERS = 2  # warpgroups
 BLOCK_M, BLOCK_N = 64, 64 * CONSUMERS  # queries of a tile, keys of a block
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
-SHARED_BYTES = 227 << 10
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
 DS_STAGES = 2  # so that one barrier a tile is enough: see `flash_attn_sm90_bwd`
@@ -40,10 +40,9 @@ class Sm90BackwardOptions:
     features: Features = NO_FEATURES
 
     def __post_init__(self) -> None:
-        if self.shared_bytes > SHARED_BYTES:
-            raise ShapeError(
-                f"a block of {self.shared_bytes} bytes of shared memory; expected {SHARED_BYTES} at most"
-            )
+        most = target("sm_90a").shared_bytes
+        if self.shared_bytes > most:
+            raise ShapeError(f"a block of {self.shared_bytes} bytes of shared memory; expected {most} at most")
 
     @property
     def tiles(self) -> dict[str, PanelTile]:
@@ -82,10 +81,3 @@ class Sm90BackwardOptions:
 def slot_bytes(numbers: int) -> int:
     """Of so many statistics in shared memory."""
     return -(-4 * numbers // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-
-
-def options_for(
-    head_dim: int, head_dim_v: int, causal: bool, features: Features = NO_FEATURES, *, packed: bool = False
-) -> Sm90BackwardOptions:
-    """The build that serves a shape."""
-    return Sm90BackwardOptions(head_dim, head_dim_v, causal, packed=packed, features=features)

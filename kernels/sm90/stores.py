@@ -9,8 +9,6 @@ import fly
 from .schedule import PackedRows
 
 RUN = 32  # columns that four lanes store together
-
-
 Runs = tuple[list[fly.Value], fly.Value, list[list[fly.Value]]]
 
 
