@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,12 +16,14 @@ from fly.backends.target import arch_for_capability
 from fly.errors import CompileError, DeviceError, MissingPackageError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
-from fly.runtime.packing import ArgumentSlot
+from fly.runtime.packing import ArgumentSlot, SharedArguments
 
 _JIT_LOG_BYTES = 16384
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more is opt-in, per function
 _REJECTIONS = ("INVALID_PTX", "INVALID_IMAGE", "INVALID_SOURCE", "UNSUPPORTED_PTX", "NO_BINARY", "JIT_")
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_*
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+LAUNCHES_WITHOUT_GRAPH = 8  # by one thread on one stream, before several kernels become a graph
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
@@ -245,17 +249,22 @@ class CudaKernel:
             self._checked.check(self._name, grid, block)
         return (self._function, *grid, *block, self._shared)
 
-    def failure(self, status: Any) -> DeviceError:
-        """The error of a launch with this status."""
-        return DeviceError(f"{self._name}: cuLaunchKernel: {status_text(self.device.driver, status)}")
+    def failure(self, status: Any, function: str = "cuLaunchKernel") -> DeviceError:
+        """The error of a launch with this status of a function of the driver."""
+        return DeviceError(f"{self._name}: {function}: {status_text(self.device.driver, status)}")
+
+
+_Begun = tuple[CudaKernel, tuple[Any, ...]]
+"""A kernel, and what `CudaKernel.sized` says of its launch."""
 
 
 def launches(
-    kernels: Sequence[CudaKernel], sizes: Sequence[tuple[Dim3, Dim3]]
+    kernels: Sequence[CudaKernel], sizes: Sequence[tuple[Dim3, Dim3]], arguments: SharedArguments
 ) -> Callable[[Sequence[int], int], None]:
-    """Launches of kernels of one device, in order, as one function of their arguments' `parameters` and a stream.
+    """Launches of kernels of one device, in order, as one function of the addresses that they share and a stream.
 
-    `sizes`: of each, (grid, block). That saves a microsecond a launch next to `CudaKernel.launch`.
+    `sizes`: of each, (grid, block). A thread that comes again and again on a stream has them as a graph of its own,
+    which the driver queues at once; not while the stream is captured, whose graph gets the kernels themselves.
 
     Raises:
         LaunchError: as of `CudaKernel.launch`; the function raises DeviceError as that does.
@@ -263,18 +272,98 @@ def launches(
     device = kernels[0].device
     begun = [(kernel, kernel.sized(*of_kernel)) for kernel, of_kernel in zip(kernels, sizes, strict=True)]
     launch, get_current, context = device.driver.cuLaunchKernel, device.driver.cuCtxGetCurrent, device.context_address
+    capture_status, of_thread = device.driver.cuStreamIsCapturing, _OfThread()
 
-    def run(parameters: Sequence[int], stream: int) -> None:
+    def run(addresses: Sequence[int], stream: int) -> None:
         pushed = int(get_current()[1]) != context
         if pushed:
             device.push()
         try:
-            for (kernel, given), place in zip(begun, parameters):
+            graph = of_thread.graphs.get(stream)
+            if graph is not None:
+                status, capturing = capture_status(stream)
+                if status == 0 == capturing:
+                    if addresses != graph.addresses:
+                        arguments.write(addresses)
+                        graph.take(addresses)
+                    graph.launch(stream)
+                    return
+            arguments.write(addresses)
+            for (kernel, given), place in zip(begun, arguments.parameters):
                 (status,) = launch(*given, stream, place, 0)
                 if status != 0:
                     raise kernel.failure(status)
+            of_thread.count(device.driver, begun, arguments.parameters, stream)
         finally:
             if pushed:
                 device.pop()
 
     return run
+
+
+class _OfThread(threading.local):
+    """A thread's graphs of some launches, by stream, and how often it has come without one."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, _Graph] = {}
+        self._seen: dict[int, int] = {}
+
+    def count(self, driver: Any, begun: Sequence[_Begun], parameters: Sequence[int], stream: int) -> None:
+        """It has come once more; what comes often gets a graph."""
+        seen = self._seen.get(stream, 0)
+        if seen >= LAUNCHES_WITHOUT_GRAPH or int(call(driver, "cuStreamIsCapturing", stream)):
+            return
+        self._seen[stream] = seen + 1
+        # nodes have a priority of their own, which is not the stream's
+        if seen + 1 == LAUNCHES_WITHOUT_GRAPH and call(driver, "cuStreamGetPriority", stream) == 0:
+            self.graphs[stream] = _Graph(driver, begun, parameters)
+
+
+class _Graph:
+    """Kernels as a graph that is launched again and again by one thread; `addresses`: what its launches take.
+
+    Making it takes longer than many launches do; its memory is freed with it.
+    """
+
+    def __init__(self, driver: Any, begun: Sequence[_Begun], parameters: Sequence[int]):
+        self.addresses: Sequence[int] = ()
+        self._set, self._launch = driver.cuGraphExecKernelNodeSetParams, driver.cuGraphLaunch
+        # someone else may be capturing, whom allocations would disturb
+        before = call(driver, "cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode(_RELAXED))
+        try:
+            graph = call(driver, "cuGraphCreate", 0)
+            weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
+            self._nodes: list[tuple[CudaKernel, Any, Any]] = []
+            for (kernel, given), place in zip(begun, parameters, strict=True):
+                described = _node(driver, given, place)
+                last = [node for _, node, _ in self._nodes[-1:]]
+                node = call(driver, "cuGraphAddKernelNode", graph, last, len(last), described)
+                self._nodes.append((kernel, node, described))
+            self._executable = call(driver, "cuGraphInstantiate", graph, 0)
+            weakref.finalize(self, driver.cuGraphExecDestroy, self._executable).atexit = False
+        finally:
+            call(driver, "cuThreadExchangeStreamCaptureMode", before)
+
+    def take(self, addresses: Sequence[int]) -> None:
+        """Have later launches take what the arguments' memory holds now, which are these."""
+        self.addresses = ()
+        for kernel, node, described in self._nodes:
+            (status,) = self._set(self._executable, node, described)
+            if status != 0:
+                raise kernel.failure(status, "cuGraphExecKernelNodeSetParams")
+        self.addresses = [*addresses]
+
+    def launch(self, stream: int) -> None:
+        """Queue the kernels."""
+        (status,) = self._launch(self._executable, stream)
+        if status != 0:
+            raise self._nodes[-1][0].failure(status, "cuGraphLaunch")
+
+
+def _node(driver: Any, given: tuple[Any, ...], parameters: int) -> Any:
+    """What the driver is told of a kernel in a graph: the same as for a launch."""
+    described = driver.CUDA_KERNEL_NODE_PARAMS()
+    described.func, (described.gridDimX, described.gridDimY, described.gridDimZ) = given[0], given[1:4]
+    (described.blockDimX, described.blockDimY, described.blockDimZ), described.sharedMemBytes = given[4:7], given[7]
+    described.kernelParams = parameters
+    return described

@@ -177,14 +177,8 @@ def together(
         addresses = [(i, at) for i, kind, at in found if kind == "ptr"]
         maps = [(starts[i] // WORD, at) for i, kind, at in found if kind == "map"]
         described.append((starts, bytes(launch.arguments.view), addresses, maps))
-    arguments = SharedArguments(count, described)
-    run = cuda.launches(kernels, [(launch.grid, launch.block) for launch in prepared])
-
-    def run_all(addresses: Sequence[int], stream: int) -> None:
-        arguments.write(addresses)
-        run(arguments.parameters, stream)
-
-    return run_all
+    sizes = [(launch.grid, launch.block) for launch in prepared]
+    return cuda.launches(kernels, sizes, SharedArguments(count, described))
 
 
 def _are_cuda(kernels: list[LoadedKernel]) -> TypeGuard[list[cuda.CudaKernel]]:

@@ -11,6 +11,7 @@ features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ _NOT_TAKEN = {
 }
 _LENGTHS = {"cu_seqlens_q", "seqused_q", "seqused_kv"}  # with which some tokens may have no gradient written
 _CONTIGUOUS = torch.contiguous_format
+# Bytes of gradients and workspace that are allocated together, and live as long as one of the gradients.
+MOST_SHARED = 1 << 22
 # the variables that a launch depends on
 _environment = config.raw_value
 _ARCH, _KERNEL = config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name
@@ -145,6 +148,8 @@ class _Attention(torch.autograd.Function):
         return None, *found
 
 
+# What the engine calls, past a function of torch's that looks for it every time.
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 # What `Function.apply` ends in where no transform of torch.func is active, as its Python takes 3 µs.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 _transformed: Any = torch._C._are_functorch_transforms_active
@@ -163,11 +168,41 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
+class _Shared:
+    """One piece of memory for the gradients of leaves and the workspace: `rows` of it each, in order.
+
+    `alone`: how many leaves before these have other sizes of a row, and gradients that are allocated by themselves.
+    `zeros`: not all of a gradient is written.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: tuple[int, ...]
+    alone: int
+    zeros: bool
+
+    @staticmethod
+    def of(results: Sequence[torch.Tensor], workspace_bytes: int, zeros: bool) -> _Shared | None:
+        """For contiguous gradients like these, if all are small."""
+        row = results[-1].shape[1:]
+        alike = [x.shape[1:] == row for x in results]
+        alone = next(i for i in range(len(alike)) if all(alike[i:]))
+        rows = [len(x) for x in results[alone:]]
+        nbytes = math.prod(row) * results[-1].element_size()
+        rows.append(-(-workspace_bytes // nbytes))
+        if sum(rows) * nbytes > MOST_SHARED:
+            return None
+        sizes = (sum(rows), *row)
+        return _Shared(sizes, torch.empty(sizes, device="meta").stride(), tuple(rows), alone, zeros)
+
+
+@dataclass(frozen=True, slots=True)
 class _Prepared:
     """A backward pass for one form of its tensors; `copied`: inputs that kernels do not take as they are."""
 
     launch: Launch
     copied: tuple[str, ...]
+    shared: _Shared | None
 
 
 def run(
@@ -183,8 +218,9 @@ def run(
 
     `tensors`: the call's others by name, out and lse too, and delta, where that is wanted: float32 like lse. The last
     leaves are the `operands`. Gradients are contiguous and of the leaves' shapes, one for what is stacked, with zeros
-    for tokens outside of all sequences; or they are written to `results`, which kernels can write to as they are, and
-    tokens outside of all sequences are not written. Those of operands are like the operands.
+    for tokens outside of all sequences, and small ones share memory (`MOST_SHARED`); or they are written to
+    `results`, which kernels can write to as they are, and tokens outside of all sequences are not written. Those of
+    operands are like the operands.
 
     Raises:
         UnsupportedError: see `operand_gradients.memory_for`.
@@ -198,42 +234,29 @@ def run(
         dout = loadable(dout)
     if dlse is not None and not dlse.is_contiguous():
         dlse = dlse.contiguous()
-    inputs, needed = leaves, dict[str, torch.Tensor]()
+    inputs = leaves
+    needed: dict[str, torch.Tensor] = {}
     if operands:
         inputs = leaves[: -len(operands)]
         needed = dict(zip(operands, leaves[len(inputs) :], strict=True))
-    forms: list[tuple[int, ...]] = []
-    if results is None:
-        make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
-        results = [make(x, memory_format=_CONTIGUOUS) for x in inputs]
-    else:
-        forms = [x.stride() for x in results]
     if kind.empty:
         if "delta" in tensors:
             tensors["delta"].zero_()
-        return [*(x.zero_() for x in results), *(gradient_without_scores(*item, dlse) for item in needed.items())]
-    q, k, v = unstacked(inputs)
-    dq, dk, dv = unstacked(results)
-    given: dict[str, Any] = {
-        **tensors,
-        "q": q,
-        "k": k,
-        "v": v,
-        "dout": dout,
-        "dlse": dlse,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-    }
+        made = [x.zero_() for x in results or results_for(inputs, tensors)]
+        return [*made, *(gradient_without_scores(*item, dlse) for item in needed.items())]
+    q, k, v = inputs if len(inputs) == 3 else unstacked(inputs)
     # what autograd's hooks hand back may lie otherwise than what the call was given
     # fmt: off
     key: tuple[Any, ...] = (
         _environment(_ARCH), _environment(_KERNEL), len(inputs),
         q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
         q.data_ptr() % ALIGNMENT, k.data_ptr() % ALIGNMENT, v.data_ptr() % ALIGNMENT,
-        dlse is None, "delta" in tensors, torch.are_deterministic_algorithms_enabled(), *operands, *forms,
+        dlse is None, torch.are_deterministic_algorithms_enabled(),
     )
     # fmt: on
+    if operands or results is not None or "delta" in tensors:
+        key += (*operands, "delta" in tensors, *(x.stride() for x in results or ()))
+    given: dict[str, Any] = {**tensors, "q": q, "k": k, "v": v, "dout": dout, "dlse": dlse}
     memory = memory_for(needed, kind.request, q.device) if needed else {}
     if kind.request.static_features.block_size is not None:
         memory |= _lists_by_keys(kind.request, tensors)
@@ -242,13 +265,34 @@ def run(
         key += tuple((x.shape, x.stride(), x.dtype) for x in memory.values())
     prepared = kind.backward.get(key)
     if prepared is None:
-        prepared = kind.backward[key] = _prepared(kind, given)
+        prepared = kind.backward[key] = _prepared(kind, inputs, given, results)
     for name in prepared.copied:
         given[name] = given[name].clone(memory_format=_CONTIGUOUS)
-    if size := prepared.launch.workspace_bytes:
-        given["workspace"] = q.new_empty(size, dtype=torch.uint8)
+    if results is None and prepared.shared is not None:
+        *results, given["workspace"] = _shared(prepared.shared, inputs, tensors)
+    else:
+        results = results or results_for(inputs, tensors)
+        if size := prepared.launch.workspace_bytes:
+            given["workspace"] = q.new_empty(size, dtype=torch.uint8)
+    given["dq"], given["dk"], given["dv"] = results if len(inputs) == 3 else unstacked(results)
     prepared.launch.run(given, None)
     return [*results, *(gradient(name, memory[f"d{name}"], of) for name, of in needed.items())]
+
+
+def results_for(inputs: Sequence[torch.Tensor], tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Memory for gradients of these, each its own; zeros where the call's `tensors` leave tokens without one."""
+    make = torch.zeros_like if not _LENGTHS.isdisjoint(tensors) else torch.empty_like
+    return [make(x, memory_format=_CONTIGUOUS) for x in inputs]
+
+
+def _shared(form: _Shared, inputs: Sequence[torch.Tensor], tensors: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """Memory for gradients of these, and a workspace; each has a version of its own, and is no view for autograd."""
+    last = inputs[-1]
+    whole = torch.empty_strided(form.sizes, form.strides, dtype=last.dtype, device=last.device)
+    if form.zeros:
+        whole.zero_()
+    pieces = torch.unsafe_split_with_sizes(whole, form.rows)
+    return [*results_for(inputs[: form.alone], tensors), *pieces] if form.alone else pieces
 
 
 def _lists_by_keys(request: Request, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -267,16 +311,25 @@ def _listed_only(batch: Any, head: Any, query: Any, key: Any) -> bool:
     return True
 
 
-def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:
+def _prepared(
+    kind: Kind,
+    inputs: Sequence[torch.Tensor],
+    given: Mapping[str, Any],
+    results: Sequence[torch.Tensor] | None,
+) -> _Prepared:
     """The backward pass of calls like this one."""
     copied = tuple(name for name in INPUTS if not is_aligned(given[name]))
-    tensors = dict(given)
+    made = results_for(inputs, given) if results is None else results
+    tensors = {**given, **dict(zip(("dq", "dk", "dv"), unstacked(made)))}
     for name in (*INPUTS, "out", "dout", *(f"d{name}" for name in INPUTS)):
         x = tensors[name].clone(memory_format=_CONTIGUOUS) if name in copied else tensors[name]
         tensors[name] = settled(x)
     for name, form in kind.operands.items():
         tensors[name] = tensors[name].as_strided(*form) if isinstance(form, tuple) else form
-    return _Prepared(serving(given["q"].device, kind.request)(tensors, kind.request), copied)
+    launch = serving(given["q"].device, kind.request)(tensors, kind.request)
+    zeros = not _LENGTHS.isdisjoint(given)
+    shared = _Shared.of(made, launch.workspace_bytes, zeros) if results is None else None
+    return _Prepared(launch, copied, shared)
 
 
 def backward(
@@ -322,6 +375,8 @@ def backward(
     tensors |= {"out": loadable(out), "lse": lse.contiguous()}
     if delta is not None:
         tensors["delta"] = delta
+    if results is None:
+        results = results_for(leaves, tensors)  # results of operations share nothing
     leaves = (*leaves, *(tensors.pop(name) for name in operands))
     return run(kind, leaves, tensors, dout, dlse, operands, results)
 

@@ -75,6 +75,18 @@ class CUtensorMapFloatOOBfill(enum.IntEnum):
     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0
 
 
+class CUstreamCaptureMode(enum.IntEnum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
+class CUDA_KERNEL_NODE_PARAMS:
+    """What the bindings' structure has."""
+
+    func = kernelParams = extra = 0
+    gridDimX = gridDimY = gridDimZ = blockDimX = blockDimY = blockDimZ = sharedMemBytes = 0
+
+
 class TensorMap:
     """The bindings' CUtensorMap: bytes at an address."""
 
@@ -96,6 +108,8 @@ class FakeDriver:
     CUdevice_attribute = CUdevice_attribute
     CUfunction_attribute = CUfunction_attribute
     CUjit_option = CUjit_option
+    CUstreamCaptureMode = CUstreamCaptureMode
+    CUDA_KERNEL_NODE_PARAMS = CUDA_KERNEL_NODE_PARAMS
     CUtensorMapDataType = CUtensorMapDataType
     CUtensorMapInterleave = CUtensorMapInterleave
     CUtensorMapSwizzle = CUtensorMapSwizzle
@@ -118,6 +132,11 @@ class FakeDriver:
         self.host_memory: list = []
         self.capturing = 0
         self.waits: list[int] = []
+        self.priorities: dict[int, int] = {}  # of streams
+        self.graphs: dict[str, list[CUDA_KERNEL_NODE_PARAMS]] = {}  # those that are not destroyed
+        self.executables: dict[str, list[dict]] = {}  # the same, as the launches that they are
+        self.graph_launches = 0
+        self._capture_modes = threading.local()
         self._contexts = threading.local()  # every thread has its own stack
 
     @property
@@ -176,19 +195,66 @@ class FakeDriver:
 
     def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         assert extra == 0
-        places = (ctypes.c_void_p * len(self.parameters)).from_address(parameters)
-        self.launches.append(
-            {
-                "function": function,
-                "grid": (gx, gy, gz),
-                "block": (bx, by, bz),
-                "shared": shared,
-                "stream": stream,
-                "arguments": [ctypes.string_at(place, size) for place, size in zip(places, self.parameters)],
-                "context": self.contexts[-1],
-            }
-        )
+        self.launches.append(self._launch(function, (gx, gy, gz), (bx, by, bz), shared, parameters, stream))
         return (self.results.get("cuLaunchKernel", OK),)
+
+    def _launch(self, function, grid, block, shared, parameters, stream=None) -> dict:
+        places = (ctypes.c_void_p * len(self.parameters)).from_address(parameters)
+        return {
+            "function": function,
+            "grid": grid,
+            "block": block,
+            "shared": shared,
+            "stream": stream,
+            "arguments": [ctypes.string_at(place, size) for place, size in zip(places, self.parameters)],
+            "context": self.contexts[-1],
+        }
+
+    def _described(self, node: CUDA_KERNEL_NODE_PARAMS) -> dict:
+        grid, block = (tuple(getattr(node, f"{of}Dim{axis}") for axis in "XYZ") for of in ("grid", "block"))
+        assert node.extra == 0
+        return self._launch(node.func, grid, block, node.sharedMemBytes, node.kernelParams)
+
+    def cuStreamGetPriority(self, stream):
+        return OK, self.priorities.get(stream, 0)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        before = getattr(self._capture_modes, "mode", CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self._capture_modes.mode = mode
+        return OK, before
+
+    def cuGraphCreate(self, flags):
+        name = f"graph {len(self.graphs)} of {threading.get_ident()}"
+        self.graphs[name] = []
+        return OK, name
+
+    def cuGraphAddKernelNode(self, graph, dependencies, count, node):
+        nodes = self.graphs[graph]
+        assert count == len(dependencies) and dependencies == [len(nodes) - 1][: len(nodes)]
+        nodes.append(node)
+        return OK, len(nodes) - 1
+
+    def cuGraphInstantiate(self, graph, flags):
+        assert self._capture_modes.mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.executables[graph] = [self._described(node) for node in self.graphs[graph]]
+        return self.results.get("cuGraphInstantiate", OK), graph
+
+    def cuGraphExecKernelNodeSetParams(self, executable, number, node):
+        self.executables[executable][number] = self._described(node)
+        return (self.results.get("cuGraphExecKernelNodeSetParams", OK),)
+
+    def cuGraphLaunch(self, executable, stream):
+        self.graph_launches += 1
+        self.launches += [{**launch, "stream": stream} for launch in self.executables[executable]]
+        return (self.results.get("cuGraphLaunch", OK),)
+
+    def cuGraphExecDestroy(self, executable):
+        del self.executables[executable]
+        return (OK,)
+
+    def cuGraphDestroy(self, graph):
+        del self.graphs[graph]
+        return (OK,)
 
     def cuMemHostAlloc(self, nbytes, flags):
         assert self.contexts and flags == 3  # portable and mapped

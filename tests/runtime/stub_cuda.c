@@ -90,6 +90,45 @@ API cuStreamIsCapturing(void *stream, int *status) {
   return 0;
 }
 
+API cuStreamGetPriority(void *stream, int *priority) { *priority = 0; return 0; }
+API cuThreadExchangeStreamCaptureMode(int *mode) { *mode ^= 2; return 0; }
+API cuGraphCreate(void **graph, unsigned flags) { *graph = (void *)33; return 0; }
+
+typedef struct { void *function; unsigned grid[3], block[3], shared; void **parameters, **extra; } Node;
+
+static void print_node(const char *what, const Node *node) {
+  printf("%s %d grid %u %u %u block %u %u %u shared %u n %d\n", what, (int)(uintptr_t)node->function, node->grid[0],
+         node->grid[1], node->grid[2], node->block[0], node->block[1], node->block[2], node->shared,
+         *(int *)node->parameters[0]);
+}
+
+API cuGraphAddKernelNode(void **added, void *graph, void *const *dependencies, size_t count, const Node *node) {
+  static uintptr_t nodes = 43;
+  printf("after %d in %d: ", count ? (int)(uintptr_t)dependencies[0] : 0, (int)(uintptr_t)graph);
+  print_node("node", node);
+  *added = (void *)++nodes;
+  return 0;
+}
+
+API cuGraphInstantiateWithFlags(void **executable, void *graph, uint64_t flags) {
+  *executable = (void *)55;
+  return 0;
+}
+
+API cuGraphExecKernelNodeSetParams(void *executable, void *changed, const Node *node) {
+  printf("%d of %d: ", (int)(uintptr_t)changed, (int)(uintptr_t)executable);
+  print_node("set", node);
+  return 0;
+}
+
+API cuGraphLaunch(void *executable, void *stream) {
+  printf("graph %d on %d\n", (int)(uintptr_t)executable, (int)(uintptr_t)stream);
+  return 0;
+}
+
+API cuGraphExecDestroy(void *executable) { printf("destroy %d\n", (int)(uintptr_t)executable); return 0; }
+API cuGraphDestroy(void *graph) { printf("destroy %d\n", (int)(uintptr_t)graph); return 0; }
+
 API cuStreamSynchronize(void *stream) {
   printf("wait %d context %d\n", (int)(uintptr_t)stream, (int)stack[depth - 1]);
   return 0;

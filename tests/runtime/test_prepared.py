@@ -1,3 +1,4 @@
+import gc
 import threading
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 
 from fly.errors import ArgumentError, ArgumentTypeError, DeviceError, LaunchError
 from fly.lang.signature import Parameter
-from fly.runtime.cuda import CudaDevice
+from fly.runtime.cuda import LAUNCHES_WITHOUT_GRAPH, CudaDevice
 from fly.runtime.device import Allocation
 from fly.runtime.launch import launch
 from fly.runtime.prepared import bind, together
@@ -167,7 +168,8 @@ def test_several_launches_take_what_is_theirs_of_their_addresses(device, compile
 def test_several_launches_on_an_nvidia_gpu_are_what_each_of_them_is(driver, compiler):
     launches, takes = both(compiler)
     run = together(launches, takes, 3)
-    for addresses in ([4096, 8192, 12288], [1 << 33, 16, 48]):
+    for i in range(2 * LAUNCHES_WITHOUT_GRAPH):
+        addresses = [4096 << i, 8192 + i * 16, 12288]
         driver.launches.clear()
         run(addresses, 77)
         for one, taken in zip(launches, takes):
@@ -176,6 +178,47 @@ def test_several_launches_on_an_nvidia_gpu_are_what_each_of_them_is(driver, comp
         assert driver.launches[:2] == driver.launches[2:]
         assert {done["context"] for done in driver.launches} == {1000}
     assert driver.contexts == []
+    assert driver.graph_launches == LAUNCHES_WITHOUT_GRAPH
+
+
+def test_several_launches_are_a_graph_of_each_stream_that_lives_as_long_as_their_function(driver, compiler):
+    run = together(*both(compiler), 3)
+    for stream in [77, 78] * LAUNCHES_WITHOUT_GRAPH:
+        run([4096, 8192, 12288], stream)
+    assert driver.graph_launches == 0 and len(driver.graphs) == len(driver.executables) == 2
+    run([4096, 8192, 12288], 78)
+    assert driver.graph_launches == 1 and driver.launches[-1]["stream"] == 78
+    assert driver.cuThreadExchangeStreamCaptureMode(0)[1] == 0  # as it was
+    del run
+    gc.collect()
+    assert not driver.graphs and not driver.executables
+
+
+def test_several_launches_are_no_graph_while_one_is_captured_or_on_streams_with_a_priority(driver, compiler):
+    run = together(*both(compiler), 3)
+    driver.capturing = 1
+    driver.priorities[78] = -5
+    for stream in [77, 78] * (LAUNCHES_WITHOUT_GRAPH + 2):
+        run([4096, 8192, 12288], stream)
+    driver.capturing = 0
+    for _ in range(LAUNCHES_WITHOUT_GRAPH + 2):
+        run([4096, 8192, 12288], 78)
+    assert driver.graph_launches == 0 and not driver.graphs
+    for _ in range(LAUNCHES_WITHOUT_GRAPH):
+        run([4096, 8192, 12288], 77)
+    driver.capturing = 1
+    run([4096, 8192, 12288], 77)
+    assert driver.graph_launches == 0 and len(driver.graphs) == 1
+
+
+@pytest.mark.parametrize("function", ["cuGraphInstantiate", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"])
+def test_a_graph_that_fails_is_an_error(function, driver, compiler):
+    run = together(*both(compiler), 3)
+    driver.results[function] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(DeviceError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
+        for _ in range(LAUNCHES_WITHOUT_GRAPH + 1):
+            run([4096, 8192, 12288], 77)
+    assert driver.contexts == [] and driver.cuThreadExchangeStreamCaptureMode(0)[1] == 0
 
 
 def test_several_launches_of_many_threads_do_not_mix(driver, compiler):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fly import config
+from fly.runtime.cuda import LAUNCHES_WITHOUT_GRAPH
 from kernels.flash_attn_api import flash_attn_varlen_qkvpacked_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import Inputs, by_head, stripes
@@ -209,3 +210,27 @@ def test_calls_one_after_the_other(own_stream, seed):
     torch.cuda.synchronize()
     for i, of in enumerate(found):
         assert all(torch.equal(a, b) for a, b in zip(of, alone[i % len(some)], strict=True)), f"seed {seed}, call {i}"
+
+
+def test_warm_calls_on_other_tensors_and_streams_are_the_first_one(seed):
+    """The driver queues a thread's warm launches as a graph; a captured stream gets the kernels themselves."""
+    inputs = Inputs([130] * 2, [150] * 2, 4, 2, 64, seed=seed, device="cuda")
+    tensors = inputs.tensors()
+    dout = inputs.floats(*tensors[0].shape, dtype=tensors[0].dtype)
+
+    def step(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(flydsl_flash_attn_func(*leaves), leaves, dout)
+
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected, streams = step(leaves), (torch.cuda.current_stream(), torch.cuda.Stream())
+    torch.cuda.synchronize()
+    for i in range(4 * LAUNCHES_WITHOUT_GRAPH):
+        with torch.cuda.stream(streams[i % 2]):
+            found = step([x.clone().requires_grad_() for x in tensors])
+            assert all(map(torch.equal, found, expected)), f"seed {seed}, call {i}"
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(leaves)
+    graph.replay()
+    assert all(map(torch.equal, found, expected)), f"seed {seed}"
