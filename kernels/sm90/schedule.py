@@ -178,8 +178,8 @@ class Schedule:
         # the last sequence whose blocks start at the slot or before
         for low, high in (search := fly.while_(start, lambda c: c[1] - c[0] > 1)):
             middle = (low + high) // 2
-            after = first_slot(middle) <= slot
-            search.next(fly.select(after, middle, low), fly.select(after, high, middle))
+            begun = first_slot(middle) <= slot
+            search.next(fly.select(begun, middle, low), fly.select(begun, high, middle))
         batch, _ = search.results
         tokens = self._tokens(batch)
         block, blocks = slot - first_slot(batch), fly.ceil_div(tokens[0].length, self.block_m)
