@@ -79,8 +79,9 @@ def ceiling(dtype: str, device: str, size: int = CEILING_SIZE, iters: int = 20) 
 
 def kernel_of(figure: Figure, arch: str, of: Pass = FORWARD) -> str:
     """The name of the kernel of ours that a figure is of, as dispatch chooses it on `arch`."""
-    if figure.provider != of.fly.name:
-        return figure.provider.removeprefix(f"{of.fly.name} ")
+    (provider,) = of.named([figure.provider])
+    if provider in of.forced:
+        return provider.name.removeprefix(f"{of.fly.name} ")
     sizes = {name: value for name, value in figure.workload.record().items() if not name.startswith("seqlens")}
     request = request_of(argparse.Namespace(**sizes, **({"packed": True} if figure.workload.lengths else {})))
     assert request is not None
@@ -175,7 +176,7 @@ def _chosen(args: argparse.Namespace, preset: Preset, of: Pass) -> tuple[Provide
         if args.provider:
             raise ValueError("--peers and --provider: name the peers with one of them")
         theirs = of.named(name.strip() for name in args.peers.split(","))
-        ours = {provider.name for provider in (of.fly, *of.forced)}
+        ours = {provider.name for provider in of.ours}
         names = [*(name for name in preset.providers if name in ours), *(provider.name for provider in theirs)]
     return of.named(dict.fromkeys([*names, *(f"fly {kernel}" for kernel in args.kernel)]))
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,29 +33,22 @@ from benchmarks.run_record import RUN_COLUMNS, run_record
 from benchmarks.timing import measure
 from kernels.sm90 import cost
 from kernels.sm90.builds import Key, decode_options
-from kernels.sm90.cost import CausalRounds, DecodeTimes, decode_splits, rounds
+from kernels.sm90.cost import DecodeTimes, decode_splits, rounds
 from kernels.sm90.tiles import TILES
 
 FOLDER = Path(__file__).resolve().parent / "costs"
 MARGIN = 0.005  # of the time
-# numbers that are tried, for each field of a model
-GRIDS: Mapping[type, Mapping[str, Sequence[float]]] = {
-    CausalRounds: {
-        "start": [n / 10 for n in range(16)],
-        "overlap": [1 + n / 10 for n in range(9)],
-    },
-    DecodeTimes: {
-        "alone": [n / 20 for n in range(8, 21)],
-        "part": [n / 10 for n in range(41)],
-        "combine": [n / 2 for n in range(21)],
-        "combine_split": [0.0, 0.01, 0.02, 0.05, 0.1, 0.2],
-    },
+# numbers that are tried, for each field of the model
+GRID: Mapping[str, Sequence[float]] = {
+    "alone": [n / 20 for n in range(8, 21)],
+    "part": [n / 10 for n in range(41)],
+    "combine": [n / 2 for n in range(21)],
+    "combine_split": [0.0, 0.01, 0.02, 0.05, 0.1, 0.2],
 }
 # of a wider tile's time over that of NARROW keys: no kind of call is slower, and all together are this much faster
 SLOWEST, FASTER = 1.0, 0.97
 
 COST_COLUMNS = RUN_COLUMNS[1:]  # of these files, which have no preset
-Model = TypeVar("Model", CausalRounds, DecodeTimes)
 Row = Mapping[str, str]
 Chosen = tuple[float, float]  # the time of what a model chooses, and the least
 
@@ -74,36 +67,26 @@ def _groups(rows: Iterable[Row], columns: Sequence[str]) -> dict[tuple[str, ...]
 
 
 # a causal launch, and a launch of decoding
-LAUNCH = ("head_dim", "head_dim_v", "batch", "seq_len", "num_heads", "units")
+LAUNCH = ("head_dim", "head_dim_v", "batch", "seq_len", "seq_len_kv", "num_heads", "units")
 DECODING = ("blocks", "key_tiles", "tile_bytes", "units")
 
 
-def _cost(head_dim: int, head_dim_v: int, consumers: int, keys: int) -> float:
-    """Of the causal row that serves so many keys with so many consumers."""
-    of = (head_dim, head_dim_v, True, consumers)
-    key = next(key for key in TILES if key[:-1] == of and (key[-1] is None or keys <= key[-1]))
-    return TILES[key].get("cost", 1.0)
-
-
 def _predicted(
-    model: CausalRounds,
-    head_dim: int,
-    head_dim_v: int,
-    batch: int,
-    seq_len: int,
-    heads: int,
-    units: int,
-    consumers: int,
+    head_dim: int, head_dim_v: int, batch: int, seq_len: int, seq_len_kv: int, heads: int, units: int, consumers: int
 ) -> float:
-    counted = rounds(seq_len, 64 * consumers, batch * heads, units, True, model=model)
-    return _cost(head_dim, head_dim_v, consumers, seq_len) * counted
+    """The time of the causal row with so many consumers that serves so many keys."""
+    of = (head_dim, head_dim_v, True, consumers)
+    key = next(key for key in TILES if key[:-1] == of and (key[-1] is None or seq_len_kv <= key[-1]))
+    tile = 64 * consumers, TILES[key]["block_n"]
+    cost: float = TILES[key].get("cost", 1.0)
+    return cost * rounds(seq_len, seq_len_kv, tile, batch * heads, units, True)
 
 
-def causal_choices(rows: Iterable[Row], model: CausalRounds) -> list[Chosen]:
-    """What `model` chooses of the rows that were timed for each causal launch."""
+def causal_choices(rows: Iterable[Row]) -> list[Chosen]:
+    """What is chosen of the rows that were timed for each causal launch: by their costs and `rounds`."""
     chosen = []
     for launch, of in _groups(rows, LAUNCH).items():
-        predicted = partial(_predicted, model, *map(int, launch))
+        predicted = partial(_predicted, *map(int, launch))
         taken = float(min(of, key=lambda row, time=predicted: time(int(row["consumers"])))["time"])
         chosen.append((taken, min(float(row["time"]) for row in of)))
     return chosen
@@ -124,16 +107,14 @@ def loss(chosen: Iterable[Chosen]) -> float:
     return geomean([taken / best for taken, best in chosen]) - 1
 
 
-def fit(committed: Model, losses: Callable[[Model], float]) -> Model:
+def fit(committed: DecodeTimes, losses: Callable[[DecodeTimes], float]) -> DecodeTimes:
     """The model with the least loss near the committed one, which stays where that gains less than `MARGIN`.
 
     One number is changed at a time, as long as the loss falls.
     """
     best, least = committed, losses(committed)
     while True:
-        others = [
-            replace(best, **{name: value}) for name, values in GRIDS[type(committed)].items() for value in values
-        ]
+        others = [replace(best, **{name: value}) for name, values in GRID.items() for value in values]
         found = min(others, key=losses)
         if losses(found) >= least:
             break
@@ -196,24 +177,19 @@ def keys_alone(rows: Iterable[Row]) -> dict[str, dict[tuple[Any, ...], int]]:
 
 
 def compare(folder: Path = FOLDER) -> Iterator[tuple[str, bool]]:
-    """A line for each fit, and whether it gives what is committed."""
-    models: list[tuple[str, Any, Callable[[list[Row], Any], list[Chosen]]]] = [
-        ("causal_rounds", cost.CAUSAL_ROUNDS, causal_choices),
-        ("decode_splits", cost.DECODE_TIMES, split_choices),
-    ]
-    for name, committed, choices in models:
-        rows = read(name, folder)
+    """A line for each file of times, and whether what is committed follows from it."""
+    of = causal_choices(read("causal_rounds", folder))
+    yield f"causal_rounds: {_lost(of)} with the costs of the rows", loss(of) < MARGIN
+    rows, committed = read("decode_splits", folder), cost.DECODE_TIMES
 
-        def losses(model: Any, rows: list[Row] = rows, choices: Any = choices) -> float:
-            return loss(choices(rows, model))
+    def losses(model: DecodeTimes) -> float:
+        return loss(split_choices(rows, model))
 
-        fitted = fit(committed, losses)
-        of = choices(rows, committed)
-        text = f"{name}: {len(of)} launches; committed {_shown(committed)} loses {losses(committed):.2%}"
-        text += f", at most {max(taken / best for taken, best in of) - 1:.2%}"
-        if fitted != committed:
-            text += f"; fitted {_shown(fitted)} loses {losses(fitted):.2%}"
-        yield text, fitted == committed
+    fitted = fit(committed, losses)
+    text = f"decode_splits: {_lost(split_choices(rows, committed))} with the committed {_shown(committed)}"
+    if fitted != committed:
+        text += f"; fitted {_shown(fitted)} loses {losses(fitted):.2%}"
+    yield text, fitted == committed
     rows = read("keys_alone", folder)
     table = keys_alone(rows)
     text = f"keys_alone: {len(rows)} ratios; {sum(map(len, table.values()))} rows of the table follow from them"
@@ -222,16 +198,22 @@ def compare(folder: Path = FOLDER) -> Iterator[tuple[str, bool]]:
     yield text, table == cost.KEYS_ALONE
 
 
-def _shown(model: CausalRounds | DecodeTimes) -> str:
+def _lost(chosen: Sequence[Chosen]) -> str:
+    most = max(taken / best for taken, best in chosen) - 1
+    return f"{len(chosen)} launches lose {loss(chosen):.2%}, at most {most:.2%},"
+
+
+def _shown(model: DecodeTimes) -> str:
     return ", ".join(f"{field.name}={getattr(model, field.name):g}" for field in fields(model))
 
 
-# measuring: causal launches of one to a few rounds, (head_dim, head_dim_v, batch, seq_len, heads)
-LAUNCHES = tuple(
-    (*dims, batch, seq_len, 16)
-    for dims in ((64, 64), (96, 96), (128, 128), (192, 128))
-    for batch, seq_len in ((1, 1152), (1, 1536), (1, 2048), (1, 3072), (1, 4096), (2, 4096), (4, 4096), (4, 2048))
+# measuring: causal launches of one to a few rounds, (batch, queries, keys) of 16 heads
+LENGTHS = (
+    *((1, n, n) for n in (768, 1024, 1152, 1536, 2048, 3072, 4096)),
+    *((2, 512, 512), (4, 2048, 2048), (2, 4096, 4096), (4, 4096, 4096)),
+    *((2, 2048, 4096), (2, 2048, 8192)),
 )
+LAUNCHES = tuple((*dims, *of, 16) for dims in ((64, 64), (96, 96), (128, 128), (192, 128)) for of in LENGTHS)
 # decoding, (head_dim, batch, keys) of 64 query heads on 8, and the numbers of splits
 DECODES = tuple(
     (head_dim, batch, keys)
@@ -258,10 +240,10 @@ def only(key: Key) -> Iterator[None]:
 
 
 def _rows_for(head_dim: int, head_dim_v: int, keys: int) -> dict[int, Key]:
-    """The causal row for so many keys with each number of consumers but one, which serves launches below a round."""
+    """The causal row for so many keys with each number of consumers."""
     found: dict[int, Key] = {}
     for key in TILES:
-        if key[:3] == (head_dim, head_dim_v, True) and key[3] > 1 and (key[-1] is None or keys <= key[-1]):
+        if key[:3] == (head_dim, head_dim_v, True) and (key[-1] is None or keys <= key[-1]):
             found.setdefault(key[3], key)
     return found
 
@@ -271,17 +253,19 @@ def measure_rounds(units: int) -> list[dict[str, object]]:
     from kernels.flash_attn_interface import flydsl_flash_attn_func
 
     records = []
-    for head_dim, head_dim_v, batch, seq_len, heads in progress(LAUNCHES, "launch"):
-        q, k = torch.randn(2, batch, seq_len, heads, head_dim, dtype=torch.bfloat16, device="cuda")
-        v = torch.randn(batch, seq_len, heads, head_dim_v, dtype=torch.bfloat16, device="cuda")
+    for head_dim, head_dim_v, batch, queries, keys, heads in progress(LAUNCHES, "launch"):
+        q, k, v = (
+            torch.randn(batch, length, heads, dim, dtype=torch.bfloat16, device="cuda")
+            for length, dim in ((queries, head_dim), (keys, head_dim), (keys, head_dim_v))
+        )
         calls = {}
-        for consumers, key in _rows_for(head_dim, head_dim_v, seq_len).items():
+        for consumers, key in _rows_for(head_dim, head_dim_v, keys).items():
             # scales that hardly differ, so that each row keeps its own prepared call
             scale = head_dim**-0.5 * (1 + consumers * 2**-20)
             calls[str(consumers)] = partial(flydsl_flash_attn_func, q, k, v, True, softmax_scale=scale)
             with only(key):
                 calls[str(consumers)]()
-        same = dict(zip(LAUNCH, (head_dim, head_dim_v, batch, seq_len, heads, units)))
+        same = dict(zip(LAUNCH, (head_dim, head_dim_v, batch, queries, keys, heads, units)))
         for consumers, timing in measure(calls, device="cuda", iters=ITERS, warmup=3).items():
             records.append(same | {"consumers": consumers, "time": timing.median})
     return records

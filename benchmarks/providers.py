@@ -89,6 +89,27 @@ def _fly_forced(kernel: str, workload: Workload, q: torch.Tensor, k: torch.Tenso
     return call
 
 
+def _pages(page_size: int, workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    """Fly on a dense workload's keys, in pages that are dealt out at random."""
+    from kernels.flash_attn_interface import flydsl_flash_attn_func
+
+    batch, keys = workload.batch, workload.seq_len_kv
+    of_sequence = -(-keys // page_size)
+    table = torch.randperm(batch * of_sequence, device=q.device)
+
+    def pool(tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, of_sequence * page_size - keys))
+        pages = whole.view(len(table), page_size, *tensor.shape[2:])
+        return torch.empty_like(pages).index_copy_(0, table, pages)
+
+    options = {
+        "block_table": table.int().view(batch, of_sequence),
+        "seqused_kv": torch.full((batch,), keys, dtype=torch.int32, device=q.device),
+        "num_kv_splits": workload.num_kv_splits,
+    }
+    return partial(flydsl_flash_attn_func, q, pool(k), pool(v), workload.causal, **options)
+
+
 def _sdpa_unsupported(workload: Workload) -> str | None:
     if workload.causal and any(queries != keys for queries, keys in workload.sequences):
         return "its causal mask is aligned top-left"
@@ -271,9 +292,9 @@ class Pass:
     """A pass of attention that is checked and timed, and who computes it.
 
     `work`: its arithmetic over the forward pass's. `fly`, and `forced`: the same with one of its kernels, whether or
-    not it would be chosen. `tensors(workload, seed, device)`: what calls are bound to. `flushes`: how often the
-    buffer that empties the L2 is read before a timed call, so that it takes longer than the host takes to queue the
-    call. `kernels`: the table that chooses ours.
+    not it would be chosen; `paged`: on keys in pages. `tensors(workload, seed, device)`: what calls are bound to.
+    `flushes`: how often the buffer that empties the L2 is read before a timed call, so that it takes longer than the
+    host takes to queue the call. `kernels`: the table that chooses ours.
     """
 
     name: str
@@ -284,6 +305,12 @@ class Pass:
     tensors: Callable[[Workload, int, str], tuple[torch.Tensor, ...]]
     flushes: int
     kernels: dispatch.Pass
+    paged: tuple[Provider, ...] = ()
+
+    @property
+    def ours(self) -> tuple[Provider, ...]:
+        """Fly in every form."""
+        return self.fly, *self.paged, *self.forced
 
     @property
     def providers(self) -> tuple[Provider, ...]:
@@ -296,7 +323,7 @@ class Pass:
         Raises:
             ValueError: a name that no provider has.
         """
-        known = {provider.name.lower(): provider for provider in (self.fly, *self.forced, *self.peers)}
+        known = {provider.name.lower(): provider for provider in (*self.ours, *self.peers)}
         names = tuple(names)
         for name in names:
             if name.lower() not in known:
@@ -321,7 +348,10 @@ PEERS: tuple[Provider, ...] = (
     Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
     Provider("Triton", _gpu_module("triton"), _dense_only, _triton),
 )
-FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD)
+PAGED: tuple[Provider, ...] = tuple(
+    Provider(f"fly pages of {size}", _fly_missing, _dense_only, partial(_pages, size)) for size in (16, 64)
+)
+FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD, PAGED)
 
 _BY_AUTOGRAD = ("SDPA flash", "SDPA cuDNN", "torch varlen", "FA2", "FA4")
 BACKWARD = Pass(
@@ -340,4 +370,4 @@ BACKWARD = Pass(
     4,
     dispatch.BACKWARD,
 )
-OURS = frozenset(provider.name for of in (FORWARD, BACKWARD) for provider in (of.fly, *of.forced))
+OURS = frozenset(provider.name for of in (FORWARD, BACKWARD) for provider in of.ours)

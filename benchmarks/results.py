@@ -236,6 +236,7 @@ def _preset(name: str, title: str, picture: str = "", of: str = "forward") -> Se
 SECTIONS: Mapping[str, Section] = {
     "h200": _preset("h200", "Prefill", "images/flash_attn_fwd_h200.png"),
     "short": _preset("short", "Short and ragged"),
+    "chunked": _preset("chunked", "Chunked prefill"),
     "head_dims": _preset("head_dims", "Other head dimensions"),
     "generic": _preset("generic", "The generic kernel against FlashAttention-2"),
     "backward": _preset("backward", "Gradients", of="backward"),

@@ -173,6 +173,22 @@ def short(
     return cells
 
 
+def chunked(
+    dtype: str,
+    causal: Sequence[bool] = (True, False),
+    seq_lens: Sequence[int] = (128, 512, 2048),
+    head_dims: Sequence[int] = (128,),
+) -> list[Workload]:
+    """A prompt in chunks: `seq_lens` queries at the end of many more keys, whose parts are left to the callee."""
+    return [
+        kind.dense(1, queries, *heads, keys, splits=0)
+        for kind in kinds((dtype,), causal, head_dims)
+        for heads in ((32, 4), (32, 8))
+        for queries in seq_lens
+        for keys in (4096, 8192, 32768)
+    ]
+
+
 @dataclass(frozen=True)
 class Preset:
     """What one benchmark run times.
@@ -192,6 +208,11 @@ PRESETS: Mapping[str, Preset] = {
     "h200": Preset("head dim 64, 128, 256; 512 to 16384 tokens; 16384 of them in all", sweep, _EVERY),
     "short": Preset(
         "one short sequence, packed mixtures, 8 query heads to a key head", short, (*_EVERY, "torch varlen")
+    ),
+    "chunked": Preset(
+        "128, 512 and 2048 queries on 4096, 8192 and 32768 keys; 4 and 8 query heads to a key head; also from pages",
+        chunked,
+        ("fly", "fly pages of 16", "fly pages of 64", *_EVERY[1:], "torch varlen"),
     ),
     "head_dims": Preset(
         "12 head dimensions from 24 to 224; 1024, 4096 and 16384 tokens; 16384 of them in all",

@@ -204,12 +204,12 @@ def key_for(
     slices: int,
     units: int,
     table: Mapping[Key, Mapping[str, Any]] = TILES,
-    packing: Callable[[Key], Packing] = lambda key: NO_PACKING,
+    packing: Callable[[Key], int] = lambda key: 1,
 ) -> Key:
     """The row for a shape: `slices` (sequences x heads x splits) of `seq_len` queries, on `units` multiprocessors.
 
     Of rows with as many consumers the first that is long enough counts (`_of_length`); of those, the one that takes
-    least time, with the `packing` that a row has: what decides when the launch does not fill the device.
+    least time, with as many heads packed as `packing` says: what decides when the launch does not fill the device.
 
     Raises:
         LookupError: no row has these head dimensions.
@@ -219,9 +219,10 @@ def key_for(
         raise LookupError(f"the sm90 kernel's table has no {(head_dim, head_dim_v, causal)} for {seq_len_kv} keys")
 
     def time(key: Key) -> float:
-        heads = packing(key)
+        pack = packing(key)
         cost: float = table[key].get("cost", 1.0)
-        return cost * rounds(seq_len, 64 * key[3], slices, units, causal, heads.pack, heads.share)
+        tile = 64 * key[3] // pack, table[key]["block_n"]
+        return cost * rounds(seq_len, seq_len_kv, tile, slices // pack, units, causal)
 
     return min(rows, key=time)
 
@@ -289,10 +290,10 @@ def _plain_build_for(
         group = 1  # and masks of dropout
 
     @cache
-    def packing(key: Key) -> Packing:
-        return Packing.of(group, *lengths, request.causal, options_of(key, table[key], kind))
+    def packing(key: Key) -> int:
+        return packed_heads(group, *lengths, request.causal, options_of(key, table[key], kind))
 
-    pack = packing(key_for(*dims, request.causal, _MANY, keys, 1, 1, table)).pack
+    pack = packing(key_for(*dims, request.causal, _MANY, keys, 1, 1, table))
     heads, rows = request.batch * request.num_heads, request.seq_len * pack
     if rows <= DECODE_ROWS:
         # a sequence's only query sees all keys
@@ -307,7 +308,7 @@ def _plain_build_for(
     splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)
     options = options_of(key, table[key], kind)
-    return replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key).pack), splits
+    return replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key)), splits
 
 
 def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
@@ -352,29 +353,16 @@ def visited(seq_len: int, seq_len_kv: int, causal: bool, queries: int, block_n: 
     return sum(max(1, -(-keys // block_n)) for keys in seen)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """`pack` query heads of a key head in a tile, and the `share` of the key tiles that it leaves to visit."""
+def packed_heads(group: int, seq_len: int, seq_len_kv: int, causal: bool, options: Sm90Options) -> int:
+    """How many of the `group` query heads of a key head to pack into a build's tiles.
 
-    pack: int
-    share: float
-
-    @staticmethod
-    def of(group: int, seq_len: int, seq_len_kv: int, causal: bool, options: Sm90Options) -> Packing:
-        """How many of the `group` query heads of a key head to pack into a build's tiles.
-
-        The largest power of two that divides the group, or 1 where tiles would then visit more than 31/32 of the key
-        tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
-        """
-        pack = min(group & -group, PACKS[-1])
-        if pack == 1:
-            return NO_PACKING
-        block_m, block_n = options.block_m, options.block_n
-        plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
-        return Packing(pack, packed / (plain * pack)) if 32 * packed <= 31 * plain * pack else NO_PACKING
-
-
-NO_PACKING: Packing = Packing(1, 1.0)
+    The largest power of two that divides the group, or 1 where tiles would then visit more than 31/32 of the key
+    tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
+    """
+    pack = min(group & -group, PACKS[-1])
+    block_m, block_n = options.block_m, options.block_n
+    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
+    return pack if 32 * packed <= 31 * plain * pack else 1
 
 
 def _power_of_two(keys: int) -> int:

@@ -14,52 +14,46 @@ others lose less time, by the margin that it names: what no choice depends on, t
 
 from __future__ import annotations
 
-import math
+import heapq
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..work.tile_scheduler import MAX_SPLITS
 
-
-@dataclass(frozen=True)
-class CausalRounds:
-    """Rounds that a causal launch of more than one round takes: (rounds + `start`) / `overlap`, at least 1.
-
-    Its tiles differ in length. Short ones fill most of the gaps that long ones leave, but not all of the last round.
-    """
-
-    start: float
-    overlap: float
-
-    def of(self, rounds: float) -> float:
-        """What `rounds`, tiles over multiprocessors, count."""
-        return max(1.0, (rounds + self.start) / self.overlap)
-
-
-CAUSAL_ROUNDS = CausalRounds(start=0.4, overlap=1.2)
+_COUNTED = 32  # rounds whose tiles are dealt out one by one
 
 
 def rounds(
-    seq_len: int,
-    block_m: int,
-    slices: int,
-    units: int,
-    causal: bool,
-    pack: int = 1,
-    share: float = 1.0,
-    model: CausalRounds = CAUSAL_ROUNDS,
+    seq_len: int, seq_len_kv: int, tile: tuple[int, int], slices: int, units: int, causal: bool, late: bool = False
 ) -> float:
-    """Rounds of tiles that a launch counts.
+    """The time of a launch over that of a tile with all keys.
 
-    `slices` (sequences x heads x splits) of `seq_len` queries in tiles of `block_m` rows, on `units` multiprocessors;
-    `pack` query heads are rows of one tile, which leaves a `share` of the key tiles to visit. Where all tiles are as
-    long, whole rounds: a last one in which few multiprocessors work takes as long as a full one.
+    `slices` (heads, or packed sets of them, of sequences, times splits) of `seq_len` queries, at the end of their
+    keys, in a `tile` of so many queries and keys, on `units` multiprocessors. Where all tiles are as long, whole
+    rounds: a last one in which few multiprocessors work takes as long as a full one. Under a causal mask tiles take
+    as long as they have key tiles. The longest are taken first, each by a block that begins with one, or, if blocks
+    take them `late`, is done with one.
     """
-    whole = math.ceil(-(-seq_len * pack // block_m) * slices / pack / units)
-    if not causal or whole <= 1:
-        return whole
-    return model.of(-(-seq_len // block_m) * slices / units * share)
+    queries, keys = tile
+    tiles = -(-seq_len // queries) * slices
+    if not causal or tiles <= units:
+        return -(-tiles // units)
+    ends = range(seq_len_kv, seq_len_kv - seq_len, -queries)
+    lengths = [max(1, -(-end // keys)) * keys for end in ends]
+    if tiles > _COUNTED * units:
+        return sum(lengths) * slices / (units * max(1, seq_len_kv))
+    taken = itertools.chain.from_iterable(itertools.repeat(length, slices) for length in lengths)
+    # of each block: when it is done with what it has begun, and the length of what else it has taken
+    blocks = [(length, 0) for length in itertools.islice(taken, units)]
+    if not late:
+        blocks = [(end, next(taken, 0)) for end, _ in blocks]
+    heapq.heapify(blocks)
+    for length in taken:
+        end, held = blocks[0]
+        heapq.heapreplace(blocks, (end + length, 0) if late else (end + held, length))
+    return max(end + held for end, held in blocks) / max(1, seq_len_kv)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Producer:
                 pages = ahead, self._pages(work, j - 1)
                 loop.next(self._load_k(k_at_, work, j, ahead), self._load_v(v_at_, work, j + 1, here), pages)
             k_at, v_at, (here, _) = loop.results
-            following = schedule.find(schedule.take() if early is None else early)
+            following = schedule.find(schedule.take() if early is None else early, work)
             works_at = works.publish(works_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at, pages = self._open(following, q_at, k_at)

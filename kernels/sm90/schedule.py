@@ -9,6 +9,7 @@ shared memory. So blocks that got short tiles take more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import fly
@@ -105,13 +106,16 @@ class Schedule:
         with fly.when(fly.fetch_wrap(fly.grid_dim.x - 1, ended) == fly.grid_dim.x - 1):
             self.counters.store(fly.i32(0), 0)
 
-    def find(self, number: fly.Value) -> Work:
-        """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none."""
+    def find(self, number: fly.Value, after: Work | None = None) -> Work:
+        """The tile of a number, or of the next one that is not empty; its `batch` is `STOP` when there is none.
+
+        `after`: one whose number was smaller, if there is any.
+        """
         if not self.ragged:
             batch, *rest = self._dense(number)
             batch = self._or_stop(number, batch)
             return self.work((batch, *rest), *self._tokens(batch))
-        describe = self._packed_in_use if self.packed else self._dense_in_use
+        describe = partial(self._packed_in_use, after) if self.packed else self._dense_in_use
         start = (number, *describe(number))
         for _ in (search := fly.while_(start, lambda c: (c[0] < self.total) & c[1])):
             following = self.take()
@@ -153,10 +157,11 @@ class Schedule:
             slice_ % self.splits,
         )
 
-    def _packed_in_use(self, number: fly.Value) -> tuple[fly.Value, Coordinates, Tokens]:
+    def _packed_in_use(self, after: Work | None, number: fly.Value) -> tuple[fly.Value, Coordinates, Tokens]:
         """The same of packed sequences.
 
-        Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has.
+        Sequence b owns the row blocks from cu_seqlens_q[b] // block_m + b on: at least as many as it has, and at
+        least one, so that the sequence of a number lies no further behind `after`'s than their blocks do.
         """
         offsets, side = self.cu_seqlens_q, self.heads * self.splits
         assert offsets is not None
@@ -166,11 +171,15 @@ class Schedule:
             first: fly.Value = offsets.load(b) // self.block_m + b
             return first
 
+        start: tuple[Any, Any] = (fly.i32(0), self.batch)
+        if after is not None:
+            ahead = slot - (after.queries.start // self.block_m + after.batch)
+            start = (after.batch, fly.minimum(after.batch + ahead + 1, self.batch))
         # the last sequence whose blocks start at the slot or before
-        for low, high in (search := fly.while_((fly.i32(0), self.batch), lambda c: c[1] - c[0] > 1)):
+        for low, high in (search := fly.while_(start, lambda c: c[1] - c[0] > 1)):
             middle = (low + high) // 2
-            after = first_slot(middle) <= slot
-            search.next(fly.select(after, middle, low), fly.select(after, high, middle))
+            begun = first_slot(middle) <= slot
+            search.next(fly.select(begun, middle, low), fly.select(begun, high, middle))
         batch, _ = search.results
         tokens = self._tokens(batch)
         block, blocks = slot - first_slot(batch), fly.ceil_div(tokens[0].length, self.block_m)

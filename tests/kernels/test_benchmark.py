@@ -17,6 +17,7 @@ from benchmarks.providers import BACKWARD, FORWARD, Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
 from benchmarks.workload import Workload
+from fly import config
 from tests.kernels import harness
 from tests.scripts import with_help
 
@@ -211,6 +212,24 @@ def test_short_cells():
     assert any(w.lengths and w.num_heads == 8 * w.num_kv_heads for w in cells)
 
 
+def test_chunked_cells():
+    cells = shapes.PRESETS["chunked"].workloads("bf16", (True,))
+    assert len(cells) == len(set(cells)) == 18
+    assert all(w.seq_len < w.seq_len_kv and not w.num_kv_splits for w in cells)
+    assert {w.num_heads // w.num_kv_heads for w in cells} == {4, 8}
+
+
+def test_pages_hold_the_same_keys():
+    """Of two sequences, the last page of each in part."""
+    workload = Workload(2, 3, 40, 4, 2, 64, "bf16", True)
+    q, k, v = workload.tensors(0, "cpu")
+    plain, paged = FORWARD.named(["fly", "fly pages of 16"])
+    with config.ARCH.set_to("sm_90a"):
+        expected, out = (provider.bind(workload, q, k, v)() for provider in (plain, paged))
+    torch.testing.assert_close(out, expected)
+    assert paged.unsupported(Workload.packed([(3, 3)], 1, 1, 64, "bf16", True))
+
+
 def test_presets_name_providers():
     for of in (FORWARD, BACKWARD):
         for preset in shapes.PRESETS_OF[of.name].values():
@@ -246,7 +265,7 @@ def pretended(of):
         return tuple(idle(provider.name) for provider in providers)
 
     (fly,) = idling([of.fly])
-    return replace(of, fly=fly, forced=idling(of.forced), peers=idling(of.peers))
+    return replace(of, fly=fly, forced=idling(of.forced), peers=idling(of.peers), paged=idling(of.paged))
 
 
 @pytest.fixture
@@ -329,6 +348,7 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
 )
 def test_a_figure_names_the_kernel_that_dispatch_chose(workload, arch, kernel):
     assert benchmark.kernel_of(figure("fly", 1.0, workload), arch) == kernel
+    assert benchmark.kernel_of(figure("fly pages of 16", 1.0, workload), arch) == kernel
     assert benchmark.kernel_of(figure("fly generic", 1.0, workload), arch) == "generic"
 
 

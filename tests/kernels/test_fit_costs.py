@@ -11,7 +11,7 @@ from benchmarks import fit_costs
 from kernels.problem.contract import Request
 from kernels.sm90 import cost
 from kernels.sm90.builds import build_for
-from kernels.sm90.cost import CAUSAL_ROUNDS, DECODE_TIMES, KEYS_ALONE, CausalRounds, DecodeTimes, rounds
+from kernels.sm90.cost import DECODE_TIMES, KEYS_ALONE, DecodeTimes, rounds
 from kernels.sm90.tiles import TILES
 
 FILES = ("causal_rounds", "decode_splits", "keys_alone")
@@ -23,11 +23,14 @@ def test_fits_to_the_committed_times_give_the_committed_numbers(capsys):
 
 
 def test_the_committed_numbers_lose_next_to_nothing_on_the_committed_times():
-    for chosen in (
-        fit_costs.causal_choices(fit_costs.read("causal_rounds"), CAUSAL_ROUNDS),
-        fit_costs.split_choices(fit_costs.read("decode_splits"), DECODE_TIMES),
+    """Of causal launches, the 25 that were measured first, and all: among short ones some choices are close."""
+    causal = fit_costs.read("causal_rounds")
+    for chosen, mean, most in (
+        (fit_costs.causal_choices(row for row in causal if row["date"] == "2026-11-21"), 0.002, 1.012),
+        (fit_costs.causal_choices(causal), 0.003, 1.07),
+        (fit_costs.split_choices(fit_costs.read("decode_splits"), DECODE_TIMES), 0.002, 1.012),
     ):
-        assert fit_costs.loss(chosen) < 0.002 and max(taken / best for taken, best in chosen) < 1.012
+        assert fit_costs.loss(chosen) < mean and max(taken / best for taken, best in chosen) < most
 
 
 def test_the_table_of_wider_tiles_follows_from_the_ratios_by_the_rule():
@@ -35,19 +38,26 @@ def test_the_table_of_wider_tiles_follows_from_the_ratios_by_the_rule():
 
 
 def test_worse_numbers_are_fitted_away(monkeypatch, capsys):
-    """Without a start of its own a causal launch's last round costs nothing, which measured times contradict."""
-    worse = CausalRounds(start=0.0, overlap=1.0)
-    rows = fit_costs.read("causal_rounds")
+    """Combining for nothing makes more parts than measured times say."""
+    worse = DecodeTimes(alone=0.95, part=0.0, combine=0.0, combine_split=0.0)
+    rows = fit_costs.read("decode_splits")
 
     def losses(model):
-        return fit_costs.loss(fit_costs.causal_choices(rows, model))
+        return fit_costs.loss(fit_costs.split_choices(rows, model))
 
-    assert losses(worse) > fit_costs.MARGIN + losses(CAUSAL_ROUNDS)
+    assert losses(worse) > fit_costs.MARGIN + losses(DECODE_TIMES)
     fitted = fit_costs.fit(worse, losses)
-    assert fitted != worse and losses(fitted) <= losses(CAUSAL_ROUNDS) + fit_costs.MARGIN
-    monkeypatch.setattr(cost, "CAUSAL_ROUNDS", worse)
+    assert fitted != worse and losses(fitted) <= losses(DECODE_TIMES) + fit_costs.MARGIN
+    monkeypatch.setattr(cost, "DECODE_TIMES", worse)
     assert fit_costs.main([]) == 1
-    assert "committed start=0, overlap=1" in capsys.readouterr().out
+    assert "committed alone=0.95, part=0, combine=0" in capsys.readouterr().out
+
+
+def test_costs_that_measured_times_contradict_are_said(monkeypatch, capsys):
+    """Three consumers' tiles do not take as little time as two consumers'."""
+    for key in [key for key in TILES if key[2:4] == (True, 3)]:
+        monkeypatch.setitem(TILES, key, TILES[key] | {"cost": 0.7})
+    assert fit_costs.main([]) == 1
 
 
 def times_of(model: DecodeTimes):
@@ -104,12 +114,29 @@ def test_the_rule_of_wider_tiles(rows, table):
     assert fit_costs.keys_alone(rows) == ({"bias": table} if table else {})
 
 
-def test_whole_rounds_where_tiles_are_as_long_and_fewer_where_they_are_not():
-    assert rounds(128, 128, 132, 132, False) == rounds(128, 128, 132, 132, True) == 1
-    assert rounds(128, 128, 133, 132, False) == 2
-    assert rounds(128, 128, 133, 132, True) == pytest.approx((133 / 132 + 0.4) / 1.2)
-    assert rounds(128, 128, 1, 132, True) == 1
-    assert rounds(64, 128, 264, 132, True) > rounds(64, 128, 264, 132, True, pack=2, share=0.5) == 1  # 132 tiles
+@pytest.mark.parametrize(
+    ("queries", "keys", "slices", "units", "full", "late", "ahead"),
+    [
+        (128, 256, 132, 132, 1, 1, 1),
+        (128, 256, 133, 132, 2, 2, 2),  # all are as long
+        (256, 256, 3, 3, 2, 1.5, 1.5),  # a long one and a short one each
+        (256, 256, 4, 3, 3, 2, 2),  # two long ones on one, and four short ones on two
+        (256, 128 << 20, 3, 3, 2, 2, 2),  # nearly as long as each other
+        # 4, 3, 2 and 1 key tiles, on two: 4 + 1 and 3 + 2; taken ahead, 4 + 2 and 3 + 1
+        (512, 512, 1, 2, 2, 5 / 4, 6 / 4),
+        (33 * 128, 33 * 128, 50, 5, 330, 170, 170),
+        (1, 1, 1, 132, 1, 1, 1),
+        (300, 200, 1, 1, 3, 4 * 128 / 200, 4 * 128 / 200),  # 2 key tiles, 1, and one in which nothing is seen
+    ],
+)
+def test_whole_rounds_where_tiles_are_as_long_and_fewer_where_they_are_not(
+    queries, keys, slices, units, full, late, ahead
+):
+    """Tiles of 128 x 128; how long a launch takes next to a tile with all keys."""
+    given = queries, keys, (128, 128), slices, units
+    assert rounds(*given, False) == full
+    assert rounds(*given, True, late=True) == pytest.approx(late, rel=1e-3)
+    assert rounds(*given, True) == pytest.approx(ahead, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -127,7 +154,7 @@ def test_only_one_row_serves_a_shape_while_it_is_measured():
             assert build_for(call, 132)[0].consumers == consumers
             assert (128, 128, False, 2, None) in TILES
         assert before == TILES and list(before) == list(TILES)
-    assert set(fit_costs._rows_for(64, 64, 2048)) == {2, 3}
+    assert set(fit_costs._rows_for(64, 64, 2048)) == {1, 2, 3}
 
 
 def test_a_run_of_measurements(monkeypatch, tmp_path):

@@ -22,11 +22,11 @@ from kernels.problem.mods import Mod
 from kernels.sm90.builds import (
     DECODE_ROWS,
     PACKS,
-    Packing,
     Sm90Options,
     build_for,
     decode_options,
     options_of,
+    packed_heads,
     rows_for,
     section_for,
     visited,
@@ -76,13 +76,13 @@ TWO = Sm90Options(128, 128, False, 2, 128, 2, 1)
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_heads_are_packed_where_that_saves_tiles(group, seq_len, causal, wanted):
-    assert Packing.of(group, seq_len, 16384, causal, TWO).pack == wanted
+    assert packed_heads(group, seq_len, 16384, causal, TWO) == wanted
 
 
 @pytest.mark.parametrize(("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 1), (False, 512, 1)])
 def test_heads_are_packed_where_that_saves_keys(causal, seq_len, wanted):
     """512 queries: 1, 2, 3 and 4 tiles of 160 keys for 128 of them; one after the other for 16 of them."""
-    assert Packing.of(8, seq_len, seq_len, causal, replace(TWO, block_n=160)).pack == wanted
+    assert packed_heads(8, seq_len, seq_len, causal, replace(TWO, block_n=160)) == wanted
 
 
 @given(st.integers(1, 300), st.integers(0, 500), st.booleans(), st.integers(1, 200), st.integers(1, 200))
@@ -98,10 +98,10 @@ def test_visited_tiles(seq_len, seq_len_kv, causal, queries, block_n):
 
 @given(groups, st.integers(1, 3000), st.integers(0, 3000), st.booleans(), st.sampled_from([64, 128, 192]))
 def test_packed_heads_share_a_key_head_and_never_cost_tiles(group, seq_len, seq_len_kv, causal, block_m):
-    packing = Packing.of(group, seq_len, seq_len_kv, causal, replace(TWO, consumers=block_m // 64))
-    assert packing.pack in PACKS and group % packing.pack == 0
-    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, packing.pack))
-    assert packing.share == packed / (plain * packing.pack) <= 1
+    pack = packed_heads(group, seq_len, seq_len_kv, causal, replace(TWO, consumers=block_m // 64))
+    assert pack in PACKS and group % pack == 0
+    plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, 128) for p in (1, pack))
+    assert packed <= plain * pack
 
 
 def test_packs_that_no_tile_holds_are_refused():

@@ -36,11 +36,11 @@ LENGTHS = ("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx")
 
 @dataclass(frozen=True)
 class Counting(Schedule):
-    """One block, whose numbers come from plain memory."""
+    """One block, which takes every so many numbers: the next one, and how many, are in plain memory."""
 
     def take(self) -> fly.Value:
-        number = self.counters.load(0) + 1
-        self.counters.store(number, 0)
+        number = self.counters.load(0)
+        self.counters.store(number + self.counters.load(1), 0)
         return number
 
 
@@ -76,14 +76,14 @@ def walk(
         block_n=block_n,
         given=features.bind(operands),
     )
-    carry = (schedule.find(fly.i32(0)), fly.i32(0))
+    carry = (schedule.find(schedule.take()), fly.i32(0))
     for work, row in (tiles := fly.while_(carry, lambda c: c[0].exists)):
         numbers = (work.batch, work.head, work.first_row, work.part)
         numbers += (work.queries.start, work.kv.start, entry_of(work.kv))
         numbers += (work.tiles.first, work.tiles.whole_from, work.tiles.whole_end, work.tiles.end)
         for i, number in enumerate((*numbers, work.keys.queries, work.keys.keys, work.keys.stop)):
             out.store(number if isinstance(number, fly.Value) else fly.i32(number), row, i)
-        tiles.next(schedule.find(schedule.take()), row + 1)
+        tiles.next(schedule.find(schedule.take(), work), row + 1)
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Problem:
             seen &= key <= position + right
         return seen
 
-    def tiles(self, block_m: int, block_n: int) -> np.ndarray:
-        """What `walk` finds."""
+    def tiles(self, block_m: int, block_n: int, first: int = 0, blocks: int = 1) -> np.ndarray:
+        """What `walk` finds, of every number or as one of several `blocks` that take turns, from the `first` on."""
         i32 = np.int32
         sides = ((self.queries, self.packed), (self.keys, self.packed_keys))
         offsets = [np.cumsum((0, *x), dtype=i32) if packed else None for x, packed in sides]
@@ -151,7 +151,7 @@ class Problem:
         statics = {"features": self.features, "causal": self.causal, "block_m": block_m, "block_n": block_n}
         module = trace(walk, *specs, *["i32"] * len(window), arch="sm_90a", block=1, **statics)
         out = np.full((4096, len(FIELDS) + 3), -7, i32)
-        given = flat(out, np.zeros(4, i32), *offsets, *numbers, *operands, *window)
+        given = flat(out, np.array((first, blocks, 0, 0), i32), *offsets, *numbers, *operands, *window)
         Machine(Program.of(module, SM90))(given, (1, 1, 1))
         return out[: int((out[:, 0] != -7).sum())]
 
@@ -221,13 +221,14 @@ def test_tiles_cover_what_is_seen_once_and_need_no_mask_where_they_say_so(proble
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [{}, {"seqused_q": (5, 0, 0, 17, 1, 0)}], ids=["all", "in use"])
-@pytest.mark.parametrize("before", [0, 40])
-def test_packed_tiles_are_never_empty(causal, lengths, before):
+@pytest.mark.parametrize(("before", "blocks"), [(0, 1), (40, 1), (0, 5)])
+def test_packed_tiles_are_never_empty(causal, lengths, before, blocks):
     """Sequences have more slots than blocks: those left over, before a sequence's first row or behind its last one,
-    are no tiles. What such a tile would write is another sequence's."""
+    are no tiles. What such a tile would write is another sequence's. Several blocks leave none out."""
     queries, keys, block_m = (5, 0, 0, 33, 1, 16), (40, 7, 0, 20, 9, 3), 16
     problem = Problem(queries, keys, True, causal, 1, 2, None, None, lengths, before=before)
-    found = [dict(zip((*FIELDS, "queries"), row.tolist())) for row in problem.tiles(block_m, 8)]
+    rows = [row for first in range(blocks) for row in problem.tiles(block_m, 8, first, blocks)]
+    found = [dict(zip((*FIELDS, "queries"), row.tolist())) for row in rows]
     used = lengths.get("seqused_q", queries)
     wanted = {(b, h, first) for b, n in enumerate(used) for h in range(2) for first in range(0, n, block_m)}
     assert {(tile["batch"], tile["head"], tile["first_row"]) for tile in found} == wanted
