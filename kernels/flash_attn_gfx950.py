@@ -576,6 +576,8 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
+    if request.static_features.invariant:
+        given["lazy_rescale"] = False  # rows of a wave are rescaled together
     block = request.static_features.block_size
     waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
     options = DualWaveOptions(
