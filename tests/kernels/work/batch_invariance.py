@@ -1,0 +1,160 @@
+"""Batches whose sequences must come out with the same bits alone: what tests of `split_keys` share, and a command.
+
+    python -m tests.kernels.work.batch_invariance --batches 200 --device cuda    # or FLY_ARCH=gfx942, on the CPU
+
+A batch has a few sequences of packed queries, from one query as in decoding to a whole prompt, with keys that are
+packed, dense or in pages. One of its sequences is computed again: alone, in the form of a batch of another kind, and
+with its last queries alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from tests.kernels.packed import offsets
+from tests.kernels.paged import Paged
+
+FEATURES: Mapping[str, Any] = {
+    "plain": lambda heads, device: {},
+    "window": lambda heads, device: {"window_size": (90, 0)},
+    "sink": lambda heads, device: {"sink": torch.linspace(-1, 2, heads, device=device)},
+    "softcap": lambda heads, device: {"softcap": 7.0},
+    "window, sink": lambda heads, device: {
+        "window_size": (200, 0),
+        "sink": torch.linspace(-1, 2, heads, device=device),
+    },
+}
+PAGES = (16, 64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`queries` and `keys` of sequences, and how they are called.
+
+    `page_size` 0: packed keys. `split_keys` 0: as many parts as suit the device, and bits that may differ.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    split_keys: int
+    feature: str
+    seed: int
+    device: str = "cpu"
+
+    @staticmethod
+    def draw(draw: random.Random, most_queries: int, most_keys: int, **fixed: Any) -> Batch:
+        """Lengths up to those given; what is not `fixed` is drawn too."""
+        keys = tuple(draw.choice((draw.randint(1, most_keys), draw.randint(1, 200))) for _ in range(draw.randint(2, 5)))
+        queries = tuple(min(n, draw.choice((1, draw.randint(1, 8), draw.randint(1, most_queries)))) for n in keys)
+        least = -(-max(keys) // 64 // 128) * 128
+        drawn = {
+            "heads": draw.choice((2, 4, 8)),
+            "kv_heads": draw.choice((1, 2)),
+            "head_dim": draw.choice((64, 128)),
+            "page_size": draw.choice((0, *PAGES)),
+            "split_keys": max(least, draw.choice((128, 256, 512))),
+            "feature": draw.choice(list(FEATURES)),
+            "seed": draw.getrandbits(31),
+        }
+        return Batch(queries, keys, **drawn | fixed)
+
+    def differences(self) -> list[str]:
+        """In which forms one of its sequences, any, comes out with other bits than in the batch."""
+        draw = random.Random(self.seed)
+        b = draw.randrange(len(self.keys))
+        first, n, m = sum(self.queries[:b]), self.keys[b], self.queries[b]
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        shape = (sum(self.queries), self.heads, self.head_dim)
+        q = (torch.rand(shape, generator=generator, device=self.device) * 4 - 2).bfloat16()
+        dims = (self.head_dim, self.head_dim)
+        paged = Paged.of(
+            self.keys, self.page_size or 16, self.kv_heads, dims, torch.bfloat16, self.seed, device=self.device
+        )
+        whole = self._call(q, paged, self.queries, self.keys)
+        rows = slice(first, first + m)
+        out, lse = whole[0][rows], whole[1][:, rows]
+        before = sum(self.keys[:b])
+        k, v = (x[None, before : before + n].contiguous() for x in (paged.packed_k, paged.packed_v))
+        mine = q[rows].contiguous()
+        alone = replace(
+            paged, table=paged.table[b : b + 1].contiguous(), lengths=paged.lengths[b : b + 1].contiguous(),
+            packed_k=k[0], packed_v=v[0],
+        )  # fmt: skip
+        last = draw.randint(1, m)
+        forms = {
+            "alone": (m, self._call(mine, alone, (m,), (n,))),
+            "dense": (m, self._dense(mine, k, v)),
+            f"its last {last}": (last, self._dense(mine[-last:].contiguous(), k, v)),
+        }
+        return [
+            form
+            for form, (count, (its_out, its_lse)) in forms.items()
+            if not (same_bits(its_out, out[-count:]) and same_bits(its_lse, lse[:, -count:]))
+        ]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        asked = FEATURES[self.feature](self.heads, self.device)
+        split = {"split_keys": self.split_keys} if self.split_keys else {"num_kv_splits": 0}
+        return {"causal": True, "return_lse": True, **split, **asked}
+
+    def _call(self, q: torch.Tensor, paged: Paged, queries: tuple[int, ...], keys: tuple[int, ...]) -> Any:
+        """(out (total, H, D), lse (H, total)) of packed queries."""
+        given = {"cu_seqlens_q": offsets(queries, self.device), "max_seqlen_q": max(queries)}
+        if self.page_size:
+            return flydsl_flash_attn_func(q, paged.k, paged.v, **given, **paged.options, **self.options)
+        given |= {"cu_seqlens_kv": offsets(keys, self.device), "max_seqlen_kv": max(keys)}
+        return flydsl_flash_attn_func(q, paged.packed_k, paged.packed_v, **given, **self.options)
+
+    def _dense(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of one sequence, from the kernels' dense form."""
+        out, lse = flydsl_flash_attn_func(q[None], k, v, **self.options)
+        return out[0], lse[0]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, NaN and signed zeros too."""
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def main() -> None:
+    """Random batches, and what differed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(31))
+    parser.add_argument("--queries", type=int, default=40, help="of a sequence, at most")
+    parser.add_argument("--keys", type=int, default=600)
+    parser.add_argument("--head-dim", type=int, help="64 or 128, drawn by default; so are the next two")
+    parser.add_argument("--feature", choices=FEATURES)
+    parser.add_argument("--page-size", type=int, help="0: keys are packed")
+    parser.add_argument("--automatic", action="store_true", help="without split_keys: what differs otherwise")
+    given = parser.parse_args()
+    asked = {name: getattr(given, name) for name in ("head_dim", "feature", "page_size")}
+    fixed = {name: value for name, value in asked.items() if value is not None} | {"device": given.device}
+    if given.automatic:
+        fixed["split_keys"] = 0
+    draw, wrong = random.Random(given.seed), 0
+    for i in range(given.batches):
+        batch = Batch.draw(draw, given.queries, given.keys, **fixed)
+        if found := batch.differences():
+            wrong += 1
+            print(f"{i}: {found} of {batch}", flush=True)
+    print(f"{given.batches} batches, seed {given.seed}: {wrong} with other bits")
+
+
+if __name__ == "__main__":
+    main()
