@@ -10,8 +10,10 @@ with its last queries alone.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +58,9 @@ class Batch:
     @staticmethod
     def draw(draw: random.Random, most_queries: int, most_keys: int, **fixed: Any) -> Batch:
         """Lengths up to those given; what is not `fixed` is drawn too."""
-        keys = tuple(draw.choice((draw.randint(1, most_keys), draw.randint(1, 200))) for _ in range(draw.randint(2, 5)))
+        keys = tuple(
+            draw.choice((draw.randint(1, most_keys), draw.randint(1, 200))) for _ in range(draw.randint(2, 5))
+        )
         queries = tuple(min(n, draw.choice((1, draw.randint(1, 8), draw.randint(1, most_queries)))) for n in keys)
         least = -(-max(keys) // 64 // 128) * 128
         drawn = {
@@ -134,6 +138,7 @@ def main() -> None:
     """Random batches, and what differed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many, no other batch begins")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     parser.add_argument("--queries", type=int, default=40, help="of a sequence, at most")
@@ -147,13 +152,14 @@ def main() -> None:
     fixed = {name: value for name, value in asked.items() if value is not None} | {"device": given.device}
     if given.automatic:
         fixed["split_keys"] = 0
-    draw, wrong = random.Random(given.seed), 0
-    for i in range(given.batches):
+    draw, done, wrong, start = random.Random(given.seed), 0, 0, time.monotonic()
+    while done < given.batches and time.monotonic() - start < given.seconds:
         batch = Batch.draw(draw, given.queries, given.keys, **fixed)
         if found := batch.differences():
             wrong += 1
-            print(f"{i}: {found} of {batch}", flush=True)
-    print(f"{given.batches} batches, seed {given.seed}: {wrong} with other bits")
+            print(f"{done}: {found} of {batch}", flush=True)
+        done += 1
+    print(f"{done} batches, seed {given.seed}: {wrong} with other bits")
 
 
 if __name__ == "__main__":
