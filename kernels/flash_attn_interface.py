@@ -234,7 +234,8 @@ def flydsl_flash_attn_func(
             is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
             is q_descale is k_descale is v_descale is None
             and rng_state is None
-            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or split_keys or aux_tensors)
+            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW
+            and not (attention_chunk or split_keys or aux_tensors)
         ):  # fmt: skip
             if rng_state is None and dropout_p:
                 rng_state = random_state(q.device)

@@ -364,8 +364,8 @@ def _parts(split_keys: int, seq_len_kv: int, alignment: int) -> int:
     if parts > MAX_SPLITS:
         least = -(-seq_len_kv // (MAX_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
         fail(
-            f"{arg.split_keys} is {split_keys}, and {seq_len_kv} keys are {parts} parts of so many; at most {MAX_SPLITS} "
-            f"are available: pass {least} or more"
+            f"{arg.split_keys} is {split_keys}, and {seq_len_kv} keys are {parts} parts of so many; at most "
+            f"{MAX_SPLITS} are available: pass {least} or more"
         )
     if alignment < ALIGNMENT:
         # tiles of what is not aligned are others, and where a caller's tensors lie may depend on the batch

@@ -146,7 +146,7 @@ def _split_keys(call: CallArguments) -> Found:
         fail(f"{arg.split_keys} says where keys are split, and {arg.num_kv_splits} how often: pass one of the two")
     if call["block_mask"] is not None:
         fail(
-            f"{arg.split_keys} is not for a block_mask, whose lists have no fixed parts: pass its mask_mod as mask_mod"
+            f"{arg.split_keys} is not for a block_mask, whose lists have no such parts: pass its mask_mod as mask_mod"
         )
     if call["dualwave_swp_lazy_rescale"]:
         wanted = "leave dualwave_swp_lazy_rescale out: it rescales rows together"

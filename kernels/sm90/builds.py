@@ -352,7 +352,7 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
 
 
 def invariant_keys(request: Request, table: Mapping[Key, Any]) -> int:
-    """Keys of a tile where a row's result may not depend on the launch: as many in all builds for its head dimensions.
+    """Keys of a tile where a row's result may not depend on the launch: as many in all builds of its dimensions.
 
     A row's sums depend on the tiles of keys that they are made in, and not on which rows are beside it, nor how many.
     """
