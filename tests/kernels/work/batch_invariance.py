@@ -59,7 +59,7 @@ class Batch:
     def draw(draw: random.Random, most_queries: int, most_keys: int, **fixed: Any) -> Batch:
         """Lengths up to those given; what is not `fixed` is drawn too."""
         keys = tuple(
-            draw.choice((draw.randint(1, most_keys), draw.randint(1, 200))) for _ in range(draw.randint(2, 5))
+            draw.choice((draw.randint(1, most_keys), draw.randint(1, 200))) for _ in range(draw.randint(2, 4))
         )
         queries = tuple(min(n, draw.choice((1, draw.randint(1, 8), draw.randint(1, most_queries)))) for n in keys)
         least = -(-max(keys) // 64 // 128) * 128

@@ -28,34 +28,30 @@ from kernels.sm90.builds import build_for
 from tests.kernels.acceptance import EMULATED, failure
 from tests.kernels.work.batch_invariance import FEATURES, Batch, same_bits
 
-every_kernel = pytest.mark.parametrize("run", EMULATED, ids=str)
 SMALL = {"heads": 2, "kv_heads": 1, "head_dim": 64}
 
 
 @pytest.mark.sample(2)
-@every_kernel
+@pytest.mark.parametrize("run", EMULATED, ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(run, monkeypatch, seed):
     run.start(monkeypatch)
     draw = random.Random(seed)
-    for _ in range(3):
+    for _ in range(2):
         batch = Batch.draw(draw, 8, 300, **SMALL, page_size=16, feature="window, sink", split_keys=128)
         assert batch.difference() is None, batch
 
 
-@pytest.mark.sample(2)
-@every_kernel
-def test_a_part_alone_has_the_bits_of_one_that_is_combined(run, monkeypatch, seed):
-    """The other sequence has three parts, and this one is computed alone without any combination."""
-    run.start(monkeypatch)
+def test_a_part_alone_has_the_bits_of_one_that_is_combined(monkeypatch, seed):
+    """The other sequence has three parts, and this one is computed alone without any combination; on any kernel."""
+    random.Random(seed).choice(EMULATED).start(monkeypatch)
     rest = {"page_size": 0, "split_keys": 128, "feature": "plain", "seed": seed}
     batch = Batch((9, 2), (100, 300), **SMALL, **rest)
     assert batch.difference() is None, batch
 
 
-@pytest.mark.sample(2)
-@every_kernel
-def test_results_are_right(run, monkeypatch, seed):
-    run.start(monkeypatch)
+def test_results_are_right(monkeypatch, seed):
+    """On any kernel."""
+    random.Random(seed).choice(EMULATED).start(monkeypatch)
     assert failure(Workload(1, 20, 300, 2, 1, 64, "bf16", True), seed, device="cpu", split_keys=128) is None
 
 
@@ -71,7 +67,7 @@ def test_parts_end_where_their_own_keys_do():
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(*[st.integers(0, 40)] * 4, st.integers(1, 9), st.integers(1, 9))
 def test_parts_of_a_fixed_size_are_all_tiles(first, whole_from, whole_end, end, each, parts):
     first, whole_from, whole_end, end = sorted((first, whole_from, whole_end, end))
@@ -106,7 +102,7 @@ def test_no_batch_changes_the_tiles_of_the_hopper_kernel(asked, dtype):
         build, dims = partial(build_for, table=FP8_TILES, kind=Fp8Options), [(64, 64), (128, 128), (256, 256)]
     for head_dims, paged in itertools.product(dims, (False, True)):
         found, consumers = set(), set()
-        for batch, queries, units in itertools.product((1, 40), (1, 5, 300, 5000), (4, 132)):
+        for batch, queries, units in itertools.product((1, 40), (1, 300, 5000), (4, 132)):
             for heads in ((8, 8), (32, 4)):
                 options, _ = build(request(head_dims, batch, queries, heads, paged, asked, dtype), units)
                 found.add((options.block_n, options.rescale, options.combines))
