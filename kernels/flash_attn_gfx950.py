@@ -213,7 +213,7 @@ class Tiles:
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
-        self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
+        self.margin = (self.threshold if options.lazy_rescale and not given.features.invariant else 0.0) / self.scale
         self.count = work.tiles.end - work.tiles.first
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
@@ -576,8 +576,6 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
     tuning = request.tuning
     switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
     given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
-    if request.static_features.invariant:
-        given["lazy_rescale"] = False  # rows of a wave are rescaled together
     block = request.static_features.block_size
     waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
     options = DualWaveOptions(

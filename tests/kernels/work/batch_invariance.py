@@ -130,12 +130,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     parser.add_argument("--queries", type=int, default=40, help="of a sequence, at most")
     parser.add_argument("--keys", type=int, default=600)
-    parser.add_argument("--head-dim", type=int, help="64 or 128, drawn by default; so are the next two")
+    parser.add_argument("--head-dim", type=int, help="64 or 128, drawn by default, like the next four")
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--feature", choices=FEATURES)
     parser.add_argument("--page-size", type=int, help="0: keys are packed")
     parser.add_argument("--automatic", action="store_true", help="without split_keys: what differs otherwise")
     given = parser.parse_args()
-    asked = {name: getattr(given, name) for name in ("head_dim", "feature", "page_size")}
+    asked = {name: getattr(given, name) for name in ("head_dim", "heads", "kv_heads", "feature", "page_size")}
     fixed = {name: value for name, value in asked.items() if value is not None} | {"device": given.device}
     if given.automatic:
         fixed["split_keys"] = 0
