@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workload import Workload
+from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 from kernels import create_block_mask
 from kernels.dispatch import choose
@@ -53,6 +54,19 @@ def test_results_are_right(monkeypatch, seed):
     """On any kernel."""
     random.Random(seed).choice(EMULATED).start(monkeypatch)
     assert failure(Workload(1, 20, 300, 2, 1, 64, "bf16", True), seed, device="cpu", split_keys=128) is None
+
+
+def test_8_bit_inputs_too(monkeypatch, seed):
+    """On either target: a query of a prompt, and the same one alone."""
+    draw = random.Random(seed)
+    arch, head_dim = draw.choice((("gfx950", 128), ("sm_90a", 64), ("sm_90a", 128)))
+    monkeypatch.setenv(config.ARCH.name, arch)
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, n, 1, head_dim).to(torch.float8_e4m3fn) for n in (70, 200, 200))
+    out, lse = flydsl_flash_attn_func(q, k, v, split_keys=128, return_lse=True)
+    last = draw.choice((1, 7))
+    its_out, its_lse = flydsl_flash_attn_func(q[:, -last:], k, v, split_keys=128, return_lse=True)
+    assert same_bits(its_out, out[:, -last:]) and same_bits(its_lse, lse[..., -last:]), (arch, head_dim, last, seed)
 
 
 def test_parts_end_where_their_own_keys_do():
