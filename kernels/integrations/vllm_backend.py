@@ -201,7 +201,7 @@ class _Impl:
             self._write(key, value, k_cache, v_cache, batch)
         if self.slopes is not None and self.slopes.device != query.device:
             self.slopes = self.slopes.to(query.device)
-        split = {"split_keys": batch.split_keys} if batch.split_keys else {"num_kv_splits": 0}
+        split: dict[str, Any] = {"split_keys": batch.split_keys} if batch.split_keys else {"num_kv_splits": 0}
         shape = (-1, self.num_heads, self.head_size)
         flydsl_flash_attn_func(
             query.view(shape)[: batch.tokens],
@@ -226,11 +226,10 @@ class _Impl:
         """New keys and values to their slots: each token is a sequence of its own, and all pages are one's."""
         if self.pages.numel() != len(k_cache) or self.pages.device != k_cache.device:
             self.pages = torch.arange(len(k_cache), dtype=torch.int32, device=k_cache.device)[None]
-        new = [x[: batch.tokens].view(batch.tokens, 1, self.num_kv_heads, self.head_size) for x in (key, value)]
-        append_to_cache(
-            new[0], k_cache, v_cache, *new, None, None, batch.slots,
-            cache_batch_idx=batch.entries, block_table=self.pages,
-        )  # fmt: skip
+        shape = (batch.tokens, 1, self.num_kv_heads, self.head_size)
+        k, v = (x[: batch.tokens].view(shape) for x in (key, value))
+        places: dict[str, Any] = {"cache_seqlens": batch.slots, "cache_batch_idx": batch.entries, "block_table": self.pages}
+        append_to_cache(k, k_cache, v_cache, k, v, **places)
 
 
 def split_for(most_keys: int) -> int:

@@ -90,19 +90,26 @@ def drawn(request: int, first: int, count: int, heads: int) -> torch.Tensor:
     return torch.randn(count, heads, D, generator=generator).bfloat16()
 
 
-def step(builder, impl, cache, table, tokens, before):
+def step(builder, impl, cache, table, tokens, before, slots=None):
     """One step with `tokens` of each request after those of `before`: (query, keys, values, output), packed."""
     queries, total = offsets(tokens), sum(tokens)
     lengths = torch.tensor([a + b for a, b in zip(before, tokens)], dtype=torch.int32)
     places = [torch.arange(a, a + n) for a, n in zip(before, tokens)]
-    slots = torch.cat([table[i, p // PAGE].long() * PAGE + p % PAGE for i, p in enumerate(places)])
+    own_slots = torch.cat([table[i, p // PAGE].long() * PAGE + p % PAGE for i, p in enumerate(places)])
     q, k = (
         torch.cat([drawn(i, a, n, heads) for i, (a, n) in enumerate(zip(before, tokens))])
         for heads in (HEADS, KV_HEADS)
     )
     v = k.flip(-1).contiguous()
     common = vllm_stub.CommonAttentionMetadata(
-        queries, lengths, len(tokens), total, max(tokens), int(lengths.max()), table, slots
+        queries,
+        lengths,
+        len(tokens),
+        total,
+        max(tokens),
+        int(lengths.max()),
+        table,
+        own_slots if slots is None else slots,
     )
     output = torch.full((total, HEADS, D), torch.nan, dtype=torch.bfloat16)
     impl.forward(None, q, k, v, cache, builder.build(0, common), output)
@@ -149,14 +156,18 @@ def test_batch_invariant_steps(vllm, monkeypatch, seed):
     assert same_bits(*outs)
 
 
-def test_profiling_and_shared_caches(vllm, monkeypatch, seed):
+def test_profiling_and_shared_caches(vllm, monkeypatch, unchecked, seed):
+    """What is not written: without metadata, by a layer with another's cache, and at slot -1, as batches are padded."""
     builder, impl, cache, table = engine(vllm, monkeypatch, random.Random(seed), kv_sharing_target_layer_name="other")
     output = torch.ones(3, HEADS, D)
     assert not impl.forward(None, output, None, None, torch.empty(0), None, output).any()
     assert builder._cudagraph_support is vllm_stub.AttentionCGSupport.UNIFORM_BATCH
     cache.zero_()
     step(builder, impl, cache, table, [2, 1, 1], [0, 0, 0])
-    assert not cache.any()  # another layer writes it
+    assert not cache.any()
+    impl.writes = True
+    step(builder, impl, cache, table, [2, 1, 0], [0, 0, 0], torch.tensor([-1, 17, -1]))
+    assert [*map(tuple, cache.any(-1).any(-1).nonzero().tolist())] == [(0, 1, 1), (1, 1, 1)]
 
 
 def test_what_is_missing_is_refused_by_name(vllm, monkeypatch, seed):
