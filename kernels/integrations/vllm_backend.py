@@ -228,8 +228,8 @@ class _Impl:
             self.pages = torch.arange(len(k_cache), dtype=torch.int32, device=k_cache.device)[None]
         shape = (batch.tokens, 1, self.num_kv_heads, self.head_size)
         k, v = (x[: batch.tokens].view(shape) for x in (key, value))
-        places: dict[str, Any] = {"cache_seqlens": batch.slots, "cache_batch_idx": batch.entries, "block_table": self.pages}
-        append_to_cache(k, k_cache, v_cache, k, v, **places)
+        places: dict[str, Any] = {"cache_batch_idx": batch.entries, "block_table": self.pages}
+        append_to_cache(k, k_cache, v_cache, k, v, cache_seqlens=batch.slots, **places)
 
 
 def split_for(most_keys: int) -> int:

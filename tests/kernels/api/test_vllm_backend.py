@@ -157,7 +157,7 @@ def test_batch_invariant_steps(vllm, monkeypatch, seed):
 
 
 def test_profiling_and_shared_caches(vllm, monkeypatch, unchecked, seed):
-    """What is not written: without metadata, by a layer with another's cache, and at slot -1, as batches are padded."""
+    """What is not written: without metadata, by a layer with another's cache, and at slot -1, of padded batches."""
     builder, impl, cache, table = engine(vllm, monkeypatch, random.Random(seed), kv_sharing_target_layer_name="other")
     output = torch.ones(3, HEADS, D)
     assert not impl.forward(None, output, None, None, torch.empty(0), None, output).any()
