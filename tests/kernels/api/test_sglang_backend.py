@@ -101,10 +101,10 @@ def runner(draw, page_size):
     return SimpleNamespace(req_to_token_pool=table, page_size=page_size, model_config=model)
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
-def test_steps_of_an_engine(sglang, monkeypatch, seed, page_size):
-    """A prompt, another behind a prefix, and decoding, as it is and from a graph's memory; windows and sinks."""
+def test_steps_of_an_engine(sglang, monkeypatch, seed):
+    """Prompts, chunks behind them, and decoding, as it is and from a graph's memory; windows and sinks."""
     draw = random.Random(seed)
+    page_size = draw.choice((16, 1))
     draw.choice(EMULATED).start(monkeypatch)
     sglang_backend.register()
     run = runner(draw, page_size)
@@ -114,7 +114,7 @@ def test_steps_of_an_engine(sglang, monkeypatch, seed, page_size):
     of_layer = layer(sliding_window_size=11)
     before, seen = [0, 0], [[], []]
     requests = torch.tensor([1, 2])
-    for tokens in ([13, 5], [4, 9], [1, 1], [1, 1]):
+    for tokens in ([13, 5], [4, 9], [1, 1]):
         ends = [a + n for a, n in zip(before, tokens)]
         lengths = torch.tensor(ends)
         places = [run.req_to_token_pool.req_to_token[i + 1, a:b].long() for i, (a, b) in enumerate(zip(before, ends))]

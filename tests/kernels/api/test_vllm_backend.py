@@ -116,17 +116,17 @@ def step(builder, impl, cache, table, tokens, before, slots=None):
     return q, k, v, output
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        {"sliding_window": 9, "sinks": torch.tensor([0.5, -1.0])},
-        {"logits_soft_cap": 5.0, "alibi_slopes": [0.5, 0.25]},
-    ],
-    ids=["window and sinks", "softcap and slopes"],
+LAYERS = (
+    {"sliding_window": 9, "sinks": torch.tensor([0.5, -1.0])},
+    {"logits_soft_cap": 5.0, "alibi_slopes": [0.5, 0.25]},
 )
-def test_steps_of_an_engine(vllm, monkeypatch, seed, layer):
+
+
+def test_steps_of_an_engine(vllm, monkeypatch, seed):
     """A prompt in chunks beside another's decoding, and a third that comes later."""
-    builder, impl, cache, table = engine(vllm, monkeypatch, random.Random(seed), **layer)
+    draw = random.Random(seed)
+    layer = draw.choice(LAYERS)
+    builder, impl, cache, table = engine(vllm, monkeypatch, draw, **layer)
     before, seen = [0, 0, 0], [[], [], []]
     options = {"softcap": layer.get("logits_soft_cap", 0.0), "sink": layer.get("sinks")}
     if "sliding_window" in layer:
