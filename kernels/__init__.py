@@ -21,7 +21,6 @@ _EXPORTS: dict[str, str] = {
         ".problem.dropout_mask": "dropout_mask",
         ".problem.tree_mask": "tree_bits tree_mask",
         ".merging": "merge_states",
-        ".shared_prefix": "shared_prefix_attention",
         ".inspection": "flydsl_flash_attn_plan",
         ".integrations.pytorch": "activate deactivate",
     }.items()

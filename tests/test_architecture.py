@@ -59,7 +59,7 @@ FLOORS = (
     ("cache", "merging"),
     ("flash_attn_interface",),
     ("api", "attention"),
-    ("flash_attn_api", "shared_prefix"),
+    ("flash_attn_api",),
     ("integrations", "profiled", "described", "inspection"),
     ("commands",),
 )
