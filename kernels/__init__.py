@@ -19,6 +19,7 @@ _EXPORTS: dict[str, str] = {
         ".cache.kv_cache": "append_to_cache",
         ".problem.block_mask": "BlockMask create_block_mask",
         ".problem.dropout_mask": "dropout_mask",
+        ".problem.tree_mask": "tree_bits tree_mask",
         ".merging": "merge_states",
         ".inspection": "flydsl_flash_attn_plan",
         ".integrations.pytorch": "activate deactivate",

@@ -67,6 +67,7 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
         "max_seqlen_kv": r.seq_len_kv,
     },
     "split_kv": lambda r: {},  # the number of splits is always said
+    "split_keys": lambda r: {"split_keys": 1024},
     "debug_counts": lambda r: {"debug_counts": _float32(2)},
     "seqused": lambda r: {"seqused_kv": _int32(r.batch)},
     "cache_leftpad": lambda r: {"cache_leftpad": _int32(r.batch)},

@@ -33,10 +33,15 @@ def _listed(values: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """A condition of a kernel on the call: in words, and as a function that says why a request fails it, or None."""
+    """A condition of a kernel on the call: in words, and as a function that says why a request fails it, or None.
+
+    `by_length`: whether that depends on how many keys the longest sequence has, which is another one's business
+    where results are batch-invariant (`split_keys`): such a call is refused then, and no other kernel serves it.
+    """
 
     what: str
     refuses: Callable[[Request], str | None]
+    by_length: bool = False
 
 
 def aligned(bytes_: int) -> Need:
@@ -65,7 +70,7 @@ def keys_within(bytes_: int, ahead: int = 0) -> Need:
             f"{arg.k} and {arg.v} contiguous"
         )
 
-    return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses)
+    return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses, by_length=True)
 
 
 def page_within(bytes_: int, rows: int) -> Need:
@@ -110,6 +115,7 @@ def unless_paged(need: Need, paged: Need) -> Need:
     return Need(
         f"{need.what}; {paged.what}",
         lambda request: (paged if "paged" in request.features else need).refuses(request),
+        by_length=need.by_length,
     )
 
 
@@ -220,7 +226,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("gfx950",),
         head_dims=(128,),
         dtypes=("f8e4m3",),
-        features=("split_kv", "debug_counts", "descale"),
+        features=("split_kv", "split_keys", "debug_counts", "descale"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE[1:]), ("gfx950",)),
         reason="the gfx950 kernel on 8-bit products",
         needs=(aligned(4), keys_within(2**32, ahead=200)),
@@ -244,7 +250,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=(64, 128, 256),
         dtypes=("f8e4m3",),
-        features=("split_kv", *OF_CACHES, "descale"),
+        features=("split_kv", "split_keys", *OF_CACHES, "descale"),
         tuning={},
         reason="the sm90 kernel on 8-bit products, with V turned beforehand or, decoding, in the kernel",
         needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64), PAGES),
@@ -271,7 +277,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 128),
         dtypes=("bf16", "f16"),
         features=(
-            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("packed", "split_kv", "split_keys", "seqused", "window", "attention_chunk"),
             *("softcap", "alibi", "sink", "dropout", "mask_mod"),
         ),
         tuning={},
@@ -285,7 +291,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=(
-            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("packed", "split_kv", "split_keys", "seqused", "window", "attention_chunk"),
             *("softcap", "alibi", "bias", "sink", "dropout", "block_mask", "score_mod", "mask_mod"),
         ),
         tuning={},
@@ -403,6 +409,11 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     return next(filter(None, (need.refuses(request) for need in kernel.needs)), None)
 
 
+def _by_length(kernel: Kernel, request: Request) -> list[str | None]:
+    """What a kernel says where a sequence of the batch is too long for it."""
+    return [need.refuses(request) for need in kernel.needs if need.by_length]
+
+
 def choose(arch: str, request: Request, of: Pass = FORWARD) -> Kernel:
     """The first kernel of a pass's table that can serve `request` on `arch`, or the one that its variable forces.
 
@@ -417,6 +428,8 @@ def choose(arch: str, request: Request, of: Pass = FORWARD) -> Kernel:
         why = _refusal(kernel, arch, request)
         if why is None:
             return kernel
+        if "split_keys" in request.features and why in _by_length(kernel, request):
+            raise problem(UnsupportedError, f"with {arg.split_keys}, the {kernel.name} kernel {why}")
         if forced:
             raise problem(
                 UnsupportedError,

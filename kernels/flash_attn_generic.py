@@ -294,6 +294,8 @@ def options_for(
         names = ("block_m", "block_n", "waves")
         given = (tiles["block_m"], tiles["block_n"], tiles["waves"])
         tiles |= zip(names, tiles_within(features.block_size, given, flash_attn_generic.name), strict=True)
+    if features.invariant:
+        tiles |= {"lazy": False, "late": False}  # lazy rows of a wave are rescaled together
     tiles["daz"] = bool(tuning.get("daz"))
     return GenericOptions(head_dim, causal, head_dim_v=head_dim_v, features=features, page_size=page_size, **tiles)
 

@@ -25,7 +25,10 @@ from .problem.scores import LOG2_E
 from .work.launch import bind_forward
 
 # features of a call whose weights this kernel makes
-SHOWN = ("packed", "split_kv", "seqused", "window", "attention_chunk", "softcap", "alibi", "sink", "dropout")
+SHOWN = (
+    *("packed", "split_kv", "split_keys", "seqused", "window", "attention_chunk"),
+    *("softcap", "alibi", "sink", "dropout"),
+)
 
 
 @fly.kernel

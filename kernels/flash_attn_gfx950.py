@@ -213,7 +213,7 @@ class Tiles:
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
-        self.margin = (self.threshold if options.lazy_rescale else 0.0) / self.scale
+        self.margin = (self.threshold if options.lazy_rescale and not given.features.invariant else 0.0) / self.scale
         self.count = work.tiles.end - work.tiles.first
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)

@@ -22,6 +22,7 @@ from fly.backends.rocdl.intrinsics import cvt_pk_fp8
 from fly.errors import ShapeError
 
 from .flash_attn_gfx950 import BLOCK_M, BLOCK_N, DualWaveOptions, Tiles, attend, prepare_kernel
+from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
 from .problem.lazy_softmax import LazySoftmax
 from .work.fragments import group_size
@@ -67,7 +68,8 @@ def flash_attn_gfx950_fp8(
         folded=folded,
     )
     head = work.head // group_size(q, k)
-    scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in options.features.operands}
+    asked = options.features.operands
+    scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in DESCALES if n in asked}
     scale_log2 = scale_log2 * scales.get("q_descale", 1.0) * scales.get("k_descale", 1.0)
     given = replace(given, operands=scales)
     with work.if_any_row():

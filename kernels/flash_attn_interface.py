@@ -60,6 +60,7 @@ def flydsl_flash_attn_func(
     out: torch.Tensor | None = None,
     cross_seqlen: bool | None = None,
     num_kv_splits: int = 1,
+    split_keys: int = 0,
     workspace: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
@@ -117,6 +118,9 @@ def flydsl_flash_attn_func(
             shapes, and packed, from `cu_seqlens_q is cu_seqlens_kv`. False for packed sequences is a promise.
         num_kv_splits: parts that the keys are split into, each computed by blocks of its own and then
             combined: for few queries and heads and many keys. From 1 to 64; 0 takes what suits the device.
+        split_keys: batch-invariant results: keys are split behind every so many of a sequence, a multiple of 128, at
+            most 64 parts, and nothing else decides about the order of a row's sums. So out and lse of a query have
+            the same bits in every batch, and whichever other queries of its sequence are in the call. 0: off.
         workspace: memory for split keys and values of 8 bits that are turned beforehand instead of an allocation in
             the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype;
             overwritten. Unused without these.
@@ -230,7 +234,8 @@ def flydsl_flash_attn_func(
             is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
             is q_descale is k_descale is v_descale is None
             and rng_state is None
-            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW and not (attention_chunk or aux_tensors)
+            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW
+            and not (attention_chunk or split_keys or aux_tensors)
         ):  # fmt: skip
             if rng_state is None and dropout_p:
                 rng_state = random_state(q.device)
@@ -256,6 +261,7 @@ def flydsl_flash_attn_func(
                 _environment(_CHECK_INPUTS),
                 tuple(window_size),
                 attention_chunk,
+                split_keys,
                 softcap,
                 dropout_p,
                 *[None if mod is None else Mod.of(mod) for mod in functions],

@@ -27,7 +27,8 @@ from .torch_ops import attention
 class Extras(TypedDict, total=False):
     """Keywords of FlashAttention-3 and -4 that FlashAttention-2 does not have.
 
-    Available: `num_splits` (parts that keys are split into, 0 takes what suits the device, the default),
+    Available: `num_splits` (parts that keys are split into, 0 takes what suits the device, the default), `split_keys`
+    (fly's own: batch-invariant results, see `flydsl_flash_attn_func`, 0 for off),
     `seqused_q`, `seqused_k` ((B,) int32: tokens of each sequence that count), `page_table` ((B, max pages) int32,
     packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
     all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
@@ -39,6 +40,7 @@ class Extras(TypedDict, total=False):
     """
 
     num_splits: int
+    split_keys: int
     seqused_q: torch.Tensor | None
     seqused_k: torch.Tensor | None
     page_table: torch.Tensor | None
@@ -69,12 +71,13 @@ AVAILABLE: Mapping[str, str] = {
     "cu_seqlens_k_new": "cu_seqlens_k_new",
     **{theirs: ours for feature in FEATURES for theirs, ours in feature.flash_attention.items()},
 }
-DENSE = ("num_splits", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
+DENSE = ("num_splits", "split_keys", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
 PACKED = (*DENSE, "page_table")
 OF_PACKED_CACHE = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new")
-CACHE = ("page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *DESCALES)
+CACHE = ("split_keys", "page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *DESCALES)
 
-WHOLE = ("attention_chunk", "max_seqlen_q")  # those that are integers, besides num_splits
+WHOLE = ("attention_chunk", "split_keys", "max_seqlen_q")  # those that are integers, besides num_splits
+OFF_AT_0 = ("attention_chunk", "split_keys")
 
 _MOD = "flydsl_flash_attn_func takes one (with fly's own signature)"
 # (its default, what to do instead)
@@ -150,7 +153,7 @@ def options_of(
         if name in accepted:
             if name in WHOLE and value is not None:
                 value = Checks(caller.function).integer(name, value)
-            if value is not None and not (name == "attention_chunk" and value == 0):
+            if value is not None and not (name in OFF_AT_0 and value == 0):
                 options[AVAILABLE[name]] = value
         elif name in HINTS:
             HINTS[name](Checks(caller.function), name, value)

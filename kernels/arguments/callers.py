@@ -107,6 +107,7 @@ _SCORES = _names("softmax_scale", "causal", "window_size", "softcap", "q_descale
 _COMMON = _SCORES | _names(
     "alibi_slopes",
     "attention_chunk",
+    "split_keys",
     num_kv_splits="num_splits",
     seqused_kv="seqused_k",
     sink="learnable_sink",

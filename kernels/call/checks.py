@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fly import config
-from fly.errors import ArgumentTypeError
+from fly.errors import ArgumentTypeError, UnsupportedError
 
 from ..arguments.callers import arg
 from ..arguments.checks import (
@@ -29,6 +29,7 @@ from ..arguments.checks import (
     whole,
 )
 from ..dispatch import DUALWAVE
+from ..problem.catalogue import SPLIT_UNIT
 from ..problem.contract import Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
@@ -312,10 +313,13 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     alignments, pitches = [alignment(*inputs), alignment(*keys)], [_pitch(*queries), _pitch(*keys)]
     found = CallArguments(q, k, causal, batch, packed, options)
     features, operands, wanted = check_features(found)
+    splits = options["num_kv_splits"]
+    if "split_keys" in wanted:
+        splits = _parts(operands["split_keys"], seq_len_kv, alignments[0])
     aux = found.aux_tensors(used=features.score_mod is not None or features.mask_mod is not None)
     others = {
         "packed": packed,
-        "split_kv": options["num_kv_splits"] > 1,
+        "split_kv": splits > 1,
         "debug_counts": options["debug_counts"] is not None,
     }
     unknown = options["cu_seqlens_q"] is not options["cu_seqlens_kv"] or "seqused" in wanted or paged
@@ -331,7 +335,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         num_heads=heads,
         num_kv_heads=k.shape[-2],
         softmax_scale=_check_scale(options["softmax_scale"], head_dim),
-        num_kv_splits=options["num_kv_splits"],
+        num_kv_splits=splits,
         alignment=alignments[0],
         kv_alignment=alignments[1],
         q_pitch=pitches[0],
@@ -352,6 +356,25 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     checked = looked_at and (q.device.type == "cpu" or bool(config.CHECK_INPUTS.get()))
     lse = (*q.shape[:-3], heads, q.shape[-3])
     return Call(request, tensors, empty, extents, _result(q, v), lse, checked)
+
+
+def _parts(split_keys: int, seq_len_kv: int, alignment: int) -> int:
+    """Parts of `split_keys` keys that the longest sequence has."""
+    parts = max(1, -(-seq_len_kv // split_keys))
+    if parts > MAX_SPLITS:
+        least = -(-seq_len_kv // (MAX_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
+        fail(
+            f"{arg.split_keys} is {split_keys}, and {seq_len_kv} keys are {parts} parts of so many; at most "
+            f"{MAX_SPLITS} are available: pass {least} or more"
+        )
+    if alignment < ALIGNMENT:
+        # tiles of what is not aligned are others, and where a caller's tensors lie may depend on the batch
+        fail(
+            f"{arg.split_keys} takes {arg('q, k')}, {arg.v} and out whose addresses and strides are multiples of "
+            f"{ALIGNMENT} bytes, not of {alignment}: make them contiguous, from an allocation of their own",
+            UnsupportedError,
+        )
+    return parts
 
 
 def _result(q: torch.Tensor, v: torch.Tensor) -> Result:

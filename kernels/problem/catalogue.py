@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NO_WINDOW = (-1, -1)
 SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
+SPLIT_UNIT = 128  # keys: the tiles of every build for `split_keys` divide it
 WIDE_SOFTCAP = 256.0  # from here on, see `Features.wide_softcap`
 DESCALES = ("q_descale", "k_descale", "v_descale")
 Found = Mapping[str, Any]
@@ -132,6 +133,25 @@ def _chunk(call: CallArguments) -> Found:
     chunk = call["attention_chunk"]
     call.checks.whole("attention_chunk", chunk, 0, 2**31 - 1)
     return {"attention_chunk": chunk} if chunk else {}
+
+
+def _split_keys(call: CallArguments) -> Found:
+    keys, fail = call["split_keys"], call.checks.fail
+    call.checks.whole("split_keys", keys, 0, 2**31 - 1)
+    if not keys:
+        return {}
+    if keys % SPLIT_UNIT:
+        fail(f"{arg.split_keys} must be a multiple of {SPLIT_UNIT}, which every kernel's tiles divide, got {keys}")
+    if call["num_kv_splits"] > 1:
+        fail(f"{arg.split_keys} says where keys are split, and {arg.num_kv_splits} how often: pass one of the two")
+    if call["block_mask"] is not None:
+        fail(
+            f"{arg.split_keys} is not for a block_mask, whose lists have no such parts: pass its mask_mod as mask_mod"
+        )
+    if call["dualwave_swp_lazy_rescale"]:
+        wanted = "leave dualwave_swp_lazy_rescale out: it rescales rows together"
+        fail(f"{arg.split_keys} makes rows independent of each other: {wanted}")
+    return {"split_keys": keys}
 
 
 def _softcap(call: CallArguments) -> Found:
@@ -253,6 +273,16 @@ FEATURES = (
         "call it once per sequence with (1, S, H, D) tensors",
     ),
     Feature("split_kv", f"split keys ({arg.num_kv_splits} > 1)", f"{arg.num_kv_splits}=1 gives the same result"),
+    Feature(
+        "split_keys",
+        f"parts of a fixed number of keys ({arg.split_keys})",
+        f"without it, a row's last bits may depend on its batch; {arg.num_kv_splits}=1 does not split keys",
+        keywords={"split_keys": "SymInt"},
+        flash_attention={"split_keys": "split_keys"},
+        operands=("split_keys",),
+        numbers=("split_keys",),
+        check=_split_keys,
+    ),
     Feature("debug_counts", "counting of rescales (debug_counts)", "leave debug_counts out", everywhere=False),
     Feature(
         "seqused",

@@ -75,6 +75,11 @@ class Features:
         return known.get((self.operands, functions))
 
     @property
+    def invariant(self) -> bool:
+        """Whether a row's result may depend on nothing but its query and its keys (`split_keys`)."""
+        return "split_keys" in self.operands
+
+    @property
     def drops(self) -> bool:
         """Whether there is dropout."""
         return "rng_state" in self.operands

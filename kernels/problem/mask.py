@@ -34,15 +34,23 @@ class TileRange:
     whole_end: Any
     end: Any
 
-    def part(self, index: Any, parts: Any, uniform: Callable[[Any], Any] = lambda x: x) -> TileRange:
+    def part(
+        self, index: Any, parts: Any, uniform: Callable[[Any], Any] = lambda x: x, each: Any = None
+    ) -> TileRange:
         """One of `parts` even parts of the tiles, so that causal blocks split as evenly as others.
 
-        `uniform` tells the compiler that the part's ends are the same in every lane.
+        `uniform` tells the compiler that the part's ends are the same in every lane. With `each`, parts have so many
+        of all tiles, counted from tile 0, and those of them that are seen: where a part ends follows from nothing
+        else. The last one has the rest.
         """
-        count = self.end - self.first
-        size = count // parts
-        longer = count - size * parts  # parts that have one tile more
-        first, end = (size * i + _smaller(i, longer) + self.first for i in (index, index + 1))
+        if each is not None:
+            last = _chosen(index + 1 == parts, self.end, each * (index + 1))
+            first, end = (_smaller(_larger(x, self.first), self.end) for x in (each * index, last))
+        else:
+            count = self.end - self.first
+            size = count // parts
+            longer = count - size * parts  # parts that have one tile more
+            first, end = (size * i + _smaller(i, longer) + self.first for i in (index, index + 1))
         whole_end = _smaller(_larger(self.whole_end, first), end)
         first, whole_end, end = map(uniform, (first, whole_end, end))
         return TileRange(first, _smaller(_larger(self.whole_from, first), end), whole_end, end)

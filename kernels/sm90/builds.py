@@ -19,6 +19,7 @@ from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import ShapeError
 
+from ..problem.catalogue import SPLIT_UNIT
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES, Features
 from ..work.tile_scheduler import automatic_splits
@@ -251,16 +252,22 @@ def build_for(
     asked = request.static_features
     rows = _of_length(table, 0 if asked.block_size is not None else request.seq_len_kv)
     own = rows_for(request.head_dim, request.value_dim, request.causal, rows)
-    table = {key: rows[key] for key in own if _serves(key, rows[key], request)}
-    options, splits = _plain_build_for(request, units, typical, table, kind)
-    block_n = elementwise_keys(options, asked, request.seq_len_kv) if asked.elementwise else options.block_n
+    served = {key: rows[key] for key in own if _serves(key, rows[key], request)}
+    options, splits = _plain_build_for(request, units, typical, served, kind)
+    if asked.invariant:
+        block_n = invariant_keys(request, table)
+        options = replace(options, rescale=kind.rescale, combines=False)
+    elif asked.elementwise:
+        block_n = elementwise_keys(options, asked, request.seq_len_kv)
+    else:
+        block_n = options.block_n
     if asked.block_size is not None:
         keys = asked.block_size[1]
         # the most keys that divide a block
         block_n = max(n for n in range(wgmma.K, block_n + 1, wgmma.K) if keys % n == 0)
     if asked.block_size is not None or options.takes_late:
         # as many tiles more in flight as that makes them smaller
-        options = replace(options, stages=options.stages * options.block_n // block_n)
+        options = replace(options, stages=max(2, options.stages * options.block_n // block_n))
     if request.page_size is not None:
         block_n = _power_of_two(block_n)
     return replace(options, block_n=block_n, features=asked, page_size=request.page_size), splits
@@ -271,6 +278,8 @@ def _serves(key: Key, row: Mapping[str, Any], request: Request) -> bool:
     if request.static_features.block_size is not None:
         consumers: int = key[3]
         return consumers < 3 and request.static_features.block_size[0] % (64 * consumers) == 0
+    if request.static_features.invariant and key[3] == 3 and row["block_n"] < SPLIT_UNIT:
+        return False  # registers of three consumers take no wider tile
     return not set(row.get("without", ())).intersection(request.features)
 
 
@@ -341,6 +350,19 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
         return min(options.block_n, _DROPOUT[options.consumers])
     alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
+
+
+def invariant_keys(request: Request, table: Mapping[Key, Any]) -> int:
+    """Keys of a tile where a row's result may not depend on the launch: as many in all builds of its dimensions.
+
+    A row's sums depend on the tiles of keys that they are made in, and not on which rows are beside it, nor how many.
+    """
+    if request.static_features.elementwise:
+        return NARROW
+    dims = request.head_dim, request.value_dim
+    rows = [key for causal in (False, True) for key in rows_for(*dims, causal, table)]
+    wide = [key for key in rows if key[3] == 2] or rows
+    return _power_of_two(min(SPLIT_UNIT, *(table[key]["block_n"] for key in wide)))
 
 
 _MANY = 1 << 20  # query rows that fill any device

@@ -118,9 +118,11 @@ def forward_steps(
     """A forward kernel, and with split keys the combination after it, unless the kernel `combines`.
 
     `bound(tensors, called)` binds the kernel. With split keys its out and lse are partial_out and partial_lse, parts
-    of the workspace, and if it `combines`, the call's out and lse are its whole_out and whole_lse.
+    of the workspace, and if it `combines`, the call's out and lse are its whole_out and whole_lse. One part of
+    `split_keys` has the same bits without a combination, unless that is what takes a sink in.
     """
-    if splits == 1:
+    asked = request.static_features
+    if splits == 1 and not (asked.invariant and "sink" in asked.operands):
         return Steps((bound(tensors, {}),))
     partials = Partials.of(tensors["out"], splits)
     memory = tensors.get("workspace")

@@ -97,7 +97,9 @@ class Work:
             first, whole_end, end = steps
             tiles = TileRange(first, first, whole_end, end)
         if part is not None and (seen is None or listed is not None):
-            tiles = tiles.part(part, parts, uniform)
+            keys_each = given.get("split_keys")
+            each = None if keys_each is None else keys_each // block_n
+            tiles = tiles.part(part, parts, uniform, each)
             if listed is not None:
                 listed = replace(listed, steps=tiles.end)
             else:
