@@ -71,6 +71,7 @@ from .sm90.backward import (
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.dq_sums import round_dq, slot_of
+from .sm90.dropout import KeptWeights
 from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
 from .sm90.stores import store_runs
 from .work.fragments import row_numbers
@@ -404,12 +405,19 @@ class _Consumer:
         def hide(scores: fly.Fragment) -> fly.Fragment:
             return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
 
-        made = weights(turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query)
-        p = self._narrow(made.of_values)
+        rows = queries, first_key, self.scale_log2, lse2
+        made = weights(turned(fragment), given, place, *rows, hide, first_query, drops=False)
+        p = self._narrow(made.weights)
+        dropout = given.dropout(place)
+        kept = None if dropout is None else KeptWeights.of(dropout, self.layout, first_key, first_query, "columns")
+        if kept is not None:
+            p = kept.only(p)
         atom = WarpgroupAtom(options.head_dim_v, dtype)
         dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, state.dv)
         (excess,) = wgmma.wait(1, started)
         delta = numbers(buffers.delta, state.dout_at, 0.0).map(given.of_kept)
+        if kept is not None:
+            excess = kept.only_f32(excess)
         products = turned(fly.Fragment(self.layout, ((excess,),)))
         less = products.map(lambda x, r, c: -products.spread(delta, r))
         products = products.map(lambda x, r, c: x + less.tiles[r][c])

@@ -124,6 +124,19 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
 
 
 @dataclass(frozen=True)
+class Either:
+    """A word that a lane made, or was `sent`: `one` where `bit` (i1) of the lane's index is set, or else `zero`.
+
+    What takes bytes out of two words can choose as well, and needs no selection before.
+    """
+
+    bit: fly.Value
+    zero: fly.Value
+    one: fly.Value
+    sent: fly.Value
+
+
+@dataclass(frozen=True)
 class Held:
     """Words of random bytes that a lane holds: `words[bits]` has a bit for each of `axes`.
 
@@ -132,7 +145,11 @@ class Held:
 
     axes: tuple[Label, ...]
     inner: tuple[Label | None, Label | None]
-    words: dict[Bits, fly.Value]
+    words: dict[Bits, Any]
+
+    def settled(self) -> Held:
+        """With a word in place of each choice."""
+        return replace(self, words={bits: settled(word) for bits, word in self.words.items()})
 
     def pairs(self, axis: Label) -> Iterator[tuple[Bits, Bits]]:
         """Indices of words that differ in an axis only."""
@@ -154,9 +171,9 @@ class Held:
         assert mate.shares is not None
         words = {}
         for zero, one in self.pairs(mate.label):
-            own, other = _ordered(bit, self.words[zero], self.words[one])
-            received = fly.shuffle_xor(other, mate.lane_bit)
-            words[zero], words[one] = _ordered(bit, own, received)
+            received = fly.shuffle_xor(fly.select(bit, self.words[zero], self.words[one]), mate.lane_bit)
+            words[zero] = Either(bit, self.words[zero], received, received)
+            words[one] = Either(bit, received, self.words[one], received)
         return Held(tuple(mate.shares if own == mate.label else own for own in self.axes), self.inner, words)
 
     def chosen(self, mate: Mate, bit: fly.Value) -> Held:
@@ -179,8 +196,9 @@ class Held:
         return word, sum(1 << level for level, label in enumerate(self.inner) if label is not None and bit_of(label))
 
 
-def _ordered(swapped: fly.Value, a: fly.Value, b: fly.Value) -> tuple[fly.Value, fly.Value]:
-    return fly.select(swapped, b, a), fly.select(swapped, a, b)
+def settled(word: fly.Value | Either) -> fly.Value:
+    """A word, chosen if that is still to be done."""
+    return fly.select(word.bit, word.one, word.zero) if isinstance(word, Either) else word
 
 
 def _gathered(a: fly.Value, b: fly.Value, level: int) -> tuple[fly.Value, fly.Value]:
@@ -215,17 +233,9 @@ class RandomTile:
         return self.held[base["rows"], base["columns"]].byte(bit_of)
 
     @property
-    def words(self) -> list[fly.Value]:
+    def words(self) -> list[Any]:
         """All of them."""
         return [word for held in self.held.values() for word in held.words.values()]
-
-    def map(self, function: Callable[[fly.Value], fly.Value]) -> RandomTile:
-        """`function` of every word."""
-
-        def of(held: Held) -> Held:
-            return replace(held, words={bits: function(word) for bits, word in held.words.items()})
-
-        return replace(self, held={place: of(held) for place, held in self.held.items()})
 
 
 def random_tile(
@@ -239,6 +249,7 @@ def random_tile(
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
+    of_words: Callable[[fly.Value], fly.Value] | None = None,
 ) -> RandomTile:
     """The random bytes of a fragment of so many tiles; see `keep_tile`."""
     made = plan(layout, row_tiles, column_tiles, queries, shared)
@@ -248,12 +259,19 @@ def random_tile(
         for first, table in ((first_row, made.row_lane), (first_column, made.column_lane))
     )
     own = [(mate, (lane & mate.lane_bit) != 0) for mate in made.mates]
-    held = {
-        (r, c): _held(made, own, head.words(*_by_queries(made, rows + row, columns + column), rounds))
+
+    def held(row: fly.Value, column: fly.Value) -> Held:
+        words = head.words(*_by_queries(made, row, column), rounds)
+        if of_words is None:
+            return _held(made, own, words).settled()
+        return _held(made, own, [of_words(word) for word in words])
+
+    calls = {
+        (r, c): held(rows + row, columns + column)
         for r, row in made.made("rows")
         for c, column in made.made("columns")
     }
-    return RandomTile(made, held)
+    return RandomTile(made, calls)
 
 
 def keep_tile(
@@ -299,6 +317,7 @@ def _held(made: Plan, own: Sequence[tuple[Mate, fly.Value]], words: Sequence[fly
     held = Held((low, high), KEY_LABELS, {(i & 1, i >> 1): word for i, word in enumerate(words)})
     later = [mate.label for mate in made.mates]
     for mate, bit in own:
+        held = held.settled()
         later.remove(mate.label)
         if mate.shares is None:
             held = held.chosen(mate, bit)
@@ -336,14 +355,20 @@ class Dropout:
         """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
         return keep_tile(like, first_query, first_key, self.random, self.dropped)
 
-    def kept_bytes(self, layout: fly.AccumulatorLayout, first_query: Any, first_key: Any) -> RandomTile:
+    def kept_bytes(
+        self, layout: fly.AccumulatorLayout, first_row: Any, first_column: Any, queries: Side = "rows"
+    ) -> RandomTile:
         """Which weights of one tile are kept: bit 7 of each one's byte, whose other bits are anything.
 
-        Four at a time, for kernels that make masks of these bits; see `keep_tile`.
+        Four at a time, for kernels that make masks of these bits, and of an `Either`; see `keep_tile`.
         """
-        tile = random_tile(layout, 1, 1, first_query, first_key, self.random)
         low, below_half = (self.dropped & 0x7F) * 0x01010101, (self.dropped >> 7) - 1
-        return tile.map(lambda word: _at_least(word, low, below_half))
+
+        def compared(word: fly.Value) -> fly.Value:
+            return _at_least(word, low, below_half)
+
+        corner = first_row, first_column
+        return random_tile(layout, 1, 1, *corner, self.random, queries=queries, of_words=compared)
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""

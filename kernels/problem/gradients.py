@@ -121,12 +121,14 @@ def weights(
     first_query: fly.Value,
     inputs: Inputs = SCORES_ALONE,
     early: bool = False,
+    drops: bool = True,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
     `first_query`: the first of `rows`, a multiple of their number. `lse2`: +inf for rows without keys, whose weights
     are 0. `hide`: -inf where a query does not see a key, None for tiles that all rows see whole. `early`: P is wanted
-    for nothing else, so that scores' derivatives are put into it at once (`Weights.steep`).
+    for nothing else, so that scores' derivatives are put into it at once (`Weights.steep`). `drops`: with dropout, if
+    there is any; else that is the caller's.
     """
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
@@ -135,7 +137,7 @@ def weights(
     if given.features.modifies:
         # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
-    dropout = given.dropout(place)
+    dropout = given.dropout(place) if drops else None
     kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
     found = exponents.map(lambda x, r, c: fly.exp2(x))
     steep = pull(found).raw if early and given.features.modifies and inputs == SCORES_ALONE else None

@@ -57,6 +57,15 @@ def test_masks_of_the_chips_kernels_are_the_mask(form, kernel, emulate, seed):
     assert not OF_CHIPS[form](state_of(seed)).wrong("forward"), f"seed {seed}"
 
 
+@pytest.mark.parametrize("which", ["forward", "dv", "dk", "dq"])
+def test_masks_of_the_hopper_kernels_are_the_mask_at_any_probability(which, emulate, monkeypatch, seed):
+    emulate("sm_90a", "sm90")
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+    for p in (1 / 512, 0.01, 0.1, 0.25, 1 / 3, 0.5, 0.9, 0.99):
+        problem = dense(state_of(seed), queries=(40,), keys=(64,), kv_heads=1, group=1, dropout_p=p)
+        assert not problem.wrong(which), f"seed {seed}, p {p}"
+
+
 @pytest.mark.parametrize("kernel", ["sm90", "gfx950"])
 def test_results_of_the_chips_kernels_are_the_references(kernel, emulate, seed):
     emulate({"sm90": "sm_90a", "gfx950": "gfx950"}[kernel], kernel)
