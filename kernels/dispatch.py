@@ -159,16 +159,6 @@ def mask_blocks(rows: int, keys: int) -> Need:
     return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
 
 
-def _ordered(request: Request) -> str | None:
-    if not request.deterministic:
-        return None
-    return (
-        f"adds parts of {arg.q}'s gradient up in an order that changes from run to run: call without "
-        f"{arg.deterministic} and torch.use_deterministic_algorithms"
-    )
-
-
-ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
 
 
@@ -276,7 +266,6 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
-        needs=(ANY_ORDER,),
     ),
     Kernel(
         name="generic",

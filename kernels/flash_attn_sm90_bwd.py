@@ -27,8 +27,8 @@ dS has two slots: whoever writes the second next tile's has passed a barrier at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,7 +57,6 @@ from .problem.features import BoundFeatures
 from .problem.gradients import HeadOfKeys, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
-from .sm90 import dq_sums as sums_of_dq
 from .sm90.backward import (
     ALONG,
     BLOCK_M,
@@ -70,9 +69,10 @@ from .sm90.backward import (
     slot_bytes,
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
-from .sm90.dq_sums import round_dq, slot_of
+from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
 from .sm90.stores import store_runs
+from .sm90.turns import Neighbours, Turns, taken
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
@@ -99,6 +99,18 @@ class _Block:
     def shift(self) -> fly.Value | None:
         """How far behind a multiple of `ALONG` packed queries start: copies of their statistics start there."""
         return None if self.queries.index is not None else self.queries.start % ALONG
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A block's steps over tiles of queries, those of `tiles`; `downwards`: from the last tile on (`sm90.turns`)."""
+
+    tiles: TileRange
+    downwards: bool
+
+    def tile(self, step: Any) -> Any:
+        """Which tile."""
+        return self.tiles.first + self.tiles.end - 1 - step if self.downwards else step
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,8 @@ def flash_attn_sm90_bwd(
     lse2: fly.TensorMap,
     delta: fly.TensorMap,
     dq_sums: fly.Tensor,
+    dq: fly.Tensor | None,
+    counts: fly.Tensor | None,
     dk: fly.Tensor,
     dv: fly.Tensor,
     cu_seqlens_q: fly.Tensor | None,
@@ -180,10 +194,14 @@ def flash_attn_sm90_bwd(
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
+    if counts is None:
+        kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
+        number = fly.block_id.x
+    else:
+        number, kv_head, batch, exists = taken(counts, dk.shape[-2], sequences)
     keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
-    first_key = fly.block_id.x * BLOCK_N
+    first_key = number * BLOCK_N
     here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
     seen = given.key_range(queries.length, keys.length, options.causal)
     inverse = QueryRange.of(seen, open_end=not options.features.modifies)
@@ -194,20 +212,28 @@ def flash_attn_sm90_bwd(
     tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
     block = _Block(batch, kv_head, first_key, keys, queries)
     buffers = _Buffers.allocate(options)
-    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived])
+    turns = None if counts is None else Turns.allocate(counts, Neighbours.of(number, keys.length, inverse), options)
+    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *(turns.barriers if turns else ())])
     warpgroup = warpgroup_id()
     heads = kv_head * group, kv_head * group + group
+    walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered)
+    sums = Sums(dq_sums, queries, batch, options, dq, turns)
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            _produce(maps, buffers, options, tiles, block, heads)
+            _produce(maps, buffers, options, walk, block, heads)
+        if turns is not None:
+            for warp, act in ((1, turns.take), (2, turns.hand_on)):
+                with fly.when((fly.wave_id() == warp) & elect_one()):
+                    _each_turn(act, sums, walk, heads, options.stages)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
-        tile = slot_of(queries, batch)
+        if turns is not None:
+            sums = replace(sums, factor=given.scale_kept(scale_log2 * (1 / LOG2_E)))
         consumer = _Consumer(
-            options, buffers, given, seen, inverse, tiles, block, warpgroup - 1, scale_log2, dtype, dq_sums, tile
+            options, buffers, given, seen, inverse, walk, block, warpgroup - 1, scale_log2, dtype, sums
         )
         sum_k, sum_v = consumer.run(heads)
         first = first_key + (warpgroup - 1) * 64
@@ -224,7 +250,7 @@ def _produce(
     maps: tuple[fly.TensorMap, ...],
     buffers: _Buffers,
     options: Sm90BackwardOptions,
-    tiles: TileRange,
+    walk: _Walk,
     block: _Block,
     heads: tuple[Any, Any],
 ) -> None:
@@ -254,17 +280,35 @@ def _produce(
         tma.load(of, numbers.at(at), (entry, head, start), barrier)
         return slots.ring.next(at)
 
+    tiles = walk.tiles
     with fly.when(tiles.first < tiles.end):
         keep(0, k, options.tiles["k"], buffers.k)
         keep(1, v, options.tiles["v"], buffers.v)
         start = Position.start(), Position.start()
         for head, places in (all_heads := fly.range(*heads, carry=start)):
-            for j, (q_at, dout_at) in (passing := fly.range(tiles.first, tiles.end, carry=places)):
+            for step, (q_at, dout_at) in (passing := fly.range(tiles.first, tiles.end, carry=places)):
+                j = walk.tile(step)
                 passing.next(
                     load(buffers.q, q, buffers.lse2, lse2, q_at, j, head),
                     load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
                 )
             all_heads.next(*passing.results)
+
+
+def _each_turn(
+    act: Callable[[Position, Any, fly.Pointer], None],
+    sums: Sums,
+    walk: _Walk,
+    heads: tuple[Any, Any],
+    stages: int,
+) -> None:
+    """By one thread, for every tile that passes by: what `sm90.turns` does about it."""
+    for head, place in (all_heads := fly.range(*heads, carry=Position.start())):
+        for step, at in (passing := fly.range(walk.tiles.first, walk.tiles.end, carry=place)):
+            tile = walk.tile(step)
+            act(at, tile, sums.count(head, tile))
+            passing.next(at.next(stages))
+        all_heads.next(passing.results)
 
 
 @dataclass(frozen=True)
@@ -284,20 +328,19 @@ class _State:
 
 @dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup of a block; `tile`: the number of the sequence's first tile among the sums of dQ."""
+    """One consumer warpgroup of a block; `sums`: of dQ."""
 
     options: Sm90BackwardOptions
     buffers: _Buffers
     given: BoundFeatures
     seen: KeyRange
     inverse: QueryRange
-    tiles: TileRange
+    walk: _Walk
     block: _Block
     index: fly.Value
     scale_log2: fly.Value
     dtype: fly.DType
-    dq_sums: fly.Tensor
-    tile: fly.Value | None
+    sums: Sums
 
     @property
     def layout(self) -> fly.AccumulatorLayout:
@@ -321,17 +364,19 @@ class _Consumer:
                 loop.next(*self.head(head, *state))
             return loop.results[0], loop.results[1]
 
-        result: tuple[fly.Value, fly.Value] = fly.cond(self.tiles.first < self.tiles.end, all_heads, lambda: zeros)
+        result: tuple[fly.Value, fly.Value] = fly.cond(
+            self.walk.tiles.first < self.walk.tiles.end, all_heads, lambda: zeros
+        )
         return result
 
     def head(
         self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
-        tiles = self.tiles
+        tiles = self.walk.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at, tiles.first), q_at, dout_at, slot)
+        state = _State(dk, dv, self.scores(q_at, self.walk.tile(tiles.first)), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -339,8 +384,8 @@ class _Consumer:
         if self.options.features.masks_every_tile:
             parts = [(first, last, True)]
         for start, stop, masked in parts:
-            for j, carried in (loop := fly.range(start, stop, carry=state)):
-                loop.next(self.step(j, carried, place, given, masked=masked))
+            for number, carried in (loop := fly.range(start, stop, carry=state)):
+                loop.next(self.step(number, carried, place, given, masked=masked))
             state = loop.results
         state = self.step(last, state, place, given, masked=True, last=True)
         return state.dk, state.dv, state.q_at, state.dout_at, state.slot
@@ -374,7 +419,7 @@ class _Consumer:
 
     def step(
         self,
-        j: fly.Value,
+        number: fly.Value,
         state: _State,
         place: HeadOfKeys,
         given: BoundFeatures,
@@ -385,6 +430,7 @@ class _Consumer:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
         q, dout = buffers.q, buffers.dout
+        j = self.walk.tile(number)
         first_query = j * BLOCK_M
         (raw,) = wgmma.wait(0, state.scores)
         started = self.excess(state.dout_at, j)
@@ -421,16 +467,11 @@ class _Consumer:
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
-        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), self.index, options)
-        sums_of_dq.add(part, tile)
-        scores = state.scores if last else self.scores(q_next, j + 1)
+        self.sums.take_in(part, place.head, j, self.index, state.q_at)
+        scores = state.scores if last else self.scores(q_next, self.walk.tile(number + 1))
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
         return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
-
-    def _sums_of(self, place: HeadOfKeys, j: fly.Value) -> tuple[Any, Any, Any]:
-        """Where the sums of a tile are: (entry, head, tile)."""
-        return (place.batch, place.head, j) if self.tile is None else (0, place.head, self.tile + j)
 
     def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
@@ -484,7 +525,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """
     packed = tensors.get("cu_seqlens_q") is not None
     dims, features = (request.head_dim, request.value_dim), request.static_features
-    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features)
+    ordered = request.deterministic
+    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features, ordered=ordered)
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
@@ -496,6 +538,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     rows = numbers[0] if packed else numbers
     own = {
         "dq_sums": sums,
+        "counts": torch.empty(1 + entries * heads * tiles, dtype=torch.int32, device=device) if ordered else None,
         "lse2": rows,
         # not `delta`, which is the caller's
         "deltas": rows,
@@ -527,19 +570,35 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
 
     lines = THREADS // lanes_of_row(request.value_dim)
     statics: dict[str, Any] = {"head_dim": request.value_dim}
-    add(row_statistics, (tiles * BLOCK_M // lines, heads, entries), THREADS, statics)
+    # what nobody adds to at first needs no zeros
+    cleared = {"dq_sums": None} if ordered else {}
+    add(row_statistics, (tiles * BLOCK_M // lines, heads, entries), THREADS, statics, more=cleared)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
-        add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None}, delta="delta")
+        add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
     statics = {"options": options}
     blocks = -(-request.seq_len_kv // BLOCK_N), request.num_kv_heads, sequences
-    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more=maps)
+    written: Tensors = {} if ordered else {"dq": None}
+    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more={**maps, **written})
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    add(round_dq, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
+    if not ordered or _may_see_nothing(request):
+        last = clear_unseen if ordered else round_dq
+        add(last, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
+    sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
+    if ordered:
+        sizes["counts"] = own["counts"].numel()
     parts, nbytes = {}, 0
-    for name in ("dq_sums", "lse2", "deltas"):
+    for name, size in sizes.items():
         parts[name] = nbytes
-        nbytes += aligned(4 * (sums.numel() if name == "dq_sums" else entries * heads * pitch))
+        nbytes += aligned(4 * size)
     return Steps(tuple(steps), parts, nbytes).launch()
+
+
+def _may_see_nothing(request: Request) -> bool:
+    """Whether there may be queries without any key."""
+    features = request.static_features
+    few = request.causal and request.seq_len_kv < request.seq_len
+    varying = "packed" in request.features or any(name in features.operands for name in ("seqused_q", "seqused_kv"))
+    return few or varying or features.windowed or features.ends_early

@@ -73,8 +73,12 @@ def check_differentiable(request: Request, q: torch.Tensor, **given: Any) -> Non
 
 def serving(device: torch.device, request: Request) -> Prepare:
     """The `prepare` of the backward kernel for a call of tensors on `device`; raises as `dispatch.choose` does."""
-    backward = dispatch.as_backward(request, torch.are_deterministic_algorithms_enabled())
-    return dispatch.serve(device_of(device).target, backward, dispatch.BACKWARD)
+    return dispatch.serve(device_of(device).target, _of_backward(request), dispatch.BACKWARD)
+
+
+def _of_backward(request: Request) -> Request:
+    """The request of a call's backward pass."""
+    return dispatch.as_backward(request, torch.are_deterministic_algorithms_enabled())
 
 
 def check_features(names: Iterable[str]) -> None:
@@ -276,7 +280,8 @@ def _prepared(kind: Kind, given: Mapping[str, Any]) -> _Prepared:
         tensors[name] = settled(x)
     for name, form in kind.operands.items():
         tensors[name] = tensors[name].as_strided(*form) if isinstance(form, tuple) else form
-    return _Prepared(serving(given["q"].device, kind.request)(tensors, kind.request), copied)
+    prepare, request = serving(given["q"].device, kind.request), _of_backward(kind.request)
+    return _Prepared(prepare(tensors, request), copied)
 
 
 def backward(

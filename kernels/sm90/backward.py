@@ -25,7 +25,7 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are.
+    are. `ordered`: blocks add to dQ in turn (`sm90.turns`).
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -38,6 +38,7 @@ class Sm90BackwardOptions:
     dout_stages: int = 2
     packed: bool = False
     features: Features = NO_FEATURES
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         most = target("sm_90a").shared_bytes

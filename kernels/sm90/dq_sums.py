@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP, warpgroup_id
+from fly.backends.nvvm.mbarrier import Position
 from fly.ir import memory
 from fly.ir.dtypes import dtype as dtype_of
 
@@ -15,6 +17,7 @@ from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
+from .turns import Turns, count_of
 
 PIECE = 4  # values of a thread that lie side by side
 
@@ -44,6 +47,73 @@ def add(values: fly.Value, place: fly.Pointer) -> None:
         fly.atomic_add(values[i : i + PIECE], place.offset(i * WARPGROUP * 4), align=4 * PIECE)
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Where a block's parts of a sequence's dQ go: `sums`, or where it has `turns`, with the last one `dq`.
+
+    `factor`: of the results.
+    """
+
+    sums: fly.Tensor
+    queries: Sequence
+    batch: Any
+    options: Sm90BackwardOptions
+    dq: fly.Tensor | None = None
+    turns: Turns | None = None
+    factor: Any = None
+
+    def _place(self, tile: Any) -> tuple[Any, Any]:
+        """(entry, tile) among the sums."""
+        slot = slot_of(self.queries, self.batch)
+        return (self.batch, tile) if slot is None else (0, slot + tile)
+
+    def count(self, head: Any, tile: Any) -> fly.Pointer:
+        """The count of a tile; see `sm90.turns`."""
+        assert self.turns is not None
+        entry, at = self._place(tile)
+        return count_of(self.turns.counts, self.sums, entry, head, at)
+
+    def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
+        """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
+        entry, number = self._place(tile)
+        place, turns = place_of(self.sums, entry, head, number, index, self.options), self.turns
+        if turns is None:
+            return add(part, place)
+        first, last = turns.block.is_first(tile), turns.block.is_last(tile)
+        turns.wait(at)
+        with fly.when(last):
+            whole = fly.cond(first, lambda: part, lambda: load(len(part), place) + part)
+            store_rounded(whole * self.factor, self.dq, self.queries, head, tile, index, self.options)
+        with fly.when((last | first) == fly.i1(False)):
+            add(part, place)
+        with fly.when(first & (last == fly.i1(False))):
+            put(part, place)
+        turns.done(at)
+
+
+def load(count: int, place: fly.Pointer) -> fly.Value:
+    """So many sums of a thread's accumulators."""
+    pieces = [
+        memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE) for i in range(0, count, PIECE)
+    ]
+    return fly.concat(pieces)
+
+
+def put(values: fly.Value, place: fly.Pointer) -> None:
+    """A thread's accumulators as the sums, the first ones."""
+    for i in range(0, len(values), PIECE):
+        fly.store(values[i : i + PIECE], place.offset(i * WARPGROUP * 4), align=4 * PIECE)
+
+
+def store_rounded(
+    sums: fly.Value, dq: fly.Tensor, queries: Sequence, head: Any, tile: Any, index: Any, options: Sm90BackwardOptions
+) -> None:
+    """What dQ's sums of a tile, scaled, are in dq's dtype; `index`: as of `place_of`."""
+    runs = wgmma.runs(sums.to(dtype_of(dq.dtype.name)))
+    view, first, columns = queries.matrix(dq, head), tile * BLOCK_M, options.dq_columns
+    store_runs(view, first, queries.length, runs, columns, index * columns)
+
+
 @fly.kernel
 def round_dq(
     dq_sums: fly.Tensor,
@@ -60,17 +130,38 @@ def round_dq(
     head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
     queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     tile, index = fly.block_id.x, warpgroup_id()
-    first, column = tile * BLOCK_M, index * options.dq_columns
+    first = tile * BLOCK_M
     count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     with fly.when(first < count):
         slot = slot_of(queries, batch)
         entry, at = (batch, tile) if slot is None else (0, slot + tile)
-        place, values = place_of(dq_sums, entry, head, at, index, options), options.dq_columns // 2
-        pieces = [
-            memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE)
-            for i in range(0, values, PIECE)
-        ]
+        place = place_of(dq_sums, entry, head, at, index, options)
         factor: Any = scale_log2 * (1 / LOG2_E)
-        scaled = fly.concat(pieces) * given.scale_kept(factor)
-        runs = wgmma.runs(scaled.to(dtype_of(dq.dtype.name)))
-        store_runs(queries.matrix(dq, head), first, count, runs, options.dq_columns, column)
+        scaled = load(options.dq_columns // 2, place) * given.scale_kept(factor)
+        store_rounded(scaled, dq, queries, head, tile, index, options)
+
+
+@fly.kernel
+def clear_unseen(
+    dq_sums: fly.Tensor,
+    counts: fly.Tensor,
+    dq: fly.Tensor,
+    cu_seqlens_q: fly.Tensor | None,
+    sequences: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    *operands: fly.Operand,
+    options: Sm90BackwardOptions,
+    folded: bool = False,
+) -> None:
+    """dq = 0 in tiles that no block of keys had a part in (`sm90.turns`). Grid: (query tiles, H, B), or `folded`."""
+    given = options.features.bind(operands)
+    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
+    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    tile = fly.block_id.x
+    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
+    slot = slot_of(queries, batch)
+    entry, at = (batch, tile) if slot is None else (0, slot + tile)
+    with fly.when(tile * BLOCK_M < count):
+        seen = memory.load(count_of(counts, dq_sums, entry, head, at), fly.i32)
+        with fly.when(seen == 0):
+            zeros = fly.broadcast(fly.f32(0.0), options.dq_columns // 2)
+            store_rounded(zeros, dq, queries, head, tile, warpgroup_id(), options)
