@@ -72,7 +72,7 @@ from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
 from .sm90.stores import store_runs
-from .sm90.turns import Neighbours, Turns, taken
+from .sm90.turns import Neighbours, Turns, counts_needed, taken
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
@@ -194,11 +194,10 @@ def flash_attn_sm90_bwd(
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    if counts is None:
-        kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
-        number = fly.block_id.x
-    else:
-        number, kv_head, batch, exists = taken(counts, dk.shape[-2], sequences)
+    kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
+    number = fly.block_id.x
+    if counts is not None:
+        number = taken(counts, dq_sums, batch * dk.shape[-2] + kv_head, exists)
     keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
     first_key = number * BLOCK_N
@@ -536,9 +535,10 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
     sums = torch.empty((entries, heads, tiles * BLOCK_M, request.head_dim), dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
+    numbers_of_turns = counts_needed(entries * heads * tiles, request.num_kv_heads, sequences)
     own = {
         "dq_sums": sums,
-        "counts": torch.empty(1 + entries * heads * tiles, dtype=torch.int32, device=device) if ordered else None,
+        "counts": torch.empty(numbers_of_turns, dtype=torch.int32, device=device) if ordered else None,
         "lse2": rows,
         # not `delta`, which is the caller's
         "deltas": rows,
@@ -588,7 +588,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         add(last, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
     sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
     if ordered:
-        sizes["counts"] = own["counts"].numel()
+        sizes["counts"] = numbers_of_turns
     parts, nbytes = {}, 0
     for name, size in sizes.items():
         parts[name] = nbytes

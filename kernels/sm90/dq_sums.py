@@ -17,7 +17,7 @@ from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
-from .turns import Turns, count_of
+from .turns import BETWEEN, FIRST, LAST, Turns, count_of
 
 PIECE = 4  # values of a thread that lie side by side
 
@@ -76,18 +76,20 @@ class Sums:
     def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
         entry, number = self._place(tile)
-        place, turns = place_of(self.sums, entry, head, number, index, self.options), self.turns
+        turns = self.turns
         if turns is None:
-            return add(part, place)
-        first, last = turns.block.is_first(tile), turns.block.is_last(tile)
-        turns.wait(at)
-        with fly.when(last):
-            whole = fly.cond(first, lambda: part, lambda: load(len(part), place) + part)
-            store_rounded(whole * self.factor, self.dq, self.queries, head, tile, index, self.options)
-        with fly.when((last | first) == fly.i1(False)):
-            add(part, place)
-        with fly.when(first & (last == fly.i1(False))):
+            return add(part, place_of(self.sums, entry, head, number, index, self.options))
+        kind = turns.wait(at)
+        place = place_of(self.sums, entry, head, number, index, self.options)
+        is_first = (kind & FIRST) != 0
+        with fly.when(is_first):
             put(part, place)
+        with fly.when(~is_first):
+            add(part, place)
+        with fly.when(kind >= LAST):
+            # a thread's own sums, which it need not hold beside the part
+            whole = load(len(part), place) * self.factor
+            store_rounded(whole, self.dq, self.queries, head, tile, index, self.options)
         turns.done(at)
 
 

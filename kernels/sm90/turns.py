@@ -1,8 +1,8 @@
 """Blocks of keys that add to the sums of a tile of queries in turn: sums are the same bits in every run.
 
-Blocks take their keys by tickets, in order, and add to a tile in that order: who waits, waits for the holder of a
-smaller ticket, which runs or has ended, and the smallest of those that run waits for nobody. So no launch hangs, in
-whatever order a device starts its blocks. All of them see tiles from the last one down, since that is where the next
+Blocks of a key head take their keys by tickets, in order, and add to a tile in that order: who waits, waits for the
+holder of a smaller ticket, which runs or has ended, and the smallest of those that run waits for nobody. So no launch
+hangs, in whatever order a device starts its blocks. All of them see tiles from the last one down, since that is where the next
 block of keys begins too: it follows a step behind, and does not wait where it has begun later.
 
 | who | what |
@@ -26,25 +26,34 @@ from fly.backends.nvvm.intrinsics import WARPGROUP, sync_warp
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 
 from ..problem.mask import QueryRange, TileRange
-from ..work.tile_scheduler import head_of_slice
 from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
 
-TICKET = 0  # among the counts; then come those of tiles
+BETWEEN, FIRST, LAST = 0, 1, 2  # a block's part in a tile; the only block is FIRST + LAST
 _NEVER = 2**31 - 1
 
 
-def taken(counts: fly.Tensor, heads: Any, sequences: Any) -> tuple[fly.Value, fly.Value, fly.Value, fly.Value]:
-    """(block of keys, head, sequence, whether there is one) of the next ticket, for all threads of a block.
+def counts_needed(tiles: int, heads: int, sequences: int) -> int:
+    """How many numbers there are, zeros before a launch: for all tiles of queries, and tickets of key heads."""
+    return tiles + heads * sequences
 
-    The grid: (key blocks, heads, sequences), or folded.
+
+def count_of(counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: Any) -> fly.Pointer:
+    """The place of a tile's count, 0 as long as nobody added; `sums`: see `dq_sums.place_of`."""
+    return counts.at((entry * sums.shape[1] + head) * (sums.shape[2] // BLOCK_M) + tile)
+
+
+def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: Any) -> fly.Value:
+    """The number of a block's keys, by its ticket, for all of its threads.
+
+    `slice_`: the key head's number among those of all sequences; `exists`: None, or whether the block has any keys.
     """
     ticket = fly.SharedMemory("ticket", "i32", 1)
+    place = count_of(counts, sums, sums.shape[0], 0, slice_)
     with fly.when(fly.thread_id.x == 0):
-        ticket.store(fly.fetch_add(1, counts.at(TICKET)), 0)
+        take: Callable[[], fly.Value] = lambda: fly.fetch_add(1, place)  # noqa: E731  # as a function
+        ticket.store(take() if exists is None else fly.cond(exists, take, lambda: fly.i32(0)), 0)
     fly.barrier()
-    place = fly.first_lane(ticket.load(0))
-    slice_ = place // fly.grid_dim.x
-    return place - slice_ * fly.grid_dim.x, *head_of_slice(slice_, heads, sequences)
+    return fly.first_lane(ticket.load(0))
 
 
 @dataclass(frozen=True)
@@ -88,20 +97,26 @@ class Turns:
     """A block's turns, tile by tile.
 
     `counts`: how many blocks have been at a tile, or had no part in it, see `count_of`. `ring`: tiles whose turn it
-    is, for consumers, and `added`: which they have added to.
+    is, for consumers, with the block's part in them, `parts`; and `added`: which they have added to.
     """
 
     counts: fly.Tensor
     block: Neighbours
     ring: Ring
+    parts: fly.SharedMemory
     added: Mbarriers
 
     @staticmethod
     def allocate(counts: fly.Tensor, block: Neighbours, options: Sm90BackwardOptions) -> Turns:
         """As many are ahead as tiles of Q are, whose positions are those of turns too."""
         warps = CONSUMERS * WARPGROUP // 32
-        added = Mbarriers.allocate("added", options.stages, warps)
-        return Turns(counts, block, Ring.allocate("turns", options.stages, 1), added)
+        return Turns(
+            counts,
+            block,
+            Ring.allocate("turns", options.stages, 1),
+            fly.SharedMemory("parts", "i32", options.stages),
+            Mbarriers.allocate("added", options.stages, warps),
+        )
 
     @property
     def barriers(self) -> tuple[Ring, Mbarriers]:
@@ -115,11 +130,14 @@ class Turns:
             look: Callable[[], fly.Value] = lambda: fly.load_acquire(count)  # noqa: E731  # twice the same
             for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != self.block.number)):
                 spin.next(look())
+        first, last = self.block.is_first(tile), self.block.is_last(tile)
+        self.parts.store(fly.select(first, FIRST, BETWEEN) + fly.select(last, LAST, 0), at.index)
         self.ring.full.arrive(at.index)
 
-    def wait(self, at: Position) -> None:
-        """By consumers, until it is the block's turn."""
+    def wait(self, at: Position) -> fly.Value:
+        """By consumers, until it is the block's turn: its part in the tile."""
         self.ring.wait(at)
+        return fly.first_lane(self.parts.load(at.index))
 
     def done(self, at: Position) -> None:
         """By consumers, which have added."""
@@ -134,9 +152,3 @@ class Turns:
         # blocks before the first one had no part
         counted = fly.select(self.block.is_first(tile), self.block.number + 1, 1)
         fly.atomic_add(counted, count, order="release")
-
-
-def count_of(counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: Any) -> fly.Pointer:
-    """The place of a tile's count, 0 as long as nobody added; `sums`: see `dq_sums.place_of`."""
-    tiles = sums.shape[2] // BLOCK_M
-    return counts.at((entry * sums.shape[1] + head) * tiles + tile + (TICKET + 1))

@@ -265,15 +265,9 @@ def head_of_block(heads: Any, sequences: Any, *, folded: bool) -> tuple[fly.Valu
     """
     if not folded:
         return fly.block_id.y, fly.block_id.z, None
-    return head_of_slice(fly.block_id.y + fly.grid_dim.y * fly.block_id.z, heads, sequences)
-
-
-def head_of_slice(place: Any, heads: Any, sequences: Any) -> tuple[fly.Value, fly.Value, fly.Value]:
-    """(head, sequence, whether there is one) of slice number `place`; of spare ones, the last head's."""
-    slices = heads * sequences
-    slice_ = fly.minimum(place, slices - 1)
-    sequence = slice_ // heads
-    return slice_ - sequence * heads, sequence, place < slices
+    place, exists = slice_of_block(heads * sequences)
+    sequence = place // heads
+    return place - sequence * heads, sequence, exists
 
 
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing
