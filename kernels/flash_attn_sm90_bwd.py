@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -216,7 +216,7 @@ def flash_attn_sm90_bwd(
     warpgroup = warpgroup_id()
     heads = kv_head * group, kv_head * group + group
     walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered)
-    sums = Sums(dq_sums, queries, batch, options, dq, turns)
+    sums = Sums(dq_sums, queries, batch, options, turns)
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
@@ -229,8 +229,6 @@ def flash_attn_sm90_bwd(
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
-        if turns is not None:
-            sums = replace(sums, factor=given.scale_kept(scale_log2 * (1 / LOG2_E)))
         consumer = _Consumer(
             options, buffers, given, seen, inverse, walk, block, warpgroup - 1, scale_log2, dtype, sums
         )
@@ -243,6 +241,8 @@ def flash_attn_sm90_bwd(
         softmax_scale: Any = scale_log2 * (1 / LOG2_E)
         factor = given.scale_kept(softmax_scale)
         store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
+        if turns is not None:
+            sums.round(dq, factor, heads, turns.block.last_of(tiles), warpgroup - 1)
 
 
 def _produce(

@@ -17,9 +17,10 @@ from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
-from .turns import BETWEEN, FIRST, LAST, Turns, count_of
+from .turns import Turns, count_of
 
 PIECE = 4  # values of a thread that lie side by side
+AT_A_TIME = 2  # tiles whose loads are on their way together
 
 
 def place_of(
@@ -49,48 +50,51 @@ def add(values: fly.Value, place: fly.Pointer) -> None:
 
 @dataclass(frozen=True)
 class Sums:
-    """Where a block's parts of a sequence's dQ go: `sums`, or where it has `turns`, with the last one `dq`.
-
-    `factor`: of the results.
-    """
+    """Where parts of a sequence's dQ go: to `sums`, tile by tile, where there are `turns` in these."""
 
     sums: fly.Tensor
     queries: Sequence
     batch: Any
     options: Sm90BackwardOptions
-    dq: fly.Tensor | None = None
     turns: Turns | None = None
-    factor: Any = None
 
     def _place(self, tile: Any) -> tuple[Any, Any]:
         """(entry, tile) among the sums."""
         slot = slot_of(self.queries, self.batch)
         return (self.batch, tile) if slot is None else (0, slot + tile)
 
+    def _of_thread(self, head: Any, tile: Any, index: Any) -> fly.Pointer:
+        entry, number = self._place(tile)
+        return place_of(self.sums, entry, head, number, index, self.options)
+
     def count(self, head: Any, tile: Any) -> fly.Pointer:
         """The count of a tile; see `sm90.turns`."""
         assert self.turns is not None
-        entry, at = self._place(tile)
-        return count_of(self.turns.counts, self.sums, entry, head, at)
+        entry, number = self._place(tile)
+        return count_of(self.turns.counts, self.sums, entry, head, number)
 
     def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
-        entry, number = self._place(tile)
-        turns = self.turns
-        if turns is None:
-            return add(part, place_of(self.sums, entry, head, number, index, self.options))
-        kind = turns.wait(at)
-        place = place_of(self.sums, entry, head, number, index, self.options)
-        is_first = (kind & FIRST) != 0
+        place = self._of_thread(head, tile, index)
+        if self.turns is None:
+            return add(part, place)
+        is_first = self.turns.wait(at)
         with fly.when(is_first):
             put(part, place)
         with fly.when(~is_first):
             add(part, place)
-        with fly.when(kind >= LAST):
-            # a thread's own sums, which it need not hold beside the part
-            whole = load(len(part), place) * self.factor
-            store_rounded(whole, self.dq, self.queries, head, tile, index, self.options)
-        turns.done(at)
+        self.turns.done(at)
+
+    def round(self, dq: fly.Tensor, factor: Any, heads: tuple[Any, Any], tiles: tuple[Any, Any], index: Any) -> None:
+        """By a consumer, behind all of its parts: dq = `factor` times the sums of `tiles`, which nobody adds to."""
+        first, end = tiles
+        for head in fly.range(*heads):
+            for at in fly.range(first, end, AT_A_TIME):
+                # of tiles past the last one, the last one again
+                some = [fly.minimum(at + i, end - 1) for i in range(AT_A_TIME)]
+                values = [load(self.options.dq_columns // 2, self._of_thread(head, tile, index)) for tile in some]
+                for tile, value in zip(some, values, strict=True):
+                    store_rounded(value * factor, dq, self.queries, head, tile, index, self.options)
 
 
 def load(count: int, place: fly.Pointer) -> fly.Value:

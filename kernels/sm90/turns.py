@@ -12,7 +12,7 @@ block of keys begins too: it follows a step behind, and does not wait where it h
 | warp 2, one thread | waits for the consumers, counts on |
 
 The first block of a tile stores instead of adding, so that nobody clears the sums before, and the last one rounds
-them, so that nobody has to read them again.
+them when it is through with all of its tiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 from ..problem.mask import QueryRange, TileRange
 from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
 
-BETWEEN, FIRST, LAST = 0, 1, 2  # a block's part in a tile; the only block is FIRST + LAST
 _NEVER = 2**31 - 1
 
 
@@ -87,9 +86,9 @@ class Neighbours:
         """Whether nobody adds to a tile before."""
         return tile >= self.end_before
 
-    def is_last(self, tile: fly.Value) -> fly.Value:
-        """Whether nobody adds to a tile behind."""
-        return tile < self.first_after
+    def last_of(self, tiles: TileRange) -> tuple[Any, fly.Value]:
+        """(first, end) of those of the block's tiles to which nobody adds behind it."""
+        return tiles.first, fly.minimum(tiles.end, self.first_after)
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,13 @@ class Turns:
     """A block's turns, tile by tile.
 
     `counts`: how many blocks have been at a tile, or had no part in it, see `count_of`. `ring`: tiles whose turn it
-    is, for consumers, with the block's part in them, `parts`; and `added`: which they have added to.
+    is, for consumers, with whether the block is their `first`; and `added`: which they have added to.
     """
 
     counts: fly.Tensor
     block: Neighbours
     ring: Ring
-    parts: fly.SharedMemory
+    first: fly.SharedMemory
     added: Mbarriers
 
     @staticmethod
@@ -114,7 +113,7 @@ class Turns:
             counts,
             block,
             Ring.allocate("turns", options.stages, 1),
-            fly.SharedMemory("parts", "i32", options.stages),
+            fly.SharedMemory("first", "i32", options.stages),
             Mbarriers.allocate("added", options.stages, warps),
         )
 
@@ -130,14 +129,15 @@ class Turns:
             look: Callable[[], fly.Value] = lambda: fly.load_acquire(count)  # noqa: E731  # twice the same
             for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != self.block.number)):
                 spin.next(look())
-        first, last = self.block.is_first(tile), self.block.is_last(tile)
-        self.parts.store(fly.select(first, FIRST, BETWEEN) + fly.select(last, LAST, 0), at.index)
+        self.first.store(fly.select(self.block.is_first(tile), 1, 0), at.index)
         self.ring.full.arrive(at.index)
 
     def wait(self, at: Position) -> fly.Value:
-        """By consumers, until it is the block's turn: its part in the tile."""
+        """By consumers, until it is the block's turn: whether it is the tile's first block."""
         self.ring.wait(at)
-        return fly.first_lane(self.parts.load(at.index))
+        # not compared again: that would take registers of who has few
+        is_first: fly.Value = fly.first_lane(self.first.load(at.index)) != 0
+        return is_first
 
     def done(self, at: Position) -> None:
         """By consumers, which have added."""
