@@ -10,7 +10,7 @@ dV it sums up in registers, and queries pass by in tiles of 64.
 
 S and dP have keys as rows, so that P and dS are register operands of dV and dK as they are. dS goes to shared memory
 besides, from where both consumers read all of it: each makes half of the tile's dQ, and adds it to sums in global
-memory (`sm90.dq_sums`), in an order that is not the same in every run.
+memory (`sm90.dq_sums`), in an order that is not the same in every run unless blocks do so in turn (`sm90.turns`).
 
 A tile's steps in a consumer, and what is in flight meanwhile:
 
@@ -189,7 +189,8 @@ def flash_attn_sm90_bwd(
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
-    i32 offsets; dq_sums: see `sm90.dq_sums`; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
+    i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
+    part in it; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
     Grid: (key blocks, key heads, `sequences`), or `folded`.
     """
     fly.occupancy(min_blocks=1)

@@ -77,13 +77,14 @@ class Sums:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
         place = self._of_thread(head, tile, index)
         if self.turns is None:
-            return add(part, place)
-        is_first = self.turns.wait(at)
-        with fly.when(is_first):
-            put(part, place)
-        with fly.when(~is_first):
             add(part, place)
-        self.turns.done(at)
+        else:
+            is_first = self.turns.wait(at)
+            with fly.when(is_first):
+                put(part, place)
+            with fly.when(~is_first):
+                add(part, place)
+            self.turns.done(at)
 
     def round(self, dq: fly.Tensor, factor: Any, heads: tuple[Any, Any], tiles: tuple[Any, Any], index: Any) -> None:
         """By a consumer, behind all of its parts: dq = `factor` times the sums of `tiles`, which nobody adds to."""

@@ -2,8 +2,8 @@
 
 Blocks of a key head take their keys by tickets, in order, and add to a tile in that order: who waits, waits for the
 holder of a smaller ticket, which runs or has ended, and the smallest of those that run waits for nobody. So no launch
-hangs, in whatever order a device starts its blocks. All of them see tiles from the last one down, since that is where the next
-block of keys begins too: it follows a step behind, and does not wait where it has begun later.
+hangs, in whatever order a device starts its blocks. All of them see tiles from the last one down, since that is where
+the next block of keys begins too: it follows a step behind, and does not wait where it has begun later.
 
 | who | what |
 |---|---|

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from fly.errors import ShapeError, UnsupportedError
+from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
 from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from kernels.sm90.backward import Sm90BackwardOptions
@@ -27,7 +27,7 @@ def sm90(emulate, monkeypatch):
     monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
 
 
-def wrong(inputs: Inputs, causal: bool, **options: Any) -> list[str]:
+def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options: Any) -> list[str]:
     q, k, v = inputs.tensors()
     options |= inputs.form()
     dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
@@ -37,7 +37,7 @@ def wrong(inputs: Inputs, causal: bool, **options: Any) -> list[str]:
         for b, n in enumerate(options["seqused_q"].tolist()):
             dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
     longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
-    found = by_autograd(q, k, v, causal, dout, dlse, **options, **longest)
+    found = by_autograd(q, k, v, causal, dout, dlse, deterministic=deterministic, **options, **longest)
     dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
     return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
 
@@ -80,11 +80,28 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_references(name, seed):
+@pytest.mark.parametrize("case", [(name, flag) for flag in (False, True) for name in CASES], ids=str)
+def test_gradients_are_the_references(case, seed):
+    name, deterministic = case
     sizes, causal, options_of = CASES[name]
     inputs = Inputs(**sizes, seed=seed)
-    assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
+    assert not wrong(inputs, causal, deterministic, **options_of(inputs)), f"seed {seed}"
+
+
+@pytest.mark.parametrize(("window", "causal"), [((-1, -1), True), ((150, 40), False)], ids=["causal", "window"])
+def test_gradients_in_turn_are_the_same_bits_in_every_schedule(window, causal, monkeypatch, seed):
+    inputs = Inputs([100], [290], 2, 1, 64, seed=seed)
+    q, k, v = inputs.tensors()
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+
+    def step(schedule: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setenv("FLY_SIMULATOR_SEED", str(schedule))
+        return by_autograd(q, k, v, causal, dout, None, deterministic=True, window_size=window)
+
+    first = step(0)
+    assert not gradients(q, k, v, causal, dout, window_size=window).wrong(first), f"seed {seed}"
+    schedule = 2 + seed % 1000
+    assert all(torch.equal(a, b) for a, b in zip(first, step(schedule), strict=True)), f"{seed}, {schedule}"
 
 
 def test_neighbours_of_a_packed_sequence_may_be_nan(seed):
@@ -116,25 +133,24 @@ def test_blocks_have_the_shared_memory_that_there_is():
         Sm90BackwardOptions(256, 256, False)
 
 
-@pytest.mark.parametrize("asked", ["deterministic", "torch.use_deterministic_algorithms"])
-def test_results_of_the_same_bits_are_another_kernels(asked, monkeypatch, seed):
+@pytest.mark.parametrize("asked", ["deterministic", "torch.use_deterministic_algorithms", "neither"])
+def test_who_asks_for_the_same_bits_gets_sums_in_turn(asked, monkeypatch, seed):
     inputs = Inputs([40], [40], 2, 2, 64, seed=seed)
-    leaves = [x.requires_grad_() for x in inputs.tensors()]
-    call = partial(flydsl_flash_attn_func, *leaves)
-    message = "changes from run to run: call without deterministic and torch.use_deterministic_algorithms"
-    if asked == "deterministic":
-        with pytest.raises(UnsupportedError, match=message):
-            call(deterministic=True)
-        monkeypatch.delenv("FLY_BACKWARD_KERNEL")
-        call(deterministic=True).sum().backward()
-    else:
-        out = call()
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        with pytest.raises(UnsupportedError, match=message):
-            out.sum().backward()
-        monkeypatch.delenv("FLY_BACKWARD_KERNEL")
-        call().sum().backward()
-    assert all(x.grad is not None for x in leaves)
+    builds: list[bool] = []
+    bound = sm90_bwd.bind_kernel
+
+    def bind(*arguments: Any, **named: Any) -> Any:
+        builds.extend(x["options"].ordered for x in arguments if isinstance(x, dict) and "options" in x)
+        return bound(*arguments, **named)
+
+    monkeypatch.setattr(sm90_bwd, "bind_kernel", bind)
+    out = flydsl_flash_attn_func(
+        *(x.requires_grad_() for x in inputs.tensors()), deterministic=asked == "deterministic"
+    )
+    flag = asked == "torch.use_deterministic_algorithms"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: flag)
+    out.sum().backward()
+    assert builds and set(builds) == {asked != "neither"}
 
 
 def test_delta_is_written_for_the_caller(seed):

@@ -78,6 +78,33 @@ def test_launches_one_after_the_other_do_not_meet(seed):
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_deterministic_gradients_are_the_same_bits_every_time(kv_heads, head_dim, causal, seed):
+    """More blocks than there are multiprocessors wait for one another."""
+    inputs = Inputs([1900] * 3, [2100] * 3, 8, kv_heads, head_dim, seed=seed, device="cuda")
+    assert not wrong(inputs, causal, deterministic=True), f"seed {seed}"
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    out = flydsl_flash_attn_func(*leaves, causal, deterministic=True)
+    dout = inputs.floats(*out.shape, dtype=out.dtype)
+    step = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    first = step()
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed", "window", "queries without keys"])
+def test_deterministic_gradients_of_other_forms(name, seed):
+    sizes, causal, options = {
+        "packed": ({"queries": [0, 1, 777, 129], "keys": [5, 1, 1500, 0], "packed": True}, True, {}),
+        "window": ({"queries": [2000], "keys": [2000]}, False, {"window_size": (300, 20)}),
+        "queries without keys": ({"queries": [1300], "keys": [700]}, True, {}),
+    }[name]
+    inputs = Inputs(**sizes, heads=4, kv_heads=2, head_dim=128, seed=seed, device="cuda")
+    assert not wrong(inputs, causal, deterministic=True, **options), f"seed {seed}"
+
+
 def test_a_captured_graph_may_be_replayed(seed):
     inputs = Inputs([500], [500], 4, 2, 64, seed=seed, device="cuda")
     leaves = [x.requires_grad_() for x in inputs.tensors()]
