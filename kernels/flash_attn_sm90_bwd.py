@@ -242,7 +242,7 @@ def flash_attn_sm90_bwd(
         softmax_scale: Any = scale_log2 * (1 / LOG2_E)
         factor = given.scale_kept(softmax_scale)
         store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
-        if turns is not None:
+        if turns is not None and dq is not None:
             sums.round(dq, factor, heads, turns.block.last_of(tiles), warpgroup - 1)
 
 
@@ -450,7 +450,9 @@ class _Consumer:
         def hide(scores: fly.Fragment) -> fly.Fragment:
             return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
 
-        made = weights(turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query)
+        made = weights(
+            turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query, early=True
+        )
         p = self._narrow(made.of_values)
         atom = WarpgroupAtom(options.head_dim_v, dtype)
         dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, state.dv)
