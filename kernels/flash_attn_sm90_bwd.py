@@ -57,6 +57,7 @@ from .problem.features import BoundFeatures
 from .problem.gradients import HeadOfKeys, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
+from .sm90 import turns
 from .sm90.backward import (
     ALONG,
     BLOCK_M,
@@ -72,7 +73,7 @@ from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
 from .sm90.stores import store_runs
-from .sm90.turns import Neighbours, Turns, counts_needed, taken
+from .sm90.turns import Neighbours, Turns
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
@@ -191,14 +192,16 @@ def flash_attn_sm90_bwd(
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
     part in it; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
-    Grid: (key blocks, key heads, `sequences`), or `folded`.
+    Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`.
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
-    number = fly.block_id.x
-    if counts is not None:
-        number = taken(counts, dq_sums, batch * dk.shape[-2] + kv_head, exists)
+    if counts is None:
+        kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
+        number = fly.block_id.x
+    else:
+        kv_head, batch, exists = turns.head_of_block(dk.shape[-2], sequences)
+        number = turns.taken(counts, dq_sums, batch * dk.shape[-2] + kv_head, exists)
     keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
     first_key = number * BLOCK_N
@@ -212,21 +215,22 @@ def flash_attn_sm90_bwd(
     tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
     block = _Block(batch, kv_head, first_key, keys, queries)
     buffers = _Buffers.allocate(options)
-    turns = None if counts is None else Turns.allocate(counts, Neighbours.of(number, keys.length, inverse), options)
-    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *(turns.barriers if turns else ())])
+    in_turn = None if counts is None else Turns.allocate(counts, options)
+    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *(in_turn.barriers if in_turn else ())])
     warpgroup = warpgroup_id()
     heads = kv_head * group, kv_head * group + group
     walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered)
-    sums = Sums(dq_sums, queries, batch, options, turns)
+    sums = Sums(dq_sums, queries, batch, options, in_turn)
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
             _produce(maps, buffers, options, walk, block, heads)
-        if turns is not None:
-            for warp, act in ((1, turns.take), (2, turns.hand_on)):
+        if in_turn is not None:
+            near = Neighbours.of(number, keys.length, inverse)
+            for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
                 with fly.when((fly.wave_id() == warp) & elect_one()):
-                    _each_turn(act, sums, walk, heads, options.stages)
+                    _each_turn(act, near, sums, walk, heads, options.stages)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
@@ -242,8 +246,9 @@ def flash_attn_sm90_bwd(
         softmax_scale: Any = scale_log2 * (1 / LOG2_E)
         factor = given.scale_kept(softmax_scale)
         store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
-        if turns is not None and dq is not None:
-            sums.round(dq, factor, heads, turns.block.last_of(tiles), warpgroup - 1)
+        if dq is not None:
+            near = Neighbours.of(number, keys.length, inverse)
+            sums.round(dq, factor, heads, near.last_of(tiles), warpgroup - 1)
 
 
 def _produce(
@@ -296,7 +301,8 @@ def _produce(
 
 
 def _each_turn(
-    act: Callable[[Position, Any, fly.Pointer], None],
+    act: Callable[[Position, Any, fly.Pointer, Neighbours], None],
+    near: Neighbours,
     sums: Sums,
     walk: _Walk,
     heads: tuple[Any, Any],
@@ -306,7 +312,7 @@ def _each_turn(
     for head, place in (all_heads := fly.range(*heads, carry=Position.start())):
         for step, at in (passing := fly.range(walk.tiles.first, walk.tiles.end, carry=place)):
             tile = walk.tile(step)
-            act(at, tile, sums.count(head, tile))
+            act(at, tile, sums.count(head, tile), near)
             passing.next(at.next(stages))
         all_heads.next(passing.results)
 
@@ -538,7 +544,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
     sums = torch.empty((entries, heads, tiles * BLOCK_M, request.head_dim), dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
-    numbers_of_turns = counts_needed(entries * heads * tiles, request.num_kv_heads, sequences)
+    numbers_of_turns = turns.counts_needed(entries * heads * tiles, request.num_kv_heads, sequences)
     own = {
         "dq_sums": sums,
         "counts": torch.empty(numbers_of_turns, dtype=torch.int32, device=device) if ordered else None,
@@ -565,8 +571,9 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         operands: Sequence[str] = (),
         more: Tensors = MappingProxyType({}),
         delta: str = "deltas",
+        folds: bool = True,
     ) -> None:
-        grid, fold = fold_grid(grid)
+        grid, fold = fold_grid(grid) if folds else (grid, {})
         arguments = {**tensors, **own, **more}
         called = {"delta": delta}
         steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
@@ -583,8 +590,11 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
     statics = {"options": options}
     blocks = -(-request.seq_len_kv // BLOCK_N), request.num_kv_heads, sequences
+    if ordered:
+        blocks = turns.grid(*blocks, device_of(device).compute_units)
     written: Tensors = {} if ordered else {"dq": None}
-    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more={**maps, **written})
+    more = {**maps, **written}
+    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more, folds=not ordered)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     if not ordered or _may_see_nothing(request):
         last = clear_unseen if ordered else round_dq

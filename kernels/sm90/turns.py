@@ -26,8 +26,10 @@ from fly.backends.nvvm.intrinsics import WARPGROUP, sync_warp
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 
 from ..problem.mask import QueryRange, TileRange
+from ..work.tile_scheduler import MAX_GRID_YZ
 from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
 
+AHEAD = 1
 _NEVER = 2**31 - 1
 
 
@@ -41,16 +43,37 @@ def count_of(counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: 
     return counts.at((entry * sums.shape[1] + head) * (sums.shape[2] // BLOCK_M) + tile)
 
 
-def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: Any) -> fly.Value:
+def grid(blocks: int, heads: int, sequences: int, units: int) -> tuple[int, int, int]:
+    """(key heads side by side, blocks of keys, sections of so many heads) for a device with `units` multiprocessors.
+
+    Blocks of one head are a step apart, however many multiprocessors are free: so those start blocks of several heads,
+    `AHEAD` times as many as are in work at a time. Sections are not larger, as what a head reads and adds to stays in
+    the level-2 cache as long as it is in work.
+    """
+    slices = heads * sequences
+    beside = max(-(-units // blocks) * AHEAD, -(-slices // MAX_GRID_YZ))
+    sections = -(-slices // beside)
+    return -(-slices // sections), blocks, sections
+
+
+def head_of_block(heads: Any, sequences: Any) -> tuple[fly.Value, fly.Value, fly.Value]:
+    """(key head, sequence, whether the block has any) in such a grid."""
+    place, slices = fly.block_id.z * fly.grid_dim.x + fly.block_id.x, heads * sequences
+    slice_ = fly.minimum(place, slices - 1)
+    sequence = slice_ // heads
+    return slice_ - sequence * heads, sequence, place < slices
+
+
+def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value) -> fly.Value:
     """The number of a block's keys, by its ticket, for all of its threads.
 
-    `slice_`: the key head's number among those of all sequences; `exists`: None, or whether the block has any keys.
+    `slice_`: the key head's number among those of all sequences; `exists`: whether the block has any.
     """
     ticket = fly.SharedMemory("ticket", "i32", 1)
     place = count_of(counts, sums, sums.shape[0], 0, slice_)
     with fly.when(fly.thread_id.x == 0):
         take: Callable[[], fly.Value] = lambda: fly.fetch_add(1, place)  # noqa: E731  # as a function
-        ticket.store(take() if exists is None else fly.cond(exists, take, lambda: fly.i32(0)), 0)
+        ticket.store(fly.cond(exists, take, lambda: fly.i32(0)), 0)
     fly.barrier()
     return fly.first_lane(ticket.load(0))
 
@@ -100,18 +123,16 @@ class Turns:
     """
 
     counts: fly.Tensor
-    block: Neighbours
     ring: Ring
     first: fly.SharedMemory
     added: Mbarriers
 
     @staticmethod
-    def allocate(counts: fly.Tensor, block: Neighbours, options: Sm90BackwardOptions) -> Turns:
+    def allocate(counts: fly.Tensor, options: Sm90BackwardOptions) -> Turns:
         """As many are ahead as tiles of Q are, whose positions are those of turns too."""
         warps = CONSUMERS * WARPGROUP // 32
         return Turns(
             counts,
-            block,
             Ring.allocate("turns", options.stages, 1),
             fly.SharedMemory("first", "i32", options.stages),
             Mbarriers.allocate("added", options.stages, warps),
@@ -122,14 +143,14 @@ class Turns:
         """To be initialised."""
         return self.ring, self.added
 
-    def take(self, at: Position, tile: fly.Value, count: fly.Pointer) -> None:
+    def take(self, at: Position, tile: fly.Value, count: fly.Pointer, block: Neighbours) -> None:
         """By one thread: wait for the block's turn, and let the consumers know."""
         self.ring.claim(at)
-        with fly.when(tile < self.block.end_before):
+        with fly.when(tile < block.end_before):
             look: Callable[[], fly.Value] = lambda: fly.load_acquire(count)  # noqa: E731  # twice the same
-            for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != self.block.number)):
+            for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != block.number)):
                 spin.next(look())
-        self.first.store(fly.select(self.block.is_first(tile), 1, 0), at.index)
+        self.first.store(fly.select(block.is_first(tile), 1, 0), at.index)
         self.ring.full.arrive(at.index)
 
     def wait(self, at: Position) -> fly.Value:
@@ -145,10 +166,10 @@ class Turns:
         with fly.when(fly.thread_id.x % 32 == 0):
             self.added.arrive(at.index)
 
-    def hand_on(self, at: Position, tile: fly.Value, count: fly.Pointer) -> None:
+    def hand_on(self, at: Position, tile: fly.Value, count: fly.Pointer, block: Neighbours) -> None:
         """By one thread: when all have added, it is the next block's turn."""
         self.added.wait(at.index, at.phase)
         self.ring.empty.arrive(at.index)
         # blocks before the first one had no part
-        counted = fly.select(self.block.is_first(tile), self.block.number + 1, 1)
+        counted = fly.select(block.is_first(tile), block.number + 1, 1)
         fly.atomic_add(counted, count, order="release")
