@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -77,9 +79,10 @@ from .sm90.turns import Neighbours, Turns
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
-from .work.sequences import tokens_of
+from .work.sequences import Uniform, alone, tokens_of
 from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
+from .work.tile_list import BY_KEYS, TileList
 from .work.tile_scheduler import fold_grid, head_of_block
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
@@ -104,14 +107,34 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Walk:
-    """A block's steps over tiles of queries, those of `tiles`; `downwards`: from the last tile on (`sm90.turns`)."""
+    """A block's steps over tiles of queries, those of `tiles`; `downwards`: from the last tile on (`sm90.turns`).
+
+    `listed`: the list of a block mask, whose steps `tiles` counts then; `here`: with lists, whether the block has keys.
+    """
 
     tiles: TileRange
-    downwards: bool
+    downwards: bool = False
+    here: Any = None
+    listed: TileList | None = None
+
+    @property
+    def exists(self) -> Any:
+        """Whether the block has any step."""
+        return self.tiles.first < self.tiles.end if self.here is None else self.here
 
     def tile(self, step: Any) -> Any:
         """Which tile."""
+        if self.listed is not None:
+            return self.listed.tile(step)
         return self.tiles.first + self.tiles.end - 1 - step if self.downwards else step
+
+    def of_head(self, given: BoundFeatures, head: Any, block: _Block, uniform: Uniform) -> _Walk:
+        """The steps of one query head: with a block mask, what its list has, one step at least."""
+        if given.features.block_size is None:
+            return self
+        listed = TileList.of(given, block.batch, head, block.first_key, BLOCK_M, block.queries.length, uniform)
+        tiles = TileRange(fly.i32(0), fly.i32(0), listed.whole_steps, fly.maximum(listed.steps, 1))
+        return replace(self, tiles=tiles, listed=listed)
 
 
 @dataclass(frozen=True)
@@ -137,7 +160,7 @@ class _Statistics:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and of V."""
+    """Shared memory of one block; `arrived`: barriers of K and of V. `tiles`: with a list, which one a slot of Q has."""
 
     k: fly.Pointer
     v: fly.Pointer
@@ -147,6 +170,7 @@ class _Buffers:
     delta: _Statistics
     ds: fly.Pointer
     arrived: Mbarriers
+    tiles: fly.SharedMemory | None
 
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> _Buffers:
@@ -160,6 +184,7 @@ class _Buffers:
             _Statistics.allocate("delta", options.numbers, options.dout_stages),
             fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
             Mbarriers.allocate("arrived", 2, 1),
+            fly.SharedMemory("tiles", "i32", options.stages) if options.features.block_size is not None else None,
         )
 
 
@@ -219,13 +244,14 @@ def flash_attn_sm90_bwd(
     init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *(in_turn.barriers if in_turn else ())])
     warpgroup = warpgroup_id()
     heads = kv_head * group, kv_head * group + group
-    walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered)
+    lists = options.features.block_size is not None
+    walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered, here if lists else None)
     sums = Sums(dq_sums, queries, batch, options, in_turn)
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            _produce(maps, buffers, options, walk, block, heads)
+            _produce(maps, buffers, options, walk, block, given, heads)
         if in_turn is not None:
             near = Neighbours.of(number, keys.length, inverse)
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
@@ -235,7 +261,7 @@ def flash_attn_sm90_bwd(
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
         consumer = _Consumer(
-            options, buffers, given, seen, inverse, walk, block, warpgroup - 1, scale_log2, dtype, sums
+            options, buffers, given, seen, inverse, tiles, walk, block, warpgroup - 1, scale_log2, dtype, sums
         )
         sum_k, sum_v = consumer.run(heads)
         first = first_key + (warpgroup - 1) * 64
@@ -257,6 +283,7 @@ def _produce(
     options: Sm90BackwardOptions,
     walk: _Walk,
     block: _Block,
+    given: BoundFeatures,
     heads: tuple[Any, Any],
 ) -> None:
     """The one thread that fills shared memory."""
@@ -277,24 +304,26 @@ def _produce(
         at: Position,
         j: Any,
         head: Any,
+        note: Callable[[], None] | None = None,
     ) -> Position:
         row, entry = first + j * BLOCK_M, entry_of(block.queries)
         start = row if block.shift is None else row - block.shift
-        barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes)
+        barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes, note)
         copy_tile(tensor_map, slots.tile, slots.at(at), [(entry, row, head)], barrier)
         tma.load(of, numbers.at(at), (entry, head, start), barrier)
         return slots.ring.next(at)
 
-    tiles = walk.tiles
-    with fly.when(tiles.first < tiles.end):
+    with fly.when(walk.exists):
         keep(0, k, options.tiles["k"], buffers.k)
         keep(1, v, options.tiles["v"], buffers.v)
         start = Position.start(), Position.start()
         for head, places in (all_heads := fly.range(*heads, carry=start)):
-            for step, (q_at, dout_at) in (passing := fly.range(tiles.first, tiles.end, carry=places)):
-                j = walk.tile(step)
+            here = walk.of_head(given, head, block, alone)
+            for step, (q_at, dout_at) in (passing := fly.range(here.tiles.first, here.tiles.end, carry=places)):
+                j = here.tile(step)
+                note = None if buffers.tiles is None else partial(buffers.tiles.store, j, q_at.index)
                 passing.next(
-                    load(buffers.q, q, buffers.lse2, lse2, q_at, j, head),
+                    load(buffers.q, q, buffers.lse2, lse2, q_at, j, head, note),
                     load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
                 )
             all_heads.next(*passing.results)
@@ -334,13 +363,14 @@ class _State:
 
 @dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup of a block; `sums`: of dQ."""
+    """One consumer warpgroup of a block; `seen_tiles`: that its keys see, but for a block mask; `sums`: of dQ."""
 
     options: Sm90BackwardOptions
     buffers: _Buffers
     given: BoundFeatures
     seen: KeyRange
     inverse: QueryRange
+    seen_tiles: TileRange
     walk: _Walk
     block: _Block
     index: fly.Value
@@ -370,47 +400,53 @@ class _Consumer:
                 loop.next(*self.head(head, *state))
             return loop.results[0], loop.results[1]
 
-        result: tuple[fly.Value, fly.Value] = fly.cond(
-            self.walk.tiles.first < self.walk.tiles.end, all_heads, lambda: zeros
-        )
+        result: tuple[fly.Value, fly.Value] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
         return result
 
     def head(
         self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
-        tiles = self.walk.tiles
+        walk = self.walk.of_head(self.given, head, self.block, fly.first_lane)
+        tiles = walk.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at, self.walk.tile(tiles.first)), q_at, dout_at, slot)
+        state = _State(dk, dv, self.scores(q_at, walk, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
         parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, last, True)]
+        if walk.listed is not None:
+            parts = parts[1:]
         if self.options.features.masks_every_tile:
             parts = [(first, last, True)]
         for start, stop, masked in parts:
             for number, carried in (loop := fly.range(start, stop, carry=state)):
-                loop.next(self.step(number, carried, place, given, masked=masked))
+                loop.next(self.step(number, carried, walk, place, given, masked=masked))
             state = loop.results
-        state = self.step(last, state, place, given, masked=True, last=True)
+        state = self.step(last, state, walk, place, given, masked=True, last=True)
         return state.dk, state.dv, state.q_at, state.dout_at, state.slot
 
     def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
         """The consumer's keys of K or V."""
         return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
 
-    def _arrived(self, slots: Slots, at: Position, j: Any) -> None:
-        """Wait for tile j's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
+    def _tile(self, walk: _Walk, number: Any, at: Position) -> Any:
+        """Which tile a step's slot of Q holds, behind its arrival."""
+        numbers = self.buffers.tiles
+        return walk.tile(number) if numbers is None else fly.first_lane(numbers.load(at.index))
+
+    def _arrived(self, slots: Slots, at: Position, tile: Callable[[], Any]) -> None:
+        """Wait for a tile's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
         slots.ring.wait(at)
         if self.block.queries.bounded:
-            left = self.block.queries.length - j * BLOCK_M
+            left = self.block.queries.length - tile() * BLOCK_M
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
 
-    def scores(self, at: Position, j: Any) -> fly.Value:
-        """Start K Q^T of tile j."""
+    def scores(self, at: Position, walk: _Walk, number: Any) -> fly.Value:
+        """Start K Q^T of a step's tile."""
         options, q = self.options, self.buffers.q
-        self._arrived(q, at, j)
+        self._arrived(q, at, lambda: self._tile(walk, number, at))
         rows = self._own_rows(self.buffers.k, options.tiles["k"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
         return wgmma.issue(atom, rows, q.operand(at), options.head_dim // atom.k)
@@ -418,7 +454,7 @@ class _Consumer:
     def excess(self, at: Position, j: Any) -> fly.Value:
         """Start V dO^T of tile j."""
         options, dout = self.options, self.buffers.dout
-        self._arrived(dout, at, j)
+        self._arrived(dout, at, lambda: j)
         rows = self._own_rows(self.buffers.v, options.tiles["v"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
         return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
@@ -427,6 +463,7 @@ class _Consumer:
         self,
         number: fly.Value,
         state: _State,
+        walk: _Walk,
         place: HeadOfKeys,
         given: BoundFeatures,
         *,
@@ -436,13 +473,14 @@ class _Consumer:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
         q, dout = buffers.q, buffers.dout
-        j = self.walk.tile(number)
+        j, listed = self._tile(walk, number, state.q_at), walk.listed
         first_query = j * BLOCK_M
         (raw,) = wgmma.wait(0, state.scores)
         started = self.excess(state.dout_at, j)
         fragment = fly.Fragment(self.layout, ((raw,),))
         queries = row_numbers(turned_layout(self.layout), 1, first_query)
-        count = self.block.queries.length if self.block.queries.bounded and masked else None
+        ends = self.block.queries.bounded and (masked or listed is not None)
+        count = self.block.queries.length if ends else None
 
         def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
             loaded = self._numbers(of.at(at))
@@ -454,7 +492,20 @@ class _Consumer:
         first_key = self.block.first_key + self.index * 64
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
-            return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
+            if listed is None:
+                return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
+            limited: fly.Fragment = fly.cond(
+                self.seen_tiles.sees_whole(j), lambda: scores, lambda: self._limit(scores, first_query)
+            )
+            if not masked:
+                return limited
+            # the last step of all may be of a whole block too
+            hidden: fly.Fragment = fly.cond(
+                number < listed.whole_steps,
+                lambda: limited,
+                lambda: given.mask(limited, queries, first_key, place),
+            )
+            return hidden
 
         made = weights(
             turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query, early=True
@@ -475,8 +526,10 @@ class _Consumer:
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
-        self.sums.take_in(part, place.head, j, self.index, state.q_at)
-        scores = state.scores if last else self.scores(q_next, self.walk.tile(number + 1))
+        # a list's last block may have tiles behind the last one
+        with nullcontext() if listed is None else fly.when(j < listed.tiles):
+            self.sums.take_in(part, place.head, j, self.index, state.q_at)
+        scores = state.scores if last else self.scores(q_next, walk, number + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
         return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
@@ -533,6 +586,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     """
     packed = tensors.get("cu_seqlens_q") is not None
     dims, features = (request.head_dim, request.value_dim), request.static_features
+    if features.block_size is not None:
+        features = replace(features, block_size=(features.block_size[1], features.block_size[0]))
     ordered = request.deterministic
     options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features, ordered=ordered)
     sequences, heads = request.batch, request.num_heads
@@ -594,7 +649,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         blocks = turns.grid(*blocks, device_of(device).compute_units)
     written: Tensors = {} if ordered else {"dq": None}
     more = {**maps, **written}
-    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more, folds=not ordered)
+    by_keys = [BY_KEYS.get(name, name) for name in request.operands]
+    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, by_keys, more, folds=not ordered)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     if not ordered or _may_see_nothing(request):
         last = clear_unseen if ordered else round_dq
