@@ -396,8 +396,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
 
     `request` is one that this kernel's row of `dispatch.BACKWARD_KERNELS` serves. `tensors`: those of the forward
     call with its out and lse, and dout like out, dlse like lse or None, the results dq, dk and dv like q, k and v,
-    and of a block mask the lists by key blocks, `tile_list.LISTS_BY_KEYS`. Rows past the end of packed sequences and of lengths
-    in use are not written. q, k, v and dout are 16-byte aligned.
+    and of a block mask the lists by key blocks, `tile_list.LISTS_BY_KEYS`. Rows past the end of packed sequences and
+    of lengths in use are not written. q, k, v and dout are 16-byte aligned.
 
     Results that are there only where they are wanted: delta, float32 like lse; dsink (`sink_parts`, B, H) f32, to be
     summed over the first two; dbias, zeros of the shape (B, H, Sq, Skv) in any dtype, or in f32 the same expanded or

@@ -67,22 +67,22 @@ from .sm90.backward import (
     CONSUMERS,
     DS_STAGES,
     REGISTERS,
-    SLOT_ALIGNMENT,
     Sm90BackwardOptions,
-    slot_bytes,
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
+from .sm90.statistics import Statistics
 from .sm90.stores import store_runs
 from .sm90.turns import Neighbours, Turns
+from .sm90.walk import Walk
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
-from .work.sequences import Uniform, alone, tokens_of
+from .work.sequences import alone, tokens_of
 from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
-from .work.tile_list import BY_KEYS, TileList
+from .work.tile_list import BY_KEYS
 from .work.tile_scheduler import fold_grid, head_of_block
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
@@ -106,68 +106,15 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """A block's steps over tiles of queries, those of `tiles`; `downwards`: from the last tile on (`sm90.turns`).
-
-    `listed`: the list of a block mask, whose steps `tiles` counts then; `here`: with lists, whether the block has keys.
-    """
-
-    tiles: TileRange
-    downwards: bool = False
-    here: Any = None
-    listed: TileList | None = None
-
-    @property
-    def exists(self) -> Any:
-        """Whether the block has any step."""
-        return self.tiles.first < self.tiles.end if self.here is None else self.here
-
-    def tile(self, step: Any) -> Any:
-        """Which tile."""
-        if self.listed is not None:
-            return self.listed.tile(step)
-        return self.tiles.first + self.tiles.end - 1 - step if self.downwards else step
-
-    def of_head(self, given: BoundFeatures, head: Any, block: _Block, uniform: Uniform) -> _Walk:
-        """The steps of one query head: with a block mask, what its list has, one step at least."""
-        if given.features.block_size is None:
-            return self
-        listed = TileList.of(given, block.batch, head, block.first_key, BLOCK_M, block.queries.length, uniform)
-        tiles = TileRange(fly.i32(0), fly.i32(0), listed.whole_steps, fly.maximum(listed.steps, 1))
-        return replace(self, tiles=tiles, listed=listed)
-
-
-@dataclass(frozen=True)
-class _Statistics:
-    """A number for each query of a tile, beside the tile's slot."""
-
-    memory: fly.Pointer
-    numbers: int
-
-    @staticmethod
-    def allocate(name: str, numbers: int, stages: int) -> _Statistics:
-        return _Statistics(fly.alloc_shared(name, slot_bytes(numbers) * stages, SLOT_ALIGNMENT), numbers)
-
-    @property
-    def bytes(self) -> int:
-        """That a copy brings."""
-        return 4 * self.numbers
-
-    def at(self, at: Position) -> fly.Pointer:
-        """A slot."""
-        return self.memory.offset(at.index * slot_bytes(self.numbers))
-
-
-@dataclass(frozen=True)
 class _Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and of V. `tiles`: with a list, which one a slot of Q has."""
+    """Shared memory of one block; `arrived`: barriers of K and V; `tiles`: with lists, which one a slot of Q has."""
 
     k: fly.Pointer
     v: fly.Pointer
     q: Slots
     dout: Slots
-    lse2: _Statistics
-    delta: _Statistics
+    lse2: Statistics
+    delta: Statistics
     ds: fly.Pointer
     arrived: Mbarriers
     tiles: fly.SharedMemory | None
@@ -180,8 +127,8 @@ class _Buffers:
             fly.alloc_shared("v", options.tiles["v"].bytes, 1024),
             Slots.allocate("q", options.tiles["q"], options.stages, warps),
             Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
-            _Statistics.allocate("lse2", options.numbers, options.stages),
-            _Statistics.allocate("delta", options.numbers, options.dout_stages),
+            Statistics.allocate("lse2", options.numbers, options.stages),
+            Statistics.allocate("delta", options.numbers, options.dout_stages),
             fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
             Mbarriers.allocate("arrived", 2, 1),
             fly.SharedMemory("tiles", "i32", options.stages) if options.features.block_size is not None else None,
@@ -245,7 +192,7 @@ def flash_attn_sm90_bwd(
     warpgroup = warpgroup_id()
     heads = kv_head * group, kv_head * group + group
     lists = options.features.block_size is not None
-    walk = _Walk(tiles.mirrored() if options.ordered else tiles, options.ordered, here if lists else None)
+    walk = Walk(tiles.mirrored() if options.ordered else tiles, options.ordered, here if lists else None)
     sums = Sums(dq_sums, queries, batch, options, in_turn)
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
@@ -256,7 +203,7 @@ def flash_attn_sm90_bwd(
             near = Neighbours.of(number, keys.length, inverse)
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
                 with fly.when((fly.wave_id() == warp) & elect_one()):
-                    _each_turn(act, near, sums, walk, heads, options.stages)
+                    sums.each_turn(act, near, walk, heads)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
@@ -281,7 +228,7 @@ def _produce(
     maps: tuple[fly.TensorMap, ...],
     buffers: _Buffers,
     options: Sm90BackwardOptions,
-    walk: _Walk,
+    walk: Walk,
     block: _Block,
     given: BoundFeatures,
     heads: tuple[Any, Any],
@@ -299,7 +246,7 @@ def _produce(
     def load(
         slots: Slots,
         tensor_map: fly.TensorMap,
-        numbers: _Statistics,
+        numbers: Statistics,
         of: fly.TensorMap,
         at: Position,
         j: Any,
@@ -318,7 +265,7 @@ def _produce(
         keep(1, v, options.tiles["v"], buffers.v)
         start = Position.start(), Position.start()
         for head, places in (all_heads := fly.range(*heads, carry=start)):
-            here = walk.of_head(given, head, block, alone)
+            here = walk.of_head(given, (block.batch, head), block.first_key, block.queries.length, alone)
             for step, (q_at, dout_at) in (passing := fly.range(here.tiles.first, here.tiles.end, carry=places)):
                 j = here.tile(step)
                 note = None if buffers.tiles is None else partial(buffers.tiles.store, j, q_at.index)
@@ -327,23 +274,6 @@ def _produce(
                     load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
                 )
             all_heads.next(*passing.results)
-
-
-def _each_turn(
-    act: Callable[[Position, Any, fly.Pointer, Neighbours], None],
-    near: Neighbours,
-    sums: Sums,
-    walk: _Walk,
-    heads: tuple[Any, Any],
-    stages: int,
-) -> None:
-    """By one thread, for every tile that passes by: what `sm90.turns` does about it."""
-    for head, place in (all_heads := fly.range(*heads, carry=Position.start())):
-        for step, at in (passing := fly.range(walk.tiles.first, walk.tiles.end, carry=place)):
-            tile = walk.tile(step)
-            act(at, tile, sums.count(head, tile), near)
-            passing.next(at.next(stages))
-        all_heads.next(passing.results)
 
 
 @dataclass(frozen=True)
@@ -371,7 +301,7 @@ class _Consumer:
     seen: KeyRange
     inverse: QueryRange
     seen_tiles: TileRange
-    walk: _Walk
+    walk: Walk
     block: _Block
     index: fly.Value
     scale_log2: fly.Value
@@ -407,7 +337,10 @@ class _Consumer:
         self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
-        walk = self.walk.of_head(self.given, head, self.block, fly.first_lane)
+        block = self.block
+        walk = self.walk.of_head(
+            self.given, (block.batch, head), block.first_key, block.queries.length, fly.first_lane
+        )
         tiles = walk.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
@@ -431,7 +364,7 @@ class _Consumer:
         """The consumer's keys of K or V."""
         return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
 
-    def _tile(self, walk: _Walk, number: Any, at: Position) -> Any:
+    def _tile(self, walk: Walk, number: Any, at: Position) -> Any:
         """Which tile a step's slot of Q holds, behind its arrival."""
         numbers = self.buffers.tiles
         return walk.tile(number) if numbers is None else fly.first_lane(numbers.load(at.index))
@@ -443,7 +376,7 @@ class _Consumer:
             left = self.block.queries.length - tile() * BLOCK_M
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
 
-    def scores(self, at: Position, walk: _Walk, number: Any) -> fly.Value:
+    def scores(self, at: Position, walk: Walk, number: Any) -> fly.Value:
         """Start K Q^T of a step's tile."""
         options, q = self.options, self.buffers.q
         self._arrived(q, at, lambda: self._tile(walk, number, at))
@@ -463,7 +396,7 @@ class _Consumer:
         self,
         number: fly.Value,
         state: _State,
-        walk: _Walk,
+        walk: Walk,
         place: HeadOfKeys,
         given: BoundFeatures,
         *,
@@ -482,7 +415,7 @@ class _Consumer:
         ends = self.block.queries.bounded and (masked or listed is not None)
         count = self.block.queries.length if ends else None
 
-        def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
+        def numbers(of: Statistics, at: Position, past_the_end: float) -> fly.RowVector:
             loaded = self._numbers(of.at(at))
             if count is None:
                 return loaded
@@ -652,7 +585,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     by_keys = [BY_KEYS.get(name, name) for name in request.operands]
     add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, by_keys, more, folds=not ordered)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    if not ordered or _may_see_nothing(request):
+    if not ordered or turns.may_see_nothing(request):
         last = clear_unseen if ordered else round_dq
         add(last, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
     sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
@@ -663,11 +596,3 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         parts[name] = nbytes
         nbytes += aligned(4 * size)
     return Steps(tuple(steps), parts, nbytes).launch()
-
-
-def _may_see_nothing(request: Request) -> bool:
-    """Whether there may be queries without any key."""
-    features = request.static_features
-    few = request.causal and request.seq_len_kv < request.seq_len
-    varying = "packed" in request.features or any(name in features.operands for name in ("seqused_q", "seqused_kv"))
-    return few or varying or features.windowed or features.ends_early

@@ -17,7 +17,8 @@ from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
-from .turns import Turns, count_of
+from .turns import Act, Neighbours, Turns, count_of
+from .walk import Walk
 
 PIECE = 4  # values of a thread that lie side by side
 AT_A_TIME = 2  # tiles whose loads are on their way together
@@ -85,6 +86,15 @@ class Sums:
             with fly.when(~is_first):
                 add(part, place)
             self.turns.done(at)
+
+    def each_turn(self, act: Act, block: Neighbours, walk: Walk, heads: tuple[Any, Any]) -> None:
+        """By one thread: what `sm90.turns` does about every tile that passes by."""
+        for head, place in (all_heads := fly.range(*heads, carry=Position.start())):
+            for step, at in (passing := fly.range(walk.tiles.first, walk.tiles.end, carry=place)):
+                tile = walk.tile(step)
+                act(at, tile, self.count(head, tile), block)
+                passing.next(at.next(self.options.stages))
+            all_heads.next(passing.results)
 
     def round(self, dq: fly.Tensor, factor: Any, heads: tuple[Any, Any], tiles: tuple[Any, Any], index: Any) -> None:
         """By a consumer, behind all of its parts: dq = `factor` times the sums of `tiles`, which nobody adds to."""

@@ -25,6 +25,7 @@ import fly
 from fly.backends.nvvm.intrinsics import WARPGROUP, sync_warp
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 
+from ..problem.contract import Request
 from ..problem.mask import QueryRange, TileRange
 from ..work.tile_scheduler import MAX_GRID_YZ
 from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
@@ -46,9 +47,9 @@ def count_of(counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: 
 def grid(blocks: int, heads: int, sequences: int, units: int) -> tuple[int, int, int]:
     """(key heads side by side, blocks of keys, sections of so many heads) for a device with `units` multiprocessors.
 
-    Blocks of one head are a step apart, however many multiprocessors are free: so those start blocks of several heads,
-    `AHEAD` times as many as are in work at a time. Sections are not larger, as what a head reads and adds to stays in
-    the level-2 cache as long as it is in work.
+    Blocks of one head are a step apart, however many multiprocessors are free: so those start blocks of several
+    heads, `AHEAD` times as many as are in work at a time. Sections are not larger, as what a head reads and adds to
+    stays in the level-2 cache as long as it is in work.
     """
     slices = heads * sequences
     beside = max(-(-units // blocks) * AHEAD, -(-slices // MAX_GRID_YZ))
@@ -173,3 +174,14 @@ class Turns:
         # blocks before the first one had no part
         counted = fly.select(block.is_first(tile), block.number + 1, 1)
         fly.atomic_add(counted, count, order="release")
+
+
+Act = Callable[[Position, Any, fly.Pointer, Neighbours], None]  # `Turns.take` or `Turns.hand_on`
+
+
+def may_see_nothing(request: Request) -> bool:
+    """Whether there may be queries without any key."""
+    features = request.static_features
+    few = request.causal and request.seq_len_kv < request.seq_len
+    varying = "packed" in request.features or any(name in features.operands for name in ("seqused_q", "seqused_kv"))
+    return few or varying or features.windowed or features.ends_early

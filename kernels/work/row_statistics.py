@@ -33,8 +33,8 @@ def row_statistics(
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
     sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
-    `counts`, (N,) i32. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements at a
-    time.
+    `counts`, (N,) i32. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector`
+    elements at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
