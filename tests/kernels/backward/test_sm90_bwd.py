@@ -12,10 +12,13 @@ from fly.errors import ShapeError, UnsupportedError
 from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
 from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
+from kernels.problem.block_mask import create_block_mask
 from kernels.sm90.backward import Sm90BackwardOptions
+from tests.kernels.backward.test_block_mask_gradients import uneven
+from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_dropout_kernels import state_of
 from tests.kernels.dropout_masks import dense, packed
-from tests.kernels.feature_cases import Inputs, stripes
+from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
 
 Options = Callable[[Inputs], dict[str, Any]]
@@ -70,11 +73,22 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
     ),
     "sinks": ({"queries": [150], "keys": [60], "head_dim": 128}, False, lambda i: {"sink": i.floats(2)}),
     "a mask's function": ({"queries": [150], "keys": [160], "head_dim": 64}, False, lambda i: {"mask_mod": stripes}),
+    "a bias of keys, functions": (
+        {"queries": [100], "keys": [140], "head_dim": 128},
+        True,
+        lambda i: {**FEATURES["bias of keys"](i), **FEATURES["score_mod aux"](i)},
+    ),
     "dropout": (
         {"queries": [140], "keys": [150], "head_dim": 128},
         True,
         lambda i: {"dropout_p": 0.3, "rng_state": state_of(i.seed)},
     ),
+    "a bias of every score": (
+        {"queries": [100], "keys": [140], "head_dim": 64},
+        False,
+        lambda i: {"bias": i.floats(1, 2, 100, 140)},
+    ),
+    "one query": ({"queries": [1], "keys": [290], "head_dim": 64}, False, lambda i: {}),
     "chunks": ({"queries": [100], "keys": [140], "head_dim": 128}, True, lambda i: {"attention_chunk": 60}),
 }
 
@@ -102,6 +116,50 @@ def test_gradients_in_turn_are_the_same_bits_in_every_schedule(window, causal, m
     assert not gradients(q, k, v, causal, dout, window_size=window).wrong(first), f"seed {seed}"
     schedule = 2 + seed % 1000
     assert all(torch.equal(a, b) for a, b in zip(first, step(schedule), strict=True)), f"{seed}, {schedule}"
+
+
+LISTS: dict[str, tuple[dict[str, Any], bool, int | tuple[int, int]]] = {
+    "several tiles": ({"queries": [150], "keys": [300], "head_dim": 64}, False, 128),
+    "causal, one tile": ({"queries": [250], "keys": [250], "head_dim": 128}, True, (64, 128)),
+    "heads share keys, blocks that no tile divides": (
+        {"queries": [90], "keys": [200], "heads": 2, "kv_heads": 1, "head_dim": 64},
+        False,
+        (50, 40),
+    ),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", LISTS)
+def test_gradients_with_a_block_mask_are_the_references(name, seed):
+    sizes, causal, block = LISTS[name]
+    inputs = Inputs(**sizes, seed=seed)
+    mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", block)
+    assert not wrong_with_mask(inputs, causal, mask), f"seed {seed}"
+
+
+@pytest.mark.parametrize("case", ["gradients of a bias", "a deterministic block mask", "small blocks of keys"])
+def test_what_only_the_generic_kernel_does(case, monkeypatch, seed):
+    inputs = Inputs([40], [70], 2, 2, 64, seed=seed)
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    mask = create_block_mask(uneven, None, None, 40, 70, "cpu", 64)
+    options, message = {
+        "gradients of a bias": ({"bias": inputs.floats(1, 2, 40, 70).requires_grad_()}, "makes no gradients of bias"),
+        "a deterministic block mask": (
+            {"block_mask": create_block_mask(uneven, None, None, 40, 70, "cpu"), "deterministic": True},
+            "where there is a block_mask: call without deterministic",
+        ),
+        "small blocks of keys": ({"block_mask": mask}, r"BLOCK_SIZE is a multiple of \(64, 128\), not \(64, 64\)"),
+    }[case]
+
+    def step() -> None:
+        flydsl_flash_attn_func(*leaves, False, **options).sum().backward()
+
+    with pytest.raises(UnsupportedError, match=message):
+        step()
+    monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+    step()
+    assert all(x.grad is not None for x in leaves)
 
 
 def test_neighbours_of_a_packed_sequence_may_be_nan(seed):
