@@ -30,7 +30,7 @@ from ..problem.mask import QueryRange, TileRange
 from ..work.tile_scheduler import MAX_GRID_YZ
 from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
 
-AHEAD = 1
+AHEAD = 2
 _NEVER = 2**31 - 1
 
 
