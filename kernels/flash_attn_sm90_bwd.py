@@ -459,10 +459,10 @@ class _Consumer:
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
+        scores = state.scores if last else self.scores(q_next, walk, number + 1)
         # a list's last block may have tiles behind the last one
         with nullcontext() if listed is None else fly.when(j < listed.tiles):
             self.sums.take_in(part, place.head, j, self.index, state.q_at)
-        scores = state.scores if last else self.scores(q_next, walk, number + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
         return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
