@@ -268,7 +268,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         name="sm90",
         module=".flash_attn_sm90_bwd",
         archs=("sm_90a",),
-        head_dims=(64, 128),
+        head_dims=tuple(range(HEAD_DIMS.start, 128 + 1, HEAD_DIMS.step)),
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),
@@ -277,6 +277,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
         needs=(ANY_ORDER,),
+        mixed_dims=True,
     ),
     Kernel(
         name="generic",

@@ -362,7 +362,7 @@ class _Consumer:
         self._arrived(q, at, j)
         rows = self._own_rows(self.buffers.k, options.tiles["k"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, q.operand(at), options.head_dim // atom.k)
+        return wgmma.issue(atom, rows, q.operand(at), -(-options.head_dim // atom.k))
 
     def excess(self, at: Position, j: Any) -> fly.Value:
         """Start V dO^T of tile j."""
@@ -370,7 +370,7 @@ class _Consumer:
         self._arrived(dout, at, j)
         rows = self._own_rows(self.buffers.v, options.tiles["v"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
+        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k))
 
     def step(
         self,
@@ -492,7 +492,11 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     pitch = -(-tokens // ALONG) * ALONG
     # only sizes and strides of these matter here
     numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
-    sums = torch.empty((entries, heads, tiles * BLOCK_M, request.head_dim), dtype=torch.float32, device=device)
+    lines = THREADS // lanes_of_row(request.value_dim)
+    # blocks of `row_statistics` clear as many rows as they have
+    padded = -(-tiles * BLOCK_M // lines) * lines
+    shape = entries, heads, padded, CONSUMERS * options.dq_columns
+    sums = torch.empty(shape, dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
     own = {
         "dq_sums": sums,
@@ -525,9 +529,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         called = {"delta": delta}
         steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
 
-    lines = THREADS // lanes_of_row(request.value_dim)
     statics: dict[str, Any] = {"head_dim": request.value_dim}
-    add(row_statistics, (tiles * BLOCK_M // lines, heads, entries), THREADS, statics)
+    add(row_statistics, (padded // lines, heads, entries), THREADS, statics)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None}, delta="delta")

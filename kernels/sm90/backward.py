@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
@@ -46,12 +46,12 @@ class Sm90BackwardOptions:
 
     @property
     def tiles(self) -> dict[str, PanelTile]:
-        """What bulk copies fill, by the tensors' names."""
+        """What bulk copies fill, by the tensors' names; columns past the head's are zero, as copies fill them."""
         return {
-            "q": PanelTile.widest(BLOCK_M, self.head_dim),
-            "k": PanelTile.widest(BLOCK_N, self.head_dim),
-            "v": PanelTile.widest(BLOCK_N, self.head_dim_v),
-            "dout": PanelTile.widest(BLOCK_M, self.head_dim_v),
+            "q": PanelTile.covering(BLOCK_M, self.head_dim),
+            "k": _in_pieces(PanelTile.covering(BLOCK_N, self.head_dim)),
+            "v": PanelTile.covering(BLOCK_N, self.head_dim_v),
+            "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
         }
 
     @property
@@ -61,8 +61,8 @@ class Sm90BackwardOptions:
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that one consumer makes."""
-        return self.head_dim // CONSUMERS
+        """Columns of dQ that one consumer makes; the last one's may be past the head's."""
+        return self.tiles["k"].columns // CONSUMERS
 
     @property
     def numbers(self) -> int:
@@ -76,6 +76,13 @@ class Sm90BackwardOptions:
         slots = {"q": self.stages, "dout": self.dout_stages}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
         return tiles + DS_STAGES * self.ds_tile.bytes + statistics
+
+
+def _in_pieces(tile: PanelTile) -> PanelTile:
+    """The tile in panels that its consumers' pieces of columns do not begin inside of and reach beyond."""
+    piece = tile.columns // CONSUMERS
+    fits = piece % tile.panel_columns == 0 or tile.panel_columns % piece == 0
+    return tile if fits else replace(tile, swizzle=32)
 
 
 def slot_bytes(numbers: int) -> int:

@@ -13,7 +13,7 @@ from fly.ir.dtypes import dtype as dtype_of
 from ..problem.scores import LOG2_E
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
-from .backward import BLOCK_M, Sm90BackwardOptions
+from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 from .stores import store_runs
 
 PIECE = 4  # values of a thread that lie side by side
@@ -24,7 +24,8 @@ def place_of(
 ) -> fly.Pointer:
     """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
 
-    `sums`: (B, H, rows, D) f32, `rows` a multiple of `BLOCK_M`; of packed sequences (1, H, rows, D), where
+    `sums`: (B, H, rows, columns) f32 with `rows` a multiple of `BLOCK_M` and `columns` of K's tile in shared memory; of
+    packed sequences (1, H, rows, columns), where
     `slot_of` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
     thread after thread, then the next ones.
     """
@@ -73,4 +74,10 @@ def round_dq(
         factor: Any = scale_log2 * (1 / LOG2_E)
         scaled = fly.concat(pieces) * given.scale_kept(factor)
         runs = wgmma.runs(scaled.to(dtype_of(dq.dtype.name)))
-        store_runs(queries.matrix(dq, head), first, count, runs, options.dq_columns, column)
+        view, width = queries.matrix(dq, head), options.dq_columns
+        if options.head_dim == CONSUMERS * width:
+            store_runs(view, first, count, runs, width, column)
+        else:
+            for i in range(-(-options.head_dim // width)):
+                with fly.when(index == i):
+                    store_runs(view, first, count, runs, min(width, options.head_dim - i * width), i * width)

@@ -79,6 +79,17 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
 }
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(8, 8), (24, 128), (40, 40), (72, 96), (96, 72), (104, 56), (128, 16)]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_head_dimensions_are_filled_up(head_dim, head_dim_v, packed, seed):
+    queries, keys = ([0, 70, 1], [20, 133, 5]) if packed else ([100], [140])
+    inputs = Inputs(queries, keys, 2, 1, head_dim, "f16" if packed else "bf16", packed, head_dim_v, seed)
+    assert not wrong(inputs, True), f"seed {seed}"
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_references(name, seed):
@@ -163,7 +174,7 @@ def test_sinks_have_their_gradient(monkeypatch, seed):
 
 
 def test_what_the_kernel_does_not_do_is_refused_by_name(seed):
-    inputs = Inputs([40], [40], 2, 2, 96, seed=seed)
+    inputs = Inputs([40], [40], 2, 2, 136, seed=seed)
     q, k, v = inputs.tensors()
     with pytest.raises(UnsupportedError, match="sm90"):
         by_autograd(q, k, v, False, torch.ones_like(q), None)

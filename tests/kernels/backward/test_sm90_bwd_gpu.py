@@ -34,6 +34,16 @@ def test_every_head_dimension(queries, keys, head_dim, dtype, causal, seed):
     assert not wrong(inputs, causal), f"seed {seed}"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(8, 8), (24, 128), (32, 16), (40, 40), (72, 96), (96, 72), (104, 56), (128, 64)]
+)
+def test_head_dimensions_are_filled_up(head_dim, head_dim_v, packed, seed):
+    queries, keys = ([0, 1, 777, 64], [5, 1, 1300, 300]) if packed else ([500] * 2, [700] * 2)
+    inputs = Inputs(queries, keys, 4, 2, head_dim, packed=packed, head_dim_v=head_dim_v, seed=seed, device="cuda")
+    assert not wrong(inputs, True), f"seed {seed}"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function"])
 def test_features(name, head_dim, seed):
