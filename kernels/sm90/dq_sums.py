@@ -24,10 +24,9 @@ def place_of(
 ) -> fly.Pointer:
     """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
 
-    `sums`: (B, H, rows, columns) f32 with `rows` a multiple of `BLOCK_M` and `columns` of K's tile in shared memory; of
-    packed sequences (1, H, rows, columns), where
-    `slot_of` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
-    thread after thread, then the next ones.
+    `sums`: (B, H, rows, columns) f32, `rows` a multiple of `BLOCK_M` and `columns` those of a tile of K; of packed
+    sequences (1, H, rows, columns), where `slot_of` says which tiles a sequence has. A piece is its threads' first
+    `PIECE` values, thread after thread, then the next ones.
     """
     values = options.dq_columns * 64
     at = sums.at(batch, head, tile * BLOCK_M, 0)
