@@ -54,16 +54,14 @@ from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, turned, turned_layout, weights
+from .problem.gradients import HeadOfKeys, Weights, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .sm90 import dq_sums as sums_of_dq
 from .sm90.backward import (
     ALONG,
     BLOCK_M,
-    BLOCK_N,
     CONSUMERS,
-    DS_STAGES,
     REGISTERS,
     SLOT_ALIGNMENT,
     Sm90BackwardOptions,
@@ -145,7 +143,7 @@ class _Buffers:
             Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
             _Statistics.allocate("lse2", options.numbers, options.stages),
             _Statistics.allocate("delta", options.numbers, options.dout_stages),
-            fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
+            fly.alloc_shared("ds", options.ds_tile.bytes * options.ds_stages, 1024),
             Mbarriers.allocate("arrived", 2, 1),
         )
 
@@ -170,27 +168,28 @@ def flash_attn_sm90_bwd(
     *operands: fly.Operand,
     options: Sm90BackwardOptions,
     folded: bool = False,
+    consumer: type[Any] | None = None,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
-    Grid: (key blocks, key heads, `sequences`), or `folded`.
+    Grid: (key blocks, key heads, `sequences`), or `folded`. `consumer`: another one than `Consumer`.
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
     kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
     keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
-    first_key = fly.block_id.x * BLOCK_N
+    first_key = fly.block_id.x * options.block_n
     here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
     seen = given.key_range(queries.length, keys.length, options.causal)
     inverse = QueryRange.of(seen, open_end=not options.features.modifies)
-    tiles = inverse.tiles(first_key, BLOCK_N, BLOCK_M)
+    tiles = inverse.tiles(first_key, options.block_n, BLOCK_M)
     # keys past the end would have weights: in the block with any, all tiles are masked
     end = fly.select(here, tiles.end, tiles.first)
-    tail = first_key + BLOCK_N > keys.length
+    tail = first_key + options.block_n > keys.length
     tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
     block = _Block(batch, kv_head, first_key, keys, queries)
     buffers = _Buffers.allocate(options)
@@ -206,18 +205,10 @@ def flash_attn_sm90_bwd(
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
         tile = slot_of(queries, batch)
-        consumer = _Consumer(
+        working = (consumer or Consumer)(
             options, buffers, given, seen, inverse, tiles, block, warpgroup - 1, scale_log2, dtype, dq_sums, tile
         )
-        sum_k, sum_v = consumer.run(heads)
-        first = first_key + (warpgroup - 1) * 64
-        views = keys.matrix(dk, kv_head), keys.matrix(dv, kv_head)
-        count = fly.select(here, keys.length, 0)
-        runs = wgmma.runs(given.scale_kept(sum_v).to(dtype))
-        store_runs(views[1], first, count, runs, options.head_dim_v)
-        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
-        factor = given.scale_kept(softmax_scale)
-        store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
+        working.write(heads, dk, dv, fly.select(here, keys.length, 0))
 
 
 def _produce(
@@ -269,21 +260,20 @@ def _produce(
 
 @dataclass(frozen=True)
 class _State:
-    """What one tile hands to the next: the sums, products in flight, and where the rings are.
+    """What one tile hands to the next: the sums, the product in flight, and where the rings are.
 
     `slot`: of dS.
     """
 
-    dk: fly.Value
-    dv: fly.Value
-    scores: fly.Value
+    sums: tuple[fly.Value, ...]
+    product: fly.Value
     q_at: Position
     dout_at: Position
     slot: fly.Value
 
 
 @dataclass(frozen=True)
-class _Consumer:
+class Consumer:
     """One consumer warpgroup of a block; `tile`: the number of the sequence's first tile among the sums of dQ."""
 
     options: Sm90BackwardOptions
@@ -304,34 +294,63 @@ class _Consumer:
         """Of S and dP: keys by queries."""
         return fly.AccumulatorLayout(WarpgroupAtom(BLOCK_M, self.dtype.name), "m")
 
-    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, fly.Value]:
-        """dK and dV of the consumer's keys."""
-        options = self.options
-        of_k, of_v = (fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
-        zeros = of_k, of_v
+    @property
+    def first_row(self) -> Any:
+        """The first of the consumer's keys in the block."""
+        return self.index * BLOCK_M
 
-        def all_heads() -> tuple[fly.Value, fly.Value]:
+    @property
+    def zeros(self) -> tuple[fly.Value, ...]:
+        """dK and dV, or what of them the consumer sums up."""
+        of_k, of_v = (fly.broadcast(fly.f32(0.0), n // 2) for n in (self.options.head_dim, self.options.head_dim_v))
+        return of_k, of_v
+
+    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count`."""
+        sum_k, sum_v = self.run(heads)
+        self.write_values(dv, sum_v, count)
+        self.write_keys(dk, sum_k, count)
+
+    def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dV, from its sums."""
+        view, first = self.block.keys.matrix(dv, self.block.kv_head), self.block.first_key + self.first_row
+        runs = wgmma.runs(self.given.scale_kept(values).to(self.dtype))
+        store_runs(view, first, count, runs, self.options.head_dim_v)
+
+    def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dK, from its sums."""
+        view, first = self.block.keys.matrix(dk, self.block.kv_head), self.block.first_key + self.first_row
+        softmax_scale: Any = self.scale_log2 * (1 / LOG2_E)
+        factor = self.given.scale_kept(softmax_scale)
+        store_runs(view, first, count, wgmma.runs((values * factor).to(self.dtype)), self.options.head_dim)
+
+    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, ...]:
+        """The sums over all tiles of these heads."""
+        zeros = self.zeros
+
+        def all_heads() -> tuple[fly.Value, ...]:
             for i, (name, memory) in enumerate((("k", self.buffers.k), ("v", self.buffers.v))):
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:
                     left = self.block.keys.length - self.block.first_key
-                    clear_tail(options.tiles[name], memory, left, CLEARED, self.index)
-            carry = (*zeros, Position.start(), Position.start(), fly.i32(0))
+                    clear_tail(self.options.tiles[name], memory, left, CLEARED, self.index)
+            carry = (zeros, Position.start(), Position.start(), fly.i32(0))
             for head, state in (loop := fly.range(*heads, carry=carry)):
                 loop.next(*self.head(head, *state))
-            return loop.results[0], loop.results[1]
+            sums: tuple[fly.Value, ...] = loop.results[0]
+            return sums
 
-        result: tuple[fly.Value, fly.Value] = fly.cond(self.tiles.first < self.tiles.end, all_heads, lambda: zeros)
+        result: tuple[fly.Value, ...] = fly.cond(self.tiles.first < self.tiles.end, all_heads, lambda: zeros)
         return result
 
     def head(
-        self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
+        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         tiles = self.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at, tiles.first), q_at, dout_at, slot)
+        state = _State(sums, self.start(q_at, dout_at, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -343,11 +362,11 @@ class _Consumer:
                 loop.next(self.step(j, carried, place, given, masked=masked))
             state = loop.results
         state = self.step(last, state, place, given, masked=True, last=True)
-        return state.dk, state.dv, state.q_at, state.dout_at, state.slot
+        return state.sums, state.q_at, state.dout_at, state.slot
 
     def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
         """The consumer's keys of K or V."""
-        return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
+        return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT))
 
     def _arrived(self, slots: Slots, at: Position, j: Any) -> None:
         """Wait for tile j's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
@@ -355,6 +374,10 @@ class _Consumer:
         if self.block.queries.bounded:
             left = self.block.queries.length - j * BLOCK_M
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
+
+    def start(self, q_at: Position, dout_at: Position, j: Any) -> fly.Value:
+        """Start the product of tile j that is in flight when its step begins."""
+        return self.scores(q_at, j)
 
     def scores(self, at: Position, j: Any) -> fly.Value:
         """Start K Q^T of tile j."""
@@ -385,64 +408,89 @@ class _Consumer:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
         q, dout = buffers.q, buffers.dout
-        first_query = j * BLOCK_M
-        (raw,) = wgmma.wait(0, state.scores)
+        (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j)
-        fragment = fly.Fragment(self.layout, ((raw,),))
-        queries = row_numbers(turned_layout(self.layout), 1, first_query)
-        count = self.block.queries.length if self.block.queries.bounded and masked else None
+        made = self.weigh(raw, state.q_at, j, place, given, masked=masked)
+        p = self._narrow(made.of_values)
+        dk, dv = state.sums
+        atom = WarpgroupAtom(options.head_dim_v, dtype)
+        dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, dv)
+        (excess,) = wgmma.wait(1, started)
+        ds = self._narrow(self.pull(made, excess, state.dout_at, j, given, masked=masked))
+        self._put(ds, state.slot)
+        started = self._dq(state.slot)
+        atom = WarpgroupAtom(options.head_dim, dtype)
+        dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, dk)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        part, dv = wgmma.wait(1, started, dv)
+        dout.ring.release(state.dout_at)
+        self.add(part, j, place)
+        scores = state.product if last else self.scores(q_next, j + 1)
+        (dk,) = wgmma.wait(0 if last else 1, dk)
+        q.ring.release(state.q_at)
+        return _State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
 
-        def numbers(of: _Statistics, at: Position, past_the_end: float) -> fly.RowVector:
-            loaded = self._numbers(of.at(at))
-            if count is None:
-                return loaded
-            return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
-
-        lse2 = numbers(buffers.lse2, state.q_at, math.inf)
-        first_key = self.block.first_key + self.index * 64
+    def weigh(
+        self,
+        raw: fly.Value,
+        at: Position,
+        j: fly.Value,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        early: bool = False,
+    ) -> Weights:
+        """P of tile j from its scores, whose statistics are in slot `at`; `early`: see `gradients.weights`."""
+        first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
+        fragment = turned(fly.Fragment(self.layout, ((raw,),)))
+        queries = row_numbers(fragment.layout, 1, first_query)
+        lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=masked)
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
             return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
 
-        made = weights(turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query)
-        p = self._narrow(made.of_values)
-        atom = WarpgroupAtom(options.head_dim_v, dtype)
-        dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, state.dv)
-        (excess,) = wgmma.wait(1, started)
-        delta = numbers(buffers.delta, state.dout_at, 0.0).map(given.of_kept)
+        return weights(
+            fragment, given, place, queries, first_key, self.scale_log2, lse2, hide, first_query, early=early
+        )
+
+    def pull(
+        self, made: Weights, excess: fly.Value, at: Position, j: fly.Value, given: BoundFeatures, *, masked: bool
+    ) -> fly.Fragment:
+        """dS of tile j from dP, whose statistics are in slot `at`."""
         products = turned(fly.Fragment(self.layout, ((excess,),)))
+        queries = row_numbers(products.layout, 1, j * BLOCK_M)
+        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=masked).map(given.of_kept)
         less = products.map(lambda x, r, c: -products.spread(delta, r))
         products = products.map(lambda x, r, c: x + less.tiles[r][c])
-        ds = self._narrow(made.score_gradients(products, less).raw)
-        self._put(ds, state.slot)
-        started = self._dq(state.slot)
-        atom = WarpgroupAtom(options.head_dim, dtype)
-        dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, state.dk)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        part, dv = wgmma.wait(1, started, dv)
-        dout.ring.release(state.dout_at)
-        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), self.index, options)
+        return made.score_gradients(products, less).raw
+
+    def add(self, part: fly.Value, j: fly.Value, place: HeadOfKeys) -> None:
+        """Add the consumer's piece of a tile's dQ to the sums."""
+        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), self.index, self.options)
         sums_of_dq.add(part, tile)
-        scores = state.scores if last else self.scores(q_next, j + 1)
-        (dk,) = wgmma.wait(0 if last else 1, dk)
-        q.ring.release(state.q_at)
-        return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
 
     def _sums_of(self, place: HeadOfKeys, j: fly.Value) -> tuple[Any, Any, Any]:
         """Where the sums of a tile are: (entry, head, tile)."""
         return (place.batch, place.head, j) if self.tile is None else (0, place.head, self.tile + j)
 
-    def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
+    def _numbers(
+        self, memory: fly.Pointer, queries: fly.RowVector, past_the_end: float, *, masked: bool
+    ) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
         shift = self.block.shift
         at = memory if shift is None else memory.offset(shift * 4)
         columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
-        return fly.RowVector(turned_layout(self.layout), columns.values)
+        loaded = fly.RowVector(turned_layout(self.layout), columns.values)
+        if not (self.block.queries.bounded and masked):
+            return loaded
+        count = self.block.queries.length
+        return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
         count = self.block.keys.length
-        start = self.block.first_key + self.index * 64
+        start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
         limited = self.inverse.apply(turned(scores), keys, first_query)
         return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
@@ -457,7 +505,7 @@ class _Consumer:
         tile = self.options.ds_tile
         lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
         row_in = lane % 8
-        row = self.index * 64 + warp * 16 + lane // 8 % 2 * 8 + row_in
+        row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
         memory = self.buffers.ds.offset(slot * tile.bytes + row * tile.swizzle)
         for i, operand in enumerate(ds):
             panel, inside = divmod(16 * i, tile.panel_columns)
@@ -474,13 +522,13 @@ class _Consumer:
         atom = WarpgroupAtom(options.dq_columns, self.dtype.name)
         rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
         columns = self.index * (k(0, options.dq_columns) // UNIT)
-        return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), BLOCK_N // atom.k)
+        return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), options.block_n // atom.k)
 
 
-def prepare(tensors: Tensors, request: Request) -> Launch:
+def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
 
-    See `flash_attn_generic_bwd.prepare`.
+    See `flash_attn_generic_bwd.prepare`; `consumer`: of `flash_attn_sm90_bwd`.
     """
     packed = tensors.get("cu_seqlens_q") is not None
     dims, features = (request.head_dim, request.value_dim), request.static_features
@@ -537,8 +585,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
     statics = {"options": options}
-    blocks = -(-request.seq_len_kv // BLOCK_N), request.num_kv_heads, sequences
-    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, request.operands, more=maps)
+    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
+    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics | {"consumer": consumer}, request.operands, more=maps)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     add(round_dq, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
     parts, nbytes = {}, 0

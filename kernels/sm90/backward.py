@@ -12,12 +12,12 @@ from fly.errors import ShapeError
 from ..problem.features import NO_FEATURES, Features
 
 CONSUMERS = 2  # warpgroups
-BLOCK_M, BLOCK_N = 64, 64 * CONSUMERS  # queries of a tile, keys of a block
+BLOCK_M = 64  # queries of a tile, and keys whose gradients a warpgroup holds
+NARROW = 128  # most columns of K and V whose gradients it holds both
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
-DS_STAGES = 2  # so that one barrier a tile is enough: see `flash_attn_sm90_bwd`
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,39 @@ class Sm90BackwardOptions:
             raise ShapeError(f"a block of {self.shared_bytes} bytes of shared memory; expected {most} at most")
 
     @property
+    def apart(self) -> bool:
+        """Whether one consumer sums up dV and the other dK, of the same keys: see `flash_attn_sm90_bwd_wide`."""
+        return max(self.head_dim, self.head_dim_v) > NARROW
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a block."""
+        return BLOCK_M if self.apart else BLOCK_M * CONSUMERS
+
+    @property
+    def ds_stages(self) -> int:
+        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two barriers."""
+        return 1 if self.apart else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that one consumer hands to the other, in float32."""
+        return 4 * BLOCK_M * self.block_n if self.apart else 0
+
+    @property
     def tiles(self) -> dict[str, PanelTile]:
         """What bulk copies fill, by the tensors' names; columns past the head's are zero, as copies fill them."""
         return {
             "q": PanelTile.covering(BLOCK_M, self.head_dim),
-            "k": _in_pieces(PanelTile.covering(BLOCK_N, self.head_dim)),
-            "v": PanelTile.covering(BLOCK_N, self.head_dim_v),
+            "k": _in_pieces(PanelTile.covering(self.block_n, self.head_dim)),
+            "v": PanelTile.covering(self.block_n, self.head_dim_v),
             "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
         }
 
     @property
     def ds_tile(self) -> PanelTile:
         """dS, turned: keys by queries."""
-        return PanelTile.widest(BLOCK_N, BLOCK_M)
+        return PanelTile.widest(self.block_n, BLOCK_M)
 
     @property
     def dq_columns(self) -> int:
@@ -75,14 +95,14 @@ class Sm90BackwardOptions:
         statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
         slots = {"q": self.stages, "dout": self.dout_stages}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
-        return tiles + DS_STAGES * self.ds_tile.bytes + statistics
+        return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics
 
 
 def _in_pieces(tile: PanelTile) -> PanelTile:
     """The tile in panels that its consumers' pieces of columns do not begin inside of and reach beyond."""
     piece = tile.columns // CONSUMERS
-    fits = piece % tile.panel_columns == 0 or tile.panel_columns % piece == 0
-    return tile if fits else replace(tile, swizzle=32)
+    lines = (replace(tile, swizzle=bytes_) for bytes_ in (128, 64, 32) if bytes_ <= tile.swizzle)
+    return next(t for t in lines if piece % t.panel_columns == 0 or t.panel_columns % piece == 0)
 
 
 def slot_bytes(numbers: int) -> int:
