@@ -262,6 +262,12 @@ KERNELS: tuple[Kernel, ...] = (
     ),
 )
 
+# Of the backward kernels for Hopper.
+HOPPER_GRADIENTS = (
+    *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+    *("softcap", "alibi", "sink", "dropout", "mask_mod"),
+)
+
 # Their inputs are aligned: others are copied before (`as_backward`).
 BACKWARD_KERNELS: tuple[Kernel, ...] = (
     Kernel(
@@ -270,12 +276,21 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         head_dims=tuple(range(HEAD_DIMS.start, 128 + 1, HEAD_DIMS.step)),
         dtypes=("bf16", "f16"),
-        features=(
-            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
-            *("softcap", "alibi", "sink", "dropout", "mask_mod"),
-        ),
+        features=HOPPER_GRADIENTS,
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
+        needs=(ANY_ORDER,),
+        mixed_dims=True,
+    ),
+    Kernel(
+        name="sm90_wide",
+        module=".flash_attn_sm90_bwd_wide",
+        archs=("sm_90a",),
+        head_dims=tuple(HEAD_DIMS),
+        dtypes=("bf16", "f16"),
+        features=HOPPER_GRADIENTS,
+        tuning={},
+        reason="the same with dK and dV in two warpgroups, for heads above 128",
         needs=(ANY_ORDER,),
         mixed_dims=True,
     ),

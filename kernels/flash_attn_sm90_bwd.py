@@ -259,7 +259,7 @@ def _produce(
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What one tile hands to the next: the sums, the product in flight, and where the rings are.
 
     `slot`: of dS.
@@ -350,7 +350,7 @@ class Consumer:
         tiles = self.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(sums, self.start(q_at, dout_at, tiles.first), q_at, dout_at, slot)
+        state = State(sums, self.start(q_at, dout_at, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -398,13 +398,13 @@ class Consumer:
     def step(
         self,
         j: fly.Value,
-        state: _State,
+        state: State,
         place: HeadOfKeys,
         given: BoundFeatures,
         *,
         masked: bool,
         last: bool = False,
-    ) -> _State:
+    ) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, buffers, dtype = self.options, self.buffers, self.dtype.name
         q, dout = buffers.q, buffers.dout
@@ -428,7 +428,7 @@ class Consumer:
         scores = state.product if last else self.scores(q_next, j + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
-        return _State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
+        return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
 
     def weigh(
         self,
@@ -532,7 +532,8 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     """
     packed = tensors.get("cu_seqlens_q") is not None
     dims, features = (request.head_dim, request.value_dim), request.static_features
-    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features)
+    apart = consumer is not None
+    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features, apart=apart)
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device

@@ -12,8 +12,7 @@ from fly.errors import ShapeError
 from ..problem.features import NO_FEATURES, Features
 
 CONSUMERS = 2  # warpgroups
-BLOCK_M = 64  # queries of a tile, and keys whose gradients a warpgroup holds
-NARROW = 128  # most columns of K and V whose gradients it holds both
+BLOCK_M = 64  # queries of a tile, and keys that a consumer works on
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
@@ -25,7 +24,7 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are.
+    are. `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`).
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -38,16 +37,12 @@ class Sm90BackwardOptions:
     dout_stages: int = 2
     packed: bool = False
     features: Features = NO_FEATURES
+    apart: bool = False
 
     def __post_init__(self) -> None:
         most = target("sm_90a").shared_bytes
         if self.shared_bytes > most:
             raise ShapeError(f"a block of {self.shared_bytes} bytes of shared memory; expected {most} at most")
-
-    @property
-    def apart(self) -> bool:
-        """Whether one consumer sums up dV and the other dK, of the same keys: see `flash_attn_sm90_bwd_wide`."""
-        return max(self.head_dim, self.head_dim_v) > NARROW
 
     @property
     def block_n(self) -> int:
