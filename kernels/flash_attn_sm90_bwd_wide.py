@@ -74,7 +74,8 @@ class _OfValues(_Half):
         return super().zeros[1:]
 
     def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        self.write_values(dv, *self.run(heads), count)
+        (values,) = self.run(heads)
+        self.write_values(dv, values, count)
 
     def step(
         self,
@@ -117,7 +118,8 @@ class _OfKeys(_Half):
         return super().zeros[:1]
 
     def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        self.write_keys(dk, *self.run(heads), count)
+        (values,) = self.run(heads)
+        self.write_keys(dk, values, count)
 
     def start(self, q_at: Position, dout_at: Position, j: Any) -> fly.Value:
         return self.excess(dout_at, j)
