@@ -465,9 +465,10 @@ class Consumer:
         products = products.map(lambda x, r, c: x + less.tiles[r][c])
         return made.score_gradients(products, less).raw
 
-    def add(self, part: fly.Value, j: fly.Value, place: HeadOfKeys) -> None:
-        """Add the consumer's piece of a tile's dQ to the sums."""
-        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), self.index, self.options)
+    def add(self, part: fly.Value, j: fly.Value, place: HeadOfKeys, piece: int = 0) -> None:
+        """Add one of the consumer's pieces of a tile's dQ to the sums."""
+        number = self._piece(piece)
+        tile = sums_of_dq.place_of(self.dq_sums, *self._sums_of(place, j), number, self.options)
         sums_of_dq.add(part, tile)
 
     def _sums_of(self, place: HeadOfKeys, j: fly.Value) -> tuple[Any, Any, Any]:
@@ -515,13 +516,17 @@ class Consumer:
         fence_async_shared()
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
 
-    def _dq(self, slot: fly.Value) -> fly.Value:
-        """Start the consumer's piece of dS K."""
+    def _piece(self, piece: int) -> fly.Value:
+        """Which of the columns' pieces one of the consumer's is."""
+        return self.index if self.options.dq_pieces == 1 else self.index * self.options.dq_pieces + piece
+
+    def _dq(self, slot: fly.Value, piece: int = 0) -> fly.Value:
+        """Start one of the consumer's pieces of dS K."""
         options = self.options
         ds, k = options.ds_tile, options.tiles["k"]
         atom = WarpgroupAtom(options.dq_columns, self.dtype.name)
         rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
-        columns = self.index * (k(0, options.dq_columns) // UNIT)
+        columns = self._piece(piece) * (k(0, options.dq_columns) // UNIT)
         return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), options.block_n // atom.k)
 
 
@@ -544,7 +549,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     lines = THREADS // lanes_of_row(request.value_dim)
     # blocks of `row_statistics` clear as many rows as they have
     padded = -(-tiles * BLOCK_M // lines) * lines
-    shape = entries, heads, padded, CONSUMERS * options.dq_columns
+    shape = entries, heads, padded, options.pieces * options.dq_columns
     sums = torch.empty(shape, dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
     own = {
@@ -589,7 +594,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
     add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics | {"consumer": consumer}, request.operands, more=maps)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    add(round_dq, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
+    add(round_dq, blocks, options.pieces * WARPGROUP, statics, request.operands)
     parts, nbytes = {}, 0
     for name in ("dq_sums", "lse2", "deltas"):
         parts[name] = nbytes

@@ -102,11 +102,15 @@ class _OfValues(_Half):
         (dv,) = state.sums
         dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, dv)
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
-        part, dv = wgmma.wait(0, self._dq(state.slot), dv)
-        dout.ring.release(state.dout_at)
-        self.add(part, j, place)
+        for piece in range(options.dq_pieces - 1):
+            part, dv = wgmma.wait(0, self._dq(state.slot, piece), dv)
+            self.add(part, j, place, piece)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        part = self._dq(state.slot, options.dq_pieces - 1)
         scores = state.product if last else self.scores(q_next, j + 1)
+        part, dv = wgmma.wait(0 if last else 1, part, dv)
+        dout.ring.release(state.dout_at)
+        self.add(part, j, place, options.dq_pieces - 1)
         return replace(state, sums=(dv,), product=scores, q_at=q_next, dout_at=dout_next)
 
 
@@ -142,13 +146,14 @@ class _OfKeys(_Half):
         ds = self._narrow(self.pull(made, excess, state.dout_at, j, given, masked=masked))
         dout.ring.release(state.dout_at)
         self._put(ds, state.slot)
-        part = self._dq(state.slot)
+        started = [self._dq(state.slot, piece) for piece in range(options.dq_pieces)]
         self._arrived(q, state.q_at, j)
         atom = WarpgroupAtom(options.head_dim, self.dtype.name)
         (dk,) = state.sums
         dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, dk)
-        (part,) = wgmma.wait(1, part)
-        self.add(part, j, place)
+        for piece, part in enumerate(started):
+            (part,) = wgmma.wait(options.dq_pieces - piece, part)
+            self.add(part, j, place, piece)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         excess = state.product if last else self.excess(dout_next, j + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)

@@ -64,7 +64,7 @@ class Sm90BackwardOptions:
         """What bulk copies fill, by the tensors' names; columns past the head's are zero, as copies fill them."""
         return {
             "q": PanelTile.covering(BLOCK_M, self.head_dim),
-            "k": _in_pieces(PanelTile.covering(self.block_n, self.head_dim)),
+            "k": _in_pieces(PanelTile.covering(self.block_n, self.head_dim), self.pieces),
             "v": PanelTile.covering(self.block_n, self.head_dim_v),
             "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
         }
@@ -75,9 +75,19 @@ class Sm90BackwardOptions:
         return PanelTile.widest(self.block_n, BLOCK_M)
 
     @property
+    def dq_pieces(self) -> int:
+        """Products that a consumer makes its columns of dQ by, one after the other."""
+        return 2 if self.head_dim > 224 else 1
+
+    @property
+    def pieces(self) -> int:
+        """Products that make dQ."""
+        return CONSUMERS * self.dq_pieces
+
+    @property
     def dq_columns(self) -> int:
-        """Columns of dQ that one consumer makes; the last one's may be past the head's."""
-        return self.tiles["k"].columns // CONSUMERS
+        """Columns of dQ that one product makes; the last one's may be past the head's."""
+        return self.tiles["k"].columns // self.pieces
 
     @property
     def numbers(self) -> int:
@@ -93,9 +103,9 @@ class Sm90BackwardOptions:
         return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics
 
 
-def _in_pieces(tile: PanelTile) -> PanelTile:
-    """The tile in panels that its consumers' pieces of columns do not begin inside of and reach beyond."""
-    piece = tile.columns // CONSUMERS
+def _in_pieces(tile: PanelTile, pieces: int) -> PanelTile:
+    """The tile in panels that none of so many pieces of its columns begins inside of and reaches beyond."""
+    piece = tile.columns // pieces
     lines = (replace(tile, swizzle=bytes_) for bytes_ in (128, 64, 32) if bytes_ <= tile.swizzle)
     return next(t for t in lines if piece % t.panel_columns == 0 or t.panel_columns % piece == 0)
 

@@ -13,7 +13,7 @@ from fly.ir.dtypes import dtype as dtype_of
 from ..problem.scores import LOG2_E
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
-from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
+from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
 
 PIECE = 4  # values of a thread that lie side by side
@@ -74,7 +74,7 @@ def round_dq(
         scaled = fly.concat(pieces) * given.scale_kept(factor)
         runs = wgmma.runs(scaled.to(dtype_of(dq.dtype.name)))
         view, width = queries.matrix(dq, head), options.dq_columns
-        if options.head_dim == CONSUMERS * width:
+        if options.head_dim == options.pieces * width:
             store_runs(view, first, count, runs, width, column)
         else:
             for i in range(-(-options.head_dim // width)):
