@@ -107,10 +107,14 @@ class _OfValues(_Half):
             self.add(part, j, place, piece)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part = self._dq(state.slot, options.dq_pieces - 1)
-        scores = state.product if last else self.scores(q_next, j + 1)
-        part, dv = wgmma.wait(0 if last else 1, part, dv)
+        ahead, scores = options.ahead and not last, state.product
+        if ahead:
+            scores = self.scores(q_next, j + 1)
+        part, dv = wgmma.wait(int(ahead), part, dv)
         dout.ring.release(state.dout_at)
         self.add(part, j, place, options.dq_pieces - 1)
+        if not ahead and not last:
+            scores = self.scores(q_next, j + 1)
         return replace(state, sums=(dv,), product=scores, q_at=q_next, dout_at=dout_next)
 
 

@@ -76,8 +76,13 @@ class Sm90BackwardOptions:
 
     @property
     def dq_pieces(self) -> int:
-        """Products that a consumer makes its columns of dQ by, one after the other."""
+        """Products that a consumer makes its columns of dQ by, one after the other, for want of registers."""
         return 2 if self.head_dim > 224 else 1
+
+    @property
+    def ahead(self) -> bool:
+        """With `apart`, whether registers hold dV, the next tile's S and a piece of dQ: 64 rows of f32 each."""
+        return (self.head_dim_v + BLOCK_M + self.dq_columns) // 2 <= 192
 
     @property
     def pieces(self) -> int:
