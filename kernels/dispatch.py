@@ -159,6 +159,15 @@ def mask_blocks(rows: int, keys: int) -> Need:
     return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
 
 
+def _ordered(request: Request) -> str | None:
+    if not request.deterministic:
+        return None
+    return (
+        f"adds parts of {arg.q}'s gradient up in an order that changes from run to run: call without "
+        f"{arg.deterministic} and torch.use_deterministic_algorithms"
+    )
+
+
 def _of_operands(request: Request) -> str | None:
     if not request.operand_gradients:
         return None
@@ -186,6 +195,7 @@ def keys_in_turn(most: int) -> Need:
     return Need(f"at most {most} keys where gradients are the same bits every time", refuses)
 
 
+ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
 INPUTS_ALONE = Need("gradients of q, k, v and sinks alone", _of_operands)
 UNLISTED_IN_TURN = Need("no block mask where gradients are the same bits every time", _listed_in_turn)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
@@ -287,7 +297,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         name="sm90",
         module=".flash_attn_sm90_bwd",
         archs=("sm_90a",),
-        head_dims=(64, 128),
+        head_dims=tuple(range(HEAD_DIMS.start, 128 + 1, HEAD_DIMS.step)),
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "seqused", "window", "attention_chunk"),
@@ -296,6 +306,22 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
         needs=(INPUTS_ALONE, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
+        mixed_dims=True,
+    ),
+    Kernel(
+        name="sm90_wide",
+        module=".flash_attn_sm90_bwd_wide",
+        archs=("sm_90a",),
+        head_dims=tuple(HEAD_DIMS),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "score_mod", "mask_mod"),
+        ),
+        tuning={},
+        reason="the same with dK and dV in two warpgroups, for heads above 128",
+        needs=(INPUTS_ALONE, ANY_ORDER),
+        mixed_dims=True,
     ),
     Kernel(
         name="generic",

@@ -30,14 +30,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 import fly
-from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     barrier_sync,
@@ -48,7 +47,7 @@ from fly.backends.nvvm.intrinsics import (
     store_matrices,
     warpgroup_id,
 )
-from fly.backends.nvvm.mbarrier import Mbarriers, Position, init_all
+from fly.backends.nvvm.mbarrier import Position, init_all
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
 from fly.backends.target import target
 from fly.ir.dtypes import dtype as dtype_of
@@ -56,30 +55,28 @@ from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, turned, turned_layout, weights
+from .problem.gradients import HeadOfKeys, Weights, turned, turned_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .sm90 import turns
 from .sm90.backward import (
     ALONG,
     BLOCK_M,
-    BLOCK_N,
     CONSUMERS,
-    DS_STAGES,
     REGISTERS,
     Sm90BackwardOptions,
 )
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
-from .sm90.producer import Slots, clear_tail, copy_tile, entry_of
-from .sm90.statistics import Statistics
+from .sm90.key_block import Block, Buffers, produce
+from .sm90.producer import Slots, clear_tail
 from .sm90.stores import store_runs
 from .sm90.turns import Neighbours, Turns
 from .sm90.walk import Walk
 from .work.fragments import row_numbers
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
-from .work.sequences import alone, tokens_of
+from .work.sequences import tokens_of
 from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import BY_KEYS
@@ -87,52 +84,6 @@ from .work.tile_scheduler import fold_grid, head_of_block
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
-
-
-@dataclass(frozen=True)
-class _Block:
-    """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's."""
-
-    batch: fly.Value
-    kv_head: fly.Value
-    first_key: fly.Value
-    keys: Tokens
-    queries: Tokens
-
-    @property
-    def shift(self) -> fly.Value | None:
-        """How far behind a multiple of `ALONG` packed queries start: copies of their statistics start there."""
-        return None if self.queries.index is not None else self.queries.start % ALONG
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and V; `tiles`: with lists, which one a slot of Q has."""
-
-    k: fly.Pointer
-    v: fly.Pointer
-    q: Slots
-    dout: Slots
-    lse2: Statistics
-    delta: Statistics
-    ds: fly.Pointer
-    arrived: Mbarriers
-    tiles: fly.SharedMemory | None
-
-    @staticmethod
-    def allocate(options: Sm90BackwardOptions) -> _Buffers:
-        warps = CONSUMERS * WARPGROUP // 32
-        return _Buffers(
-            fly.alloc_shared("k", options.tiles["k"].bytes, 1024),
-            fly.alloc_shared("v", options.tiles["v"].bytes, 1024),
-            Slots.allocate("q", options.tiles["q"], options.stages, warps),
-            Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
-            Statistics.allocate("lse2", options.numbers, options.stages),
-            Statistics.allocate("delta", options.numbers, options.dout_stages),
-            fly.alloc_shared("ds", options.ds_tile.bytes * DS_STAGES, 1024),
-            Mbarriers.allocate("arrived", 2, 1),
-            fly.SharedMemory("tiles", "i32", options.stages) if options.features.block_size is not None else None,
-        )
 
 
 @fly.kernel
@@ -157,6 +108,7 @@ def flash_attn_sm90_bwd(
     *operands: fly.Operand,
     options: Sm90BackwardOptions,
     folded: bool = False,
+    consumer: type[Any] | None = None,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
@@ -164,7 +116,8 @@ def flash_attn_sm90_bwd(
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
     part in it; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
-    Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`.
+    Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`. `consumer`: another one than
+    `Consumer`.
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
@@ -176,17 +129,17 @@ def flash_attn_sm90_bwd(
         number = turns.taken(counts, dq_sums, batch * dk.shape[-2] + kv_head, exists)
     keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
-    first_key = number * BLOCK_N
+    first_key = number * options.block_n
     here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
     seen = given.key_range(queries.length, keys.length, options.causal)
     inverse = QueryRange.of(seen, open_end=not options.features.modifies)
-    tiles = inverse.tiles(first_key, BLOCK_N, BLOCK_M)
+    tiles = inverse.tiles(first_key, options.block_n, BLOCK_M)
     # keys past the end would have weights: in the block with any, all tiles are masked
     end = fly.select(here, tiles.end, tiles.first)
-    tail = first_key + BLOCK_N > keys.length
+    tail = first_key + options.block_n > keys.length
     tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
-    block = _Block(batch, kv_head, first_key, keys, queries)
-    buffers = _Buffers.allocate(options)
+    block = Block(batch, kv_head, first_key, keys, queries)
+    buffers = Buffers.allocate(options)
     in_turn = None if counts is None else Turns.allocate(counts, options)
     init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *(in_turn.barriers if in_turn else ())])
     warpgroup = warpgroup_id()
@@ -198,7 +151,7 @@ def flash_attn_sm90_bwd(
         setmaxnreg_dec(REGISTERS[0])
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            _produce(maps, buffers, options, walk, block, given, heads)
+            produce(maps, buffers, options, walk, block, given, heads)
         if in_turn is not None:
             near = Neighbours.of(number, keys.length, inverse)
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
@@ -207,102 +160,41 @@ def flash_attn_sm90_bwd(
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
-        consumer = _Consumer(
+        working = (consumer or Consumer)(
             options, buffers, given, seen, inverse, tiles, walk, block, warpgroup - 1, scale_log2, dtype, sums
         )
-        sum_k, sum_v = consumer.run(heads)
-        first = first_key + (warpgroup - 1) * 64
-        views = keys.matrix(dk, kv_head), keys.matrix(dv, kv_head)
-        count = fly.select(here, keys.length, 0)
-        runs = wgmma.runs(given.scale_kept(sum_v).to(dtype))
-        store_runs(views[1], first, count, runs, options.head_dim_v)
-        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
-        factor = given.scale_kept(softmax_scale)
-        store_runs(views[0], first, count, wgmma.runs((sum_k * factor).to(dtype)), options.head_dim)
+        working.write(heads, dk, dv, fly.select(here, keys.length, 0))
         if dq is not None:
             near = Neighbours.of(number, keys.length, inverse)
-            sums.round(dq, factor, heads, near.last_of(tiles), warpgroup - 1)
-
-
-def _produce(
-    maps: tuple[fly.TensorMap, ...],
-    buffers: _Buffers,
-    options: Sm90BackwardOptions,
-    walk: Walk,
-    block: _Block,
-    given: BoundFeatures,
-    heads: tuple[Any, Any],
-) -> None:
-    """The one thread that fills shared memory."""
-    q, k, v, dout, lse2, delta = maps
-    first = block.queries.start
-
-    kept = entry_of(block.keys), block.keys.start + block.first_key, block.kv_head
-
-    def keep(index: int, tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer) -> None:
-        buffers.arrived.arrive_expecting(index, tile.bytes)
-        copy_tile(tensor_map, tile, memory, [kept], buffers.arrived.at(index))
-
-    def load(
-        slots: Slots,
-        tensor_map: fly.TensorMap,
-        numbers: Statistics,
-        of: fly.TensorMap,
-        at: Position,
-        j: Any,
-        head: Any,
-        note: Callable[[], None] | None = None,
-    ) -> Position:
-        row, entry = first + j * BLOCK_M, entry_of(block.queries)
-        start = row if block.shift is None else row - block.shift
-        barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes, note)
-        copy_tile(tensor_map, slots.tile, slots.at(at), [(entry, row, head)], barrier)
-        tma.load(of, numbers.at(at), (entry, head, start), barrier)
-        return slots.ring.next(at)
-
-    with fly.when(walk.exists):
-        keep(0, k, options.tiles["k"], buffers.k)
-        keep(1, v, options.tiles["v"], buffers.v)
-        start = Position.start(), Position.start()
-        for head, places in (all_heads := fly.range(*heads, carry=start)):
-            here = walk.of_head(given, (block.batch, head), block.first_key, block.queries.length, alone)
-            for step, (q_at, dout_at) in (passing := fly.range(here.tiles.first, here.tiles.end, carry=places)):
-                j = here.tile(step)
-                note = None if buffers.tiles is None else partial(buffers.tiles.store, j, q_at.index)
-                passing.next(
-                    load(buffers.q, q, buffers.lse2, lse2, q_at, j, head, note),
-                    load(buffers.dout, dout, buffers.delta, delta, dout_at, j, head),
-                )
-            all_heads.next(*passing.results)
+            sums.round(dq, working.factor, heads, near.last_of(tiles), warpgroup - 1)
 
 
 @dataclass(frozen=True)
-class _State:
-    """What one tile hands to the next: the sums, products in flight, and where the rings are.
+class State:
+    """What one tile hands to the next: the sums, the product in flight, and where the rings are.
 
     `slot`: of dS.
     """
 
-    dk: fly.Value
-    dv: fly.Value
-    scores: fly.Value
+    sums: tuple[fly.Value, ...]
+    product: fly.Value
     q_at: Position
     dout_at: Position
     slot: fly.Value
 
 
 @dataclass(frozen=True)
-class _Consumer:
+class Consumer:
     """One consumer warpgroup of a block; `seen_tiles`: that its keys see, but for a block mask; `sums`: of dQ."""
 
     options: Sm90BackwardOptions
-    buffers: _Buffers
+    buffers: Buffers
     given: BoundFeatures
     seen: KeyRange
     inverse: QueryRange
     seen_tiles: TileRange
     walk: Walk
-    block: _Block
+    block: Block
     index: fly.Value
     scale_log2: fly.Value
     dtype: fly.DType
@@ -313,28 +205,61 @@ class _Consumer:
         """Of S and dP: keys by queries."""
         return fly.AccumulatorLayout(WarpgroupAtom(BLOCK_M, self.dtype.name), "m")
 
-    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, fly.Value]:
-        """dK and dV of the consumer's keys."""
-        options = self.options
-        of_k, of_v = (fly.broadcast(fly.f32(0.0), dim // 2) for dim in (options.head_dim, options.head_dim_v))
-        zeros = of_k, of_v
+    @property
+    def first_row(self) -> Any:
+        """The first of the consumer's keys in the block."""
+        return self.index * BLOCK_M
 
-        def all_heads() -> tuple[fly.Value, fly.Value]:
+    @property
+    def zeros(self) -> tuple[fly.Value, ...]:
+        """dK and dV, or what of them the consumer sums up."""
+        of_k, of_v = (fly.broadcast(fly.f32(0.0), n // 2) for n in (self.options.head_dim, self.options.head_dim_v))
+        return of_k, of_v
+
+    @property
+    def factor(self) -> Any:
+        """What dK and dQ are their sums times."""
+        softmax_scale: Any = self.scale_log2 * (1 / LOG2_E)
+        return self.given.scale_kept(softmax_scale)
+
+    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count`."""
+        sum_k, sum_v = self.run(heads)
+        self.write_values(dv, sum_v, count)
+        self.write_keys(dk, sum_k, count)
+
+    def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dV, from its sums."""
+        view, first = self.block.keys.matrix(dv, self.block.kv_head), self.block.first_key + self.first_row
+        runs = wgmma.runs(self.given.scale_kept(values).to(self.dtype))
+        store_runs(view, first, count, runs, self.options.head_dim_v)
+
+    def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dK, from its sums."""
+        view, first = self.block.keys.matrix(dk, self.block.kv_head), self.block.first_key + self.first_row
+        store_runs(view, first, count, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+
+    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, ...]:
+        """The sums over all tiles of these heads."""
+        zeros = self.zeros
+
+        def all_heads() -> tuple[fly.Value, ...]:
             for i, (name, memory) in enumerate((("k", self.buffers.k), ("v", self.buffers.v))):
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:
                     left = self.block.keys.length - self.block.first_key
-                    clear_tail(options.tiles[name], memory, left, CLEARED, self.index)
-            carry = (*zeros, Position.start(), Position.start(), fly.i32(0))
+                    clear_tail(self.options.tiles[name], memory, left, CLEARED, self.index)
+            carry = (zeros, Position.start(), Position.start(), fly.i32(0))
             for head, state in (loop := fly.range(*heads, carry=carry)):
                 loop.next(*self.head(head, *state))
-            return loop.results[0], loop.results[1]
+            sums: tuple[fly.Value, ...] = loop.results[0]
+            return sums
 
-        result: tuple[fly.Value, fly.Value] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
+        result: tuple[fly.Value, ...] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
         return result
 
     def head(
-        self, head: fly.Value, dk: fly.Value, dv: fly.Value, q_at: Position, dout_at: Position, slot: fly.Value
+        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         block = self.block
@@ -344,7 +269,7 @@ class _Consumer:
         tiles = walk.tiles
         place = HeadOfKeys(self.block.batch, head, self.seen)
         given = self.given.at(place)
-        state = _State(dk, dv, self.scores(q_at, walk, tiles.first), q_at, dout_at, slot)
+        state = State(sums, self.start(q_at, dout_at, walk, tiles.first), q_at, dout_at, slot)
         first, last = fly.first_lane(fly.i32(0) + tiles.first), fly.first_lane(tiles.end - 1)
         whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
         whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
@@ -358,11 +283,11 @@ class _Consumer:
                 loop.next(self.step(number, carried, walk, place, given, masked=masked))
             state = loop.results
         state = self.step(last, state, walk, place, given, masked=True, last=True)
-        return state.dk, state.dv, state.q_at, state.dout_at, state.slot
+        return state.sums, state.q_at, state.dout_at, state.slot
 
     def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
         """The consumer's keys of K or V."""
-        return Operand(memory, tile, False, self.index * (64 * tile.swizzle // UNIT))
+        return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT))
 
     def _tile(self, walk: Walk, number: Any, at: Position) -> Any:
         """Which tile a step's slot of Q holds, behind its arrival."""
@@ -376,13 +301,17 @@ class _Consumer:
             left = self.block.queries.length - tile() * BLOCK_M
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
 
+    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
+        """Start the product of a step's tile that is in flight when the step begins."""
+        return self.scores(q_at, walk, number)
+
     def scores(self, at: Position, walk: Walk, number: Any) -> fly.Value:
         """Start K Q^T of a step's tile."""
         options, q = self.options, self.buffers.q
         self._arrived(q, at, lambda: self._tile(walk, number, at))
         rows = self._own_rows(self.buffers.k, options.tiles["k"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, q.operand(at), options.head_dim // atom.k)
+        return wgmma.issue(atom, rows, q.operand(at), -(-options.head_dim // atom.k))
 
     def excess(self, at: Position, j: Any) -> fly.Value:
         """Start V dO^T of tile j."""
@@ -390,39 +319,64 @@ class _Consumer:
         self._arrived(dout, at, lambda: j)
         rows = self._own_rows(self.buffers.v, options.tiles["v"])
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, dout.operand(at), options.head_dim_v // atom.k)
+        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k))
 
     def step(
         self,
         number: fly.Value,
-        state: _State,
+        state: State,
         walk: Walk,
         place: HeadOfKeys,
         given: BoundFeatures,
         *,
         masked: bool,
         last: bool = False,
-    ) -> _State:
+    ) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
-        options, buffers, dtype = self.options, self.buffers, self.dtype.name
-        q, dout = buffers.q, buffers.dout
+        options, q, dout = self.options, self.buffers.q, self.buffers.dout
         j, listed = self._tile(walk, number, state.q_at), walk.listed
-        first_query = j * BLOCK_M
-        (raw,) = wgmma.wait(0, state.scores)
+        (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j)
-        fragment = fly.Fragment(self.layout, ((raw,),))
-        queries = row_numbers(turned_layout(self.layout), 1, first_query)
-        ends = self.block.queries.bounded and (masked or listed is not None)
-        count = self.block.queries.length if ends else None
+        made = self.weigh(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        p = self._narrow(made.of_values)
+        dk, dv = state.sums
+        atom = WarpgroupAtom(options.head_dim_v, self.dtype.name)
+        dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, dv)
+        (excess,) = wgmma.wait(1, started)
+        ds = self._narrow(self.pull(made, excess, state.dout_at, j, walk, given, masked=masked))
+        self._put(ds, state.slot)
+        started = self._dq(state.slot)
+        atom = WarpgroupAtom(options.head_dim, self.dtype.name)
+        dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, dk)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        part, dv = wgmma.wait(1, started, dv)
+        dout.ring.release(state.dout_at)
+        scores = state.product if last else self.scores(q_next, walk, number + 1)
+        # a list's last block may have tiles behind the last one
+        with nullcontext() if listed is None else fly.when(j < listed.tiles):
+            self.add(part, place.head, j, state.q_at)
+        (dk,) = wgmma.wait(0 if last else 1, dk)
+        q.ring.release(state.q_at)
+        return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
 
-        def numbers(of: Statistics, at: Position, past_the_end: float) -> fly.RowVector:
-            loaded = self._numbers(of.at(at))
-            if count is None:
-                return loaded
-            return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
-
-        lse2 = numbers(buffers.lse2, state.q_at, math.inf)
-        first_key = self.block.first_key + self.index * 64
+    def weigh(
+        self,
+        raw: fly.Value,
+        at: Position,
+        j: fly.Value,
+        number: fly.Value,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+    ) -> Weights:
+        """P of tile j, of step `number`, from its scores; their statistics are in slot `at`."""
+        first_query, first_key, listed = j * BLOCK_M, self.block.first_key + self.first_row, walk.listed
+        fragment = turned(fly.Fragment(self.layout, ((raw,),)))
+        queries = row_numbers(fragment.layout, 1, first_query)
+        ends = masked or listed is not None
+        lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
             if listed is None:
@@ -440,44 +394,50 @@ class _Consumer:
             )
             return hidden
 
-        made = weights(
-            turned(fragment), given, place, queries, first_key, self.scale_log2, lse2, hide, first_query, early=True
+        return weights(
+            fragment, given, place, queries, first_key, self.scale_log2, lse2, hide, first_query, early=True
         )
-        p = self._narrow(made.of_values)
-        atom = WarpgroupAtom(options.head_dim_v, dtype)
-        dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, state.dv)
-        (excess,) = wgmma.wait(1, started)
-        delta = numbers(buffers.delta, state.dout_at, 0.0).map(given.of_kept)
+
+    def pull(
+        self,
+        made: Weights,
+        excess: fly.Value,
+        at: Position,
+        j: fly.Value,
+        walk: Walk,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+    ) -> fly.Fragment:
+        """dS of tile j from dP, whose statistics are in slot `at`."""
         products = turned(fly.Fragment(self.layout, ((excess,),)))
+        queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), masked or walk.listed is not None
+        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(given.of_kept)
         less = products.map(lambda x, r, c: -products.spread(delta, r))
         products = products.map(lambda x, r, c: x + less.tiles[r][c])
-        ds = self._narrow(made.score_gradients(products, less).raw)
-        self._put(ds, state.slot)
-        started = self._dq(state.slot)
-        atom = WarpgroupAtom(options.head_dim, dtype)
-        dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, state.dk)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        part, dv = wgmma.wait(1, started, dv)
-        dout.ring.release(state.dout_at)
-        scores = state.scores if last else self.scores(q_next, walk, number + 1)
-        # a list's last block may have tiles behind the last one
-        with nullcontext() if listed is None else fly.when(j < listed.tiles):
-            self.sums.take_in(part, place.head, j, self.index, state.q_at)
-        (dk,) = wgmma.wait(0 if last else 1, dk)
-        q.ring.release(state.q_at)
-        return _State(dk, dv, scores, q_next, dout_next, state.slot ^ 1)
+        return made.score_gradients(products, less).raw
 
-    def _numbers(self, memory: fly.Pointer) -> fly.RowVector:
+    def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position, piece: int = 0) -> None:
+        """Add one of the consumer's pieces of a tile's dQ to the sums; `at`: the tile's slot of Q."""
+        self.sums.take_in(part, head, j, self._piece(piece), at)
+
+    def _numbers(
+        self, memory: fly.Pointer, queries: fly.RowVector, past_the_end: float, *, masked: bool
+    ) -> fly.RowVector:
         """A number for each query, as rows of turned scores."""
         shift = self.block.shift
         at = memory if shift is None else memory.offset(shift * 4)
         columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
-        return fly.RowVector(turned_layout(self.layout), columns.values)
+        loaded = fly.RowVector(turned_layout(self.layout), columns.values)
+        if not (self.block.queries.bounded and masked):
+            return loaded
+        count = self.block.queries.length
+        return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
         count = self.block.keys.length
-        start = self.block.first_key + self.index * 64
+        start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
         limited = self.inverse.apply(turned(scores), keys, first_query)
         return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
@@ -492,7 +452,7 @@ class _Consumer:
         tile = self.options.ds_tile
         lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
         row_in = lane % 8
-        row = self.index * 64 + warp * 16 + lane // 8 % 2 * 8 + row_in
+        row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
         memory = self.buffers.ds.offset(slot * tile.bytes + row * tile.swizzle)
         for i, operand in enumerate(ds):
             panel, inside = divmod(16 * i, tile.panel_columns)
@@ -502,27 +462,33 @@ class _Consumer:
         fence_async_shared()
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
 
-    def _dq(self, slot: fly.Value) -> fly.Value:
-        """Start the consumer's piece of dS K."""
+    def _piece(self, piece: int) -> fly.Value:
+        """Which of the columns' pieces one of the consumer's is."""
+        return self.index if self.options.dq_pieces == 1 else self.index * self.options.dq_pieces + piece
+
+    def _dq(self, slot: fly.Value, piece: int = 0) -> fly.Value:
+        """Start one of the consumer's pieces of dS K."""
         options = self.options
         ds, k = options.ds_tile, options.tiles["k"]
         atom = WarpgroupAtom(options.dq_columns, self.dtype.name)
         rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
-        columns = self.index * (k(0, options.dq_columns) // UNIT)
-        return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), BLOCK_N // atom.k)
+        columns = self._piece(piece) * (k(0, options.dq_columns) // UNIT)
+        return wgmma.issue(atom, rows, Operand(self.buffers.k, k, True, columns), options.block_n // atom.k)
 
 
-def prepare(tensors: Tensors, request: Request) -> Launch:
+def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
 
-    See `flash_attn_generic_bwd.prepare`.
+    See `flash_attn_generic_bwd.prepare`; `consumer`: of `flash_attn_sm90_bwd`.
     """
     packed = tensors.get("cu_seqlens_q") is not None
     dims, features = (request.head_dim, request.value_dim), request.static_features
     if features.block_size is not None:
         features = replace(features, block_size=(features.block_size[1], features.block_size[0]))
-    ordered = request.deterministic
-    options = Sm90BackwardOptions(*dims, request.causal, packed=packed, features=features, ordered=ordered)
+    ordered, apart = request.deterministic, consumer is not None
+    options = Sm90BackwardOptions(
+        *dims, request.causal, packed=packed, features=features, ordered=ordered, apart=apart
+    )
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
@@ -530,9 +496,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     pitch = -(-tokens // ALONG) * ALONG
     # only sizes and strides of these matter here
     numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
-    sums = torch.empty((entries, heads, tiles * BLOCK_M, request.head_dim), dtype=torch.float32, device=device)
+    lines = THREADS // lanes_of_row(request.value_dim)
+    # blocks of `row_statistics` clear as many rows as they have
+    padded = -(-tiles * BLOCK_M // lines) * lines
+    shape = entries, heads, padded, options.pieces * options.dq_columns
+    sums = torch.empty(shape, dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
-    numbers_of_turns = turns.counts_needed(entries * heads * tiles, request.num_kv_heads, sequences)
+    numbers_of_turns = turns.counts_needed(entries * heads * padded // BLOCK_M, request.num_kv_heads, sequences)
     own = {
         "dq_sums": sums,
         "counts": torch.empty(numbers_of_turns, dtype=torch.int32, device=device) if ordered else None,
@@ -566,28 +536,35 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         called = {"delta": delta}
         steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
 
-    lines = THREADS // lanes_of_row(request.value_dim)
     statics: dict[str, Any] = {"head_dim": request.value_dim}
     # what nobody adds to at first needs no zeros
     cleared = {"dq_sums": None} if ordered else {}
-    add(row_statistics, (tiles * BLOCK_M // lines, heads, entries), THREADS, statics, more=cleared)
+    add(row_statistics, (padded // lines, heads, entries), THREADS, statics, more=cleared)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
     statics = {"options": options}
-    blocks = -(-request.seq_len_kv // BLOCK_N), request.num_kv_heads, sequences
+    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
     if ordered:
         blocks = turns.grid(*blocks, device_of(device).compute_units)
     written: Tensors = {} if ordered else {"dq": None}
     more = {**maps, **written}
     by_keys = [BY_KEYS.get(name, name) for name in request.operands]
-    add(flash_attn_sm90_bwd, blocks, BLOCK_THREADS, statics, by_keys, more, folds=not ordered)
+    add(
+        flash_attn_sm90_bwd,
+        blocks,
+        BLOCK_THREADS,
+        statics | {"consumer": consumer},
+        by_keys,
+        more,
+        folds=not ordered,
+    )
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     if not ordered or turns.may_see_nothing(request):
         last = clear_unseen if ordered else round_dq
-        add(last, blocks, CONSUMERS * WARPGROUP, statics, request.operands)
+        add(last, blocks, options.pieces * WARPGROUP, statics, request.operands)
     sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
     if ordered:
         sizes["counts"] = numbers_of_turns

@@ -127,8 +127,14 @@ def store_rounded(
 ) -> None:
     """What dQ's sums of a tile, scaled, are in dq's dtype; `index`: as of `place_of`."""
     runs = wgmma.runs(sums.to(dtype_of(dq.dtype.name)))
-    view, first, columns = queries.matrix(dq, head), tile * BLOCK_M, options.dq_columns
-    store_runs(view, first, queries.length, runs, columns, index * columns)
+    view, first, width = queries.matrix(dq, head), tile * BLOCK_M, options.dq_columns
+    if options.head_dim == options.pieces * width:
+        store_runs(view, first, queries.length, runs, width, index * width)
+    else:
+        for i in range(-(-options.head_dim // width)):
+            with fly.when(index == i):
+                left = options.head_dim - i * width
+                store_runs(view, first, queries.length, runs, min(width, left), i * width)
 
 
 @fly.kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from fly.errors import ShapeError, UnsupportedError
 from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
+from kernels.dispatch import BACKWARD, choose
 from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90.backward import Sm90BackwardOptions
 from tests.kernels.backward.test_block_mask_gradients import uneven
 from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.call.test_dispatch import REQUEST
 from tests.kernels.dropout_masks import dense, packed
 from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -94,9 +97,18 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("case", [(name, flag) for flag in (False, True) for name in CASES], ids=str)
-def test_gradients_are_the_references(case, seed):
-    name, deterministic = case
+@pytest.mark.parametrize(
+    "case",
+    [
+        (kernel, name, flag)
+        for kernel, flag in (("sm90", False), ("sm90", True), ("sm90_wide", False))
+        for name in CASES
+    ],
+    ids=str,
+)
+def test_gradients_are_the_references(case, monkeypatch, seed):
+    kernel, name, deterministic = case
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", kernel)
     sizes, causal, options_of = CASES[name]
     inputs = Inputs(**sizes, seed=seed)
     assert not wrong(inputs, causal, deterministic, **options_of(inputs)), f"seed {seed}"
@@ -160,6 +172,25 @@ def test_what_only_the_generic_kernel_does(case, monkeypatch, seed):
     monkeypatch.delenv("FLY_BACKWARD_KERNEL")
     step()
     assert all(x.grad is not None for x in leaves)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "packed"),
+    [
+        ("sm90", (8, 8), False),
+        ("sm90", (24, 128), True),
+        ("sm90", (72, 96), False),
+        ("sm90", (104, 56), True),
+        ("sm90_wide", (256, 256), False),
+        ("sm90_wide", (192, 128), True),
+        ("sm90_wide", (136, 200), False),
+    ],
+)
+def test_head_dimensions_are_filled_up(kernel, dims, packed, monkeypatch, seed):
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", kernel)
+    queries, keys = ([0, 70, 1], [20, 66, 5]) if packed else ([70], [66])
+    inputs = Inputs(queries, keys, 2, 1, dims[0], "f16" if packed else "bf16", packed, dims[1], seed)
+    assert not wrong(inputs, True), f"seed {seed}"
 
 
 def test_neighbours_of_a_packed_sequence_may_be_nan(seed):
@@ -236,8 +267,10 @@ def test_sinks_have_their_gradient(monkeypatch, seed):
     torch.testing.assert_close(found[3], step()[3], rtol=1e-4, atol=1e-4)
 
 
-def test_what_the_kernel_does_not_do_is_refused_by_name(seed):
-    inputs = Inputs([40], [40], 2, 2, 96, seed=seed)
-    q, k, v = inputs.tensors()
-    with pytest.raises(UnsupportedError, match="sm90"):
-        by_autograd(q, k, v, False, torch.ones_like(q), None)
+@pytest.mark.parametrize("dims", [(136, 136), (64, 136), (136, 64)])
+def test_wide_heads_are_another_kernels(dims, monkeypatch):
+    request = replace(REQUEST, head_dim=dims[0], head_dim_v=dims[1])
+    with pytest.raises(UnsupportedError, match=r"8 to 128 in steps of 8, not (136|\(64, 136\))"):
+        choose("sm_90a", request, BACKWARD)
+    monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+    assert choose("sm_90a", request, BACKWARD).name == "sm90_wide"

@@ -34,6 +34,24 @@ def test_every_head_dimension(queries, keys, head_dim, dtype, causal, seed):
     assert not wrong(inputs, causal), f"seed {seed}"
 
 
+DIMS = {
+    "sm90": [(8, 8), (24, 128), (32, 16), (40, 40), (72, 96), (96, 72), (128, 64)],
+    "sm90_wide": [(256, 256), (192, 192), (192, 128), (136, 40), (160, 224)],
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "dims"), [(kernel, dims) for kernel, all_dims in DIMS.items() for dims in all_dims]
+)
+def test_head_dimensions_are_filled_up(kernel, dims, packed, causal, monkeypatch, seed):
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel)
+    queries, keys = ([0, 1, 777, 64], [5, 1, 1300, 300]) if packed else ([500] * 2, [700] * 2)
+    inputs = Inputs(queries, keys, 4, 2, dims[0], packed=packed, head_dim_v=dims[1], seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function"])
 def test_features(name, head_dim, seed):
