@@ -166,6 +166,7 @@ BUGS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_bug_there_is_none(case, seed):
     assert not CASES[case](seed), f"seed {seed}"

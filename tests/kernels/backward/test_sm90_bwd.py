@@ -129,7 +129,7 @@ LISTS: dict[str, tuple[dict[str, Any], bool, int | tuple[int, int]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LISTS)
 def test_gradients_with_a_block_mask_are_the_references(name, seed):
     sizes, causal, block = LISTS[name]
