@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
 from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
-from kernels.sm90.backward import Sm90BackwardOptions
+from kernels.problem.mask import KeyRange, QueryRange
+from kernels.sm90.backward import BLOCK_M, BLOCK_N, Sm90BackwardOptions
 from tests.kernels.backward.test_block_mask_gradients import uneven
 from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_dropout_kernels import state_of
@@ -190,6 +193,27 @@ def test_masks_of_dropout_are_the_mask(form, which, seed):
 def test_blocks_have_the_shared_memory_that_there_is():
     with pytest.raises(ShapeError, match="a block of 295936 bytes of shared memory; expected 232448 at most"):
         Sm90BackwardOptions(256, 256, False)
+
+
+def test_ends_of_what_blocks_of_keys_see_do_not_come_down(seed):
+    """So that it is enough to know the blocks next to one: see `turns.Neighbours`."""
+    random = Random(seed)
+    for _ in range(300):
+        queries, keys = random.randint(0, 900), random.randint(1, 900)
+        causal, left, right, chunk = random.choices((0, 1), k=4)
+        seen = KeyRange(
+            queries,
+            keys,
+            bool(causal),
+            left=random.randint(0, 400) if left else None,
+            right=random.randint(0, 400) if right and not causal else None,
+            chunk=random.randint(1, 400) if chunk else None,
+        )
+        for open_end in (False, True):
+            blocks = range(0, keys, BLOCK_N)
+            tiles = [QueryRange.of(seen, open_end=open_end).tiles(first, BLOCK_N, BLOCK_M) for first in blocks]
+            for before, after in pairwise(tiles):
+                assert before.first <= after.first and before.end <= after.end, f"seed {seed}: {seen}"
 
 
 @pytest.mark.parametrize("asked", ["deterministic", "torch.use_deterministic_algorithms", "neither"])
