@@ -18,8 +18,8 @@ A tile's steps in a consumer, and what is in flight meanwhile:
 |---|---|---|
 | 1 | S | wait for S; dP = V dO^T; P |
 | 2 | dP | dV += P^T dO; wait for dP; dS, to shared memory, a barrier of the consumers |
-| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ; add it up |
-| 4 | dK | the next tile's S; wait for dK |
+| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ |
+| 4 | dK | the next tile's S; add dQ up; wait for dK |
 
 dS has two slots: whoever writes the second next tile's has passed a barrier at which the other had read this one's.
 """

@@ -9,8 +9,11 @@ import torch
 
 from fly import config
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.block_mask import create_block_mask
+from tests.kernels.backward.test_block_mask_gradients import uneven
+from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_generic_bwd_gpu import wrong
-from tests.kernels.feature_cases import Inputs, stripes
+from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +56,7 @@ def test_head_dimensions_are_filled_up(kernel, dims, packed, causal, monkeypatch
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function"])
+@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function", "bias", "score"])
 def test_features(name, head_dim, seed):
     inputs = Inputs([700] * 2, [900] * 2, 4, 2, head_dim, seed=seed, device="cuda")
     options = {
@@ -63,8 +66,18 @@ def test_features(name, head_dim, seed):
         "slopes": lambda: {"alibi_slopes": inputs.floats(2, 4).abs()},
         "sink": lambda: {"sink": inputs.floats(4)},
         "function": lambda: {"mask_mod": stripes},
+        "bias": lambda: {"bias": inputs.floats(2, 4, 700, 900)},
+        "score": lambda: FEATURES["score_mod aux"](inputs),
     }[name]()
     assert not wrong(inputs, False, **options), f"seed {seed}"
+
+
+@pytest.mark.parametrize("block", [128, (64, 128), (50, 40)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_block_masks(head_dim, block, seed):
+    inputs = Inputs([700], [900], 4, 2, head_dim, seed=seed, device="cuda")
+    mask = create_block_mask(uneven, None, 4, 700, 900, "cuda", block)
+    assert not wrong_with_mask(inputs, False, mask), f"seed {seed}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
