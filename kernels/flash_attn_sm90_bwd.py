@@ -18,8 +18,8 @@ A tile's steps in a consumer, and what is in flight meanwhile:
 |---|---|---|
 | 1 | S | wait for S; dP = V dO^T; P |
 | 2 | dP | dV += P^T dO; wait for dP; dS, to shared memory, a barrier of the consumers |
-| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ |
-| 4 | dK | the next tile's S; add dQ up; wait for dK |
+| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ; add it up |
+| 4 | dK | the next tile's S; wait for dK |
 
 dS has two slots: whoever writes the second next tile's has passed a barrier at which the other had read this one's.
 """
@@ -351,10 +351,10 @@ class Consumer:
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part, dv = wgmma.wait(1, started, dv)
         dout.ring.release(state.dout_at)
-        scores = state.product if last else self.scores(q_next, walk, number + 1)
         # a list's last block may have tiles behind the last one
         with nullcontext() if listed is None else fly.when(j < listed.tiles):
             self.add(part, place.head, j, state.q_at)
+        scores = state.product if last else self.scores(q_next, walk, number + 1)
         (dk,) = wgmma.wait(0 if last else 1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
