@@ -133,7 +133,10 @@ KERNEL = Variable(
     "force a flash-attention kernel",
 )
 BACKWARD_KERNEL = Variable(
-    "FLY_BACKWARD_KERNEL", "", _one_of("", "sm90", "generic"), "force a kernel of flash attention's backward pass"
+    "FLY_BACKWARD_KERNEL",
+    "",
+    _one_of("", "sm90", "sm90_wide", "generic"),
+    "force a kernel of flash attention's backward pass",
 )
 DISABLE_DUALWAVE_SWP = Variable(
     "FLYDSL_DISABLE_DUALWAVE_SWP", "0", _boolean, "1 keeps the gfx950 dual-wave kernel from being chosen"

@@ -174,7 +174,36 @@ def _ordered(request: Request) -> str | None:
     )
 
 
+def _of_operands(request: Request) -> str | None:
+    if not request.operand_gradients:
+        return None
+    return f"makes no gradients of {arg.bias} and {arg.aux_tensors}: pass them detached"
+
+
+def _listed_in_turn(request: Request) -> str | None:
+    if request.static_features.block_size is None or not request.deterministic:
+        return None
+    return (
+        f"adds parts of {arg.q}'s gradient up in an order that changes from run to run where there is a "
+        f"{arg.block_mask}: call without {arg.deterministic} and torch.use_deterministic_algorithms, or pass its "
+        f"mask_mod as {arg.mask_mod}"
+    )
+
+
+def keys_in_turn(most: int) -> Need:
+    """At most so many keys where gradients are the same bits every time."""
+
+    def refuses(request: Request) -> str | None:
+        if not request.deterministic or request.seq_len_kv <= most:
+            return None
+        return f"takes {most} keys at most with {arg.deterministic}, not {request.seq_len_kv}: call without it"
+
+    return Need(f"at most {most} keys where gradients are the same bits every time", refuses)
+
+
 ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
+INPUTS_ALONE = Need("gradients of q, k, v and sinks alone", _of_operands)
+UNLISTED_IN_TURN = Need("no block mask where gradients are the same bits every time", _listed_in_turn)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
 
 
@@ -274,15 +303,31 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         name="sm90",
         module=".flash_attn_sm90_bwd",
         archs=("sm_90a",),
-        head_dims=(64, 128),
+        head_dims=tuple(range(HEAD_DIMS.start, 128 + 1, HEAD_DIMS.step)),
         dtypes=("bf16", "f16"),
         features=(
             *("packed", "split_kv", "split_keys", "seqused", "window", "attention_chunk"),
-            *("softcap", "alibi", "sink", "dropout", "mask_mod"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "block_mask", "score_mod", "mask_mod"),
         ),
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
-        needs=(ANY_ORDER,),
+        needs=(INPUTS_ALONE, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
+        mixed_dims=True,
+    ),
+    Kernel(
+        name="sm90_wide",
+        module=".flash_attn_sm90_bwd_wide",
+        archs=("sm_90a",),
+        head_dims=tuple(HEAD_DIMS),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "score_mod", "mask_mod"),
+        ),
+        tuning={},
+        reason="the same with dK and dV in two warpgroups, for heads above 128",
+        needs=(INPUTS_ALONE, ANY_ORDER),
+        mixed_dims=True,
     ),
     Kernel(
         name="generic",
@@ -349,13 +394,20 @@ BACKWARD = Pass(
 )
 
 
-def as_backward(request: Request, deterministic: bool = False) -> Request:
+def as_backward(request: Request, deterministic: bool = False, operand_gradients: bool = False) -> Request:
     """What the backward pass of such a call is: tuning is the forward kernel's, and what is not aligned is copied.
 
-    `deterministic`: as of `Request`, if the call itself does not ask for it.
+    `deterministic`: as of `Request`, if the call itself does not ask for it. `operand_gradients`: see there too.
     """
     told = request.deterministic or deterministic
-    return replace(request, tuning={}, alignment=16, kv_alignment=16, deterministic=told)
+    return replace(
+        request,
+        tuning={},
+        alignment=16,
+        kv_alignment=16,
+        deterministic=told,
+        operand_gradients=operand_gradients,
+    )
 
 
 def head_dims(kernel: Kernel) -> str:

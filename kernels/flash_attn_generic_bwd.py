@@ -54,7 +54,7 @@ from .work.sequences import Sequence as Tokens
 from .work.sequences import sequences_of, tokens_of
 from .work.sink_gradients import rows_of_part, sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
-from .work.tile_list import PARTIAL, WHOLE, TileList
+from .work.tile_list import BY_KEYS, TileList
 from .work.tile_scheduler import fold_grid, head_of_block
 
 
@@ -386,11 +386,6 @@ def flash_attn_generic_dq(
             store_output(view, sums, wave_row, options.wave_rows)
 
 
-# a block mask's lists among the operands, and what the same by key blocks are called
-_BY_KEYS = {name: f"{name}_by_keys" for name in (*PARTIAL, *WHOLE)}
-LISTS_BY_KEYS = tuple(_BY_KEYS.values())
-
-
 def sink_parts(device: torch.device, queries: int) -> int:
     """How many partial sums of a sequence of so many queries a sink's gradient has."""
     return -(-queries // rows_of_part(target(device_of(device).target).wave_size))
@@ -401,8 +396,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
 
     `request` is one that this kernel's row of `dispatch.BACKWARD_KERNELS` serves. `tensors`: those of the forward
     call with its out and lse, and dout like out, dlse like lse or None, the results dq, dk and dv like q, k and v,
-    and of a block mask the lists by key blocks, `LISTS_BY_KEYS`. Rows past the end of packed sequences and of lengths
-    in use are not written. q, k, v and dout are 16-byte aligned.
+    and of a block mask the lists by key blocks, `tile_list.LISTS_BY_KEYS`. Rows past the end of packed sequences and
+    of lengths in use are not written. q, k, v and dout are 16-byte aligned.
 
     Results that are there only where they are wanted: delta, float32 like lse; dsink (`sink_parts`, B, H) f32, to be
     summed over the first two; dbias, zeros of the shape (B, H, Sq, Skv) in any dtype, or in f32 the same expanded or
@@ -441,7 +436,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     add(row_statistics, (-(-tokens // rows), heads, entries), THREADS, head_dim=request.value_dim)
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, batch), wave)
-    by_keys = [_BY_KEYS.get(name, name) for name in request.operands]
+    by_keys = [BY_KEYS.get(name, name) for name in request.operands]
     for options in of_keys:
         blocks = (-(-request.seq_len_kv // options.block_m), request.num_kv_heads, batch)
         given |= {name: tensors[name] if name in options.results else None for name in ("dk", "dv")}

@@ -145,8 +145,8 @@ def flydsl_flash_attn_func(
         rng_state: (2,) int64 on q's device, a seed and an offset, which decide what dropout keeps, the same in every
             kernel (see `fly_attention.dropout_mask`). By default drawn from torch's generator of the device, so that
             torch.manual_seed repeats it.
-        deterministic: gradients are the same bits in every run, by a slower kernel where the fastest one's are not;
-            torch.use_deterministic_algorithms asks for it too. out and lse always are.
+        deterministic: gradients are the same bits in every run, which takes longer where blocks add to sums in turn
+            for it; torch.use_deterministic_algorithms asks for it too. out and lse always are.
         q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
             (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take

@@ -53,7 +53,7 @@ FLOORS = (
         "flash_attn_sm90",
         "flash_attn_sm90_bwd",
     ),
-    ("flash_attn_gfx950_fp8", "flash_attn_sm90_fp8"),
+    ("flash_attn_gfx950_fp8", "flash_attn_sm90_bwd_wide", "flash_attn_sm90_fp8"),
     ("dispatch",),
     ("call",),
     ("cache", "merging"),

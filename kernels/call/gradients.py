@@ -26,11 +26,11 @@ from .. import dispatch
 from ..arguments.callers import OWN, arg, problem
 from ..arguments.checks import ALIGNMENT, ATTENTION
 from ..arguments.stacked import unstacked
-from ..flash_attn_generic_bwd import LISTS_BY_KEYS
 from ..problem.block_mask import BlockMask
 from ..problem.catalogue import BLOCKS, BY_NAME
 from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
+from ..work.tile_list import LISTS_BY_KEYS
 from .checks import INPUTS, check_call, is_aligned, loadable, settled
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans
@@ -68,16 +68,23 @@ def check_differentiable(request: Request, q: torch.Tensor, **given: Any) -> Non
             ATTENTION.fail(text, UnsupportedError)
     check_8_bits(q.dtype)
     try:
-        serving(q.device, request)
+        serving(q.device, _of_backward(request))
     except UnsupportedError as error:
         OWN.tell(error)
         raise
 
 
 def serving(device: torch.device, request: Request) -> Prepare:
-    """The `prepare` of the backward kernel for a call of tensors on `device`; raises as `dispatch.choose` does."""
-    backward = dispatch.as_backward(request, torch.are_deterministic_algorithms_enabled())
-    return dispatch.serve(device_of(device).target, backward, dispatch.BACKWARD)
+    """The `prepare` of the backward kernel for a call of tensors on `device`; raises as `dispatch.choose` does.
+
+    `request`: of the backward pass.
+    """
+    return dispatch.serve(device_of(device).target, request, dispatch.BACKWARD)
+
+
+def _of_backward(request: Request, of_operands: bool = False) -> Request:
+    """The request of a call's backward pass; `of_operands`: as `Request.operand_gradients`."""
+    return dispatch.as_backward(request, torch.are_deterministic_algorithms_enabled(), of_operands)
 
 
 def check_features(names: Iterable[str]) -> None:
@@ -326,7 +333,9 @@ def _prepared(
         tensors[name] = settled(x)
     for name, form in kind.operands.items():
         tensors[name] = tensors[name].as_strided(*form) if isinstance(form, tuple) else form
-    launch = serving(given["q"].device, kind.request)(tensors, kind.request)
+    wanted = (name for name in differentiable(kind.request) if name != "sink")
+    request = _of_backward(kind.request, any(f"d{name}" in given for name in wanted))
+    launch = serving(given["q"].device, request)(tensors, request)
     zeros = not _LENGTHS.isdisjoint(given)
     shared = _Shared.of(made, launch.workspace_bytes, zeros) if results is None else None
     return _Prepared(launch, copied, shared)

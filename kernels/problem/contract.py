@@ -42,6 +42,7 @@ class Request:
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
     v and out, None when it is `head_dim`. `static_features`: what kernels are built with for the features, and
     `aux_tensors`: how many of these their functions have. `deterministic`: gradients are the same bits every time.
+    `operand_gradients`: of a backward pass, which makes gradients of a bias or of auxiliary tensors too.
     """
 
     head_dim: int
@@ -67,6 +68,7 @@ class Request:
     static_features: Features = NO_FEATURES
     aux_tensors: int = 0
     deterministic: bool = False
+    operand_gradients: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:

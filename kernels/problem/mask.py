@@ -55,6 +55,11 @@ class TileRange:
         first, whole_end, end = map(uniform, (first, whole_end, end))
         return TileRange(first, _smaller(_larger(self.whole_from, first), end), whole_end, end)
 
+    def mirrored(self) -> TileRange:
+        """The same tiles in opposite order, as a range of steps: step s is tile first + end - 1 - s."""
+        both = self.first + self.end
+        return TileRange(self.first, both - self.whole_end, both - self.whole_from, self.end)
+
     def sees_whole(self, tile: Any) -> Any:
         """Whether all rows see a tile whole."""
         return (tile >= self.whole_from) & (tile < self.whole_end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
@@ -12,12 +12,12 @@ from fly.errors import ShapeError
 from ..problem.features import NO_FEATURES, Features
 
 CONSUMERS = 2  # warpgroups
-BLOCK_M, BLOCK_N = 64, 64 * CONSUMERS  # queries of a tile, keys of a block
+BLOCK_M = 64  # queries of a tile, and keys that a consumer works on
+BLOCK_N = BLOCK_M * CONSUMERS  # keys of a block, unless consumers share them
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
-DS_STAGES = 2  # so that one barrier a tile is enough: see `flash_attn_sm90_bwd`
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are.
+    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `apart`: one consumer sums up dV and the other dK, of the
+    same keys (`flash_attn_sm90_bwd_wide`).
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -38,6 +39,8 @@ class Sm90BackwardOptions:
     dout_stages: int = 2
     packed: bool = False
     features: Features = NO_FEATURES
+    ordered: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         most = target("sm_90a").shared_bytes
@@ -45,24 +48,54 @@ class Sm90BackwardOptions:
             raise ShapeError(f"a block of {self.shared_bytes} bytes of shared memory; expected {most} at most")
 
     @property
+    def block_n(self) -> int:
+        """Keys of a block."""
+        return BLOCK_M if self.apart else BLOCK_N
+
+    @property
+    def ds_stages(self) -> int:
+        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two barriers."""
+        return 1 if self.apart else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that one consumer hands to the other, in float32."""
+        return 4 * BLOCK_M * self.block_n if self.apart else 0
+
+    @property
     def tiles(self) -> dict[str, PanelTile]:
-        """What bulk copies fill, by the tensors' names."""
+        """What bulk copies fill, by the tensors' names; columns past the head's are zero, as copies fill them."""
         return {
-            "q": PanelTile.widest(BLOCK_M, self.head_dim),
-            "k": PanelTile.widest(BLOCK_N, self.head_dim),
-            "v": PanelTile.widest(BLOCK_N, self.head_dim_v),
-            "dout": PanelTile.widest(BLOCK_M, self.head_dim_v),
+            "q": PanelTile.covering(BLOCK_M, self.head_dim),
+            "k": _in_pieces(PanelTile.covering(self.block_n, self.head_dim), self.pieces),
+            "v": PanelTile.covering(self.block_n, self.head_dim_v),
+            "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
         }
 
     @property
     def ds_tile(self) -> PanelTile:
         """dS, turned: keys by queries."""
-        return PanelTile.widest(BLOCK_N, BLOCK_M)
+        return PanelTile.widest(self.block_n, BLOCK_M)
+
+    @property
+    def dq_pieces(self) -> int:
+        """Products that a consumer makes its columns of dQ by, one after the other, for want of registers."""
+        return 2 if self.head_dim > 224 else 1
+
+    @property
+    def ahead(self) -> bool:
+        """With `apart`, whether registers hold dV, the next tile's S and a piece of dQ: 64 rows of f32 each."""
+        return (self.head_dim_v + BLOCK_M + self.dq_columns) // 2 <= 192
+
+    @property
+    def pieces(self) -> int:
+        """Products that make dQ."""
+        return CONSUMERS * self.dq_pieces
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that one consumer makes."""
-        return self.head_dim // CONSUMERS
+        """Columns of dQ that one product makes; the last one's may be past the head's."""
+        return self.tiles["k"].columns // self.pieces
 
     @property
     def numbers(self) -> int:
@@ -75,7 +108,14 @@ class Sm90BackwardOptions:
         statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
         slots = {"q": self.stages, "dout": self.dout_stages}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
-        return tiles + DS_STAGES * self.ds_tile.bytes + statistics
+        return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics
+
+
+def _in_pieces(tile: PanelTile, pieces: int) -> PanelTile:
+    """The tile in panels that none of so many pieces of its columns begins inside of and reaches beyond."""
+    piece = tile.columns // pieces
+    lines = (replace(tile, swizzle=bytes_) for bytes_ in (128, 64, 32) if bytes_ <= tile.swizzle)
+    return next(t for t in lines if piece % t.panel_columns == 0 or t.panel_columns % piece == 0)
 
 
 def slot_bytes(numbers: int) -> int:

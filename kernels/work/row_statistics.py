@@ -23,6 +23,7 @@ def row_statistics(
     lse2: fly.Tensor,
     delta: fly.Tensor,
     dq_sums: fly.Tensor | None,
+    counts: fly.Tensor | None,
     *,
     head_dim: int,
     vector: int = 8,
@@ -31,8 +32,9 @@ def row_statistics(
     """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
-    sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros. Grid: (row blocks,
-    H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements at a time.
+    sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
+    `counts`, (N,) i32. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector`
+    elements at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
@@ -41,6 +43,8 @@ def row_statistics(
     row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
     if dq_sums is not None:
         _clear(dq_sums, batch, head, first, rows)
+    if counts is not None:
+        _clear_counts(counts)
     everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
     sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
     logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
@@ -73,6 +77,14 @@ def _clear(sums: fly.Tensor, batch: fly.Value, head: fly.Value, first: fly.Value
     begin = sums.at(batch, head, first, 0)
     for at in fly.range(fly.thread_id.x * 4, columns * rows, THREADS * 4):
         fly.store(zero, begin.offset(at * 4), align=16)
+
+
+def _clear_counts(counts: fly.Tensor) -> None:
+    """By the first blocks of the grid, a number a thread."""
+    block = fly.block_id.x + fly.grid_dim.x * (fly.block_id.y + fly.grid_dim.y * fly.block_id.z)
+    number, at = counts.shape[0], block * THREADS + fly.thread_id.x
+    with fly.when((block <= number // THREADS) & (at < number)):
+        counts.store(0, at)
 
 
 def lanes_of_row(head_dim: int, vector: int = 8) -> int:

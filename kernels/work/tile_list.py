@@ -14,6 +14,9 @@ from .sequences import Uniform
 # counts (B, H, query blocks) and key blocks (B, H, query blocks, most) of blocks that are seen in part, and whole
 PARTIAL = ("block_counts", "block_indices")
 WHOLE = ("whole_block_counts", "whole_block_indices")
+# the same by key blocks: (B, H, key blocks) and (B, H, key blocks, most), of query blocks
+BY_KEYS = {name: f"{name}_by_keys" for name in (*PARTIAL, *WHOLE)}
+LISTS_BY_KEYS = tuple(BY_KEYS.values())
 
 
 @dataclass(frozen=True)

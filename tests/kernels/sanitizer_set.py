@@ -4,12 +4,13 @@ compute-sanitizer --tool memcheck --report-api-errors no python tests/kernels/sa
 compute-sanitizer --tool racecheck python tests/kernels/sanitizer_set.py
 compute-sanitizer --tool synccheck python tests/kernels/sanitizer_set.py
 
-Names of kernels, "appending" and "backward" behind it run only these.
+Names of kernels, "appending", "backward" and "fused_backward" behind it run only these.
 (API errors are left out because cuda-bindings asks older drivers for functions that they do not have.)
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -192,6 +193,28 @@ def backward(device: str) -> None:
     launched(flash_attn_generic_probabilities.prepare, tensors, request)
 
 
+# of the fused kernel: sizes, whether causal, options; each in turn too, where that is served
+FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (
+    ({"queries": [130], "keys": [290], "heads": 4, "kv_heads": 2, "head_dim": 64}, True, asked("sink")),
+    ({"queries": [33, 0, 130], "keys": [40, 20, 300], "head_dim": 128, "packed": True}, True, asked("dropout")),
+    ({"queries": [130] * 2, "keys": [290] * 2, "head_dim": 128}, False, asked("seqused", "window both")),
+    ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
+    ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
+)
+
+
+def fused_backward(device: str) -> None:
+    """The Hopper backward pass alone: statistics of rows, the kernel, and what rounds or clears dq."""
+    target = device_of(torch.device(device)).target
+    (kernel,) = (kernel for kernel in dispatch.BACKWARD_KERNELS if kernel.name == "sm90")
+    for (sizes, causal, options), deterministic in itertools.product(FUSED, (False, True)):
+        inputs = Inputs(**sizes, device=device)
+        tensors, request = arguments_of(inputs, causal, **options(inputs))
+        request = dispatch.as_backward(request, deterministic)
+        if dispatch.refusal(kernel, target, request) is None:
+            launched(dispatch.prepare_function(kernel), tensors, request)
+
+
 def launched(prepare: Prepare, tensors: dict[str, Any], request: Request) -> None:
     """A launch on these tensors."""
     launch = prepare(tensors, request)
@@ -212,7 +235,11 @@ SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
     "sm90_fp8": ((64, 128, 256), (eight_bit,)),
     "generic": ((64, 128, 72), (plain, groups, pages, features)),
 }
-OTHERS: Mapping[str, Callable[[str], None]] = {"appending": appending, "backward": backward}
+OTHERS: Mapping[str, Callable[[str], None]] = {
+    "appending": appending,
+    "backward": backward,
+    "fused_backward": fused_backward,
+}
 
 
 def run(device: str, only: Collection[str] = (*SETS, *OTHERS)) -> None:

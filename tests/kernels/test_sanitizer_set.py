@@ -7,11 +7,12 @@ import pytest
 from fly import config
 from kernels.generic.backward import BackwardOptions
 from kernels.problem.catalogue import OPERANDS
+from kernels.sm90.backward import Sm90BackwardOptions
 from tests.kernels import sanitizer_set
 from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
-MOST_BUILDS = 193  # a sanitizer makes loading and running one take seconds
+MOST_BUILDS = 213  # a sanitizer makes loading and running one take seconds
 MOST_BACKWARD_BUILDS = 28
 
 
@@ -31,10 +32,12 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
         *("split_combine", "transpose_values", "rotate_and_append"),
         *("row_statistics", "sink_gradients", "flash_attn_generic_dkdv", "flash_attn_generic_dq"),
         "flash_attn_generic_probabilities",
+        *("flash_attn_sm90_bwd", "round_dq", "clear_unseen"),
     }
     options = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
     backward = [build for build in options if isinstance(build, BackwardOptions)]
-    builds = [build for build in options if not isinstance(build, BackwardOptions)]
+    fused = [build for build in options if isinstance(build, Sm90BackwardOptions)]
+    builds = [build for build in options if not isinstance(build, BackwardOptions | Sm90BackwardOptions)]
     assert {name for build in builds for name in build.features.operands} == set(OPERANDS)
     assert any(build.features.score_mod for build in builds) and any(build.features.mask_mod for build in builds)
     assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
@@ -42,6 +45,13 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     assert {build.results for build in backward} == {("dk", "dv"), ("dk",), ("dv",)}
     assert {build.adds_bias for build in backward} == {True, False} and any(build.aux_gradients for build in backward)
     assert any(build.features.drops for build in backward) and any(build.features.block_size for build in backward)
+    assert {(build.head_dim, build.ordered) for build in fused} == {
+        (64, False),
+        (64, True),
+        (128, False),
+        (128, True),
+    }
+    assert any(build.features.block_size for build in fused) and any(build.packed for build in fused)
     assert len(stub.loaded) <= MOST_BUILDS
 
 

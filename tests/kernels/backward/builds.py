@@ -23,6 +23,7 @@ from kernels.call.operand_gradients import memory_for
 from kernels.flash_attn_interface import OPTION_DEFAULTS
 from kernels.problem.contract import Request, aux_name
 from kernels.work import steps
+from kernels.work.tile_list import LISTS_BY_KEYS
 from tests.kernels.feature_cases import Inputs
 
 
@@ -54,7 +55,7 @@ def arguments_of(
     }
     if (mask := options.get("block_mask")) is not None:
         lists = mask.check_transposed(inputs.batch, inputs.heads, tuple(mask.seq_lengths), q.device)
-        given |= zip(generic.LISTS_BY_KEYS, lists)
+        given |= zip(LISTS_BY_KEYS, lists)
     return given, call.request
 
 

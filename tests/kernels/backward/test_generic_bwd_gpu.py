@@ -28,13 +28,13 @@ def generic(monkeypatch):
 DIMS = [(32, 32), (40, 40), (64, 64), (72, 72), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128)]
 
 
-def wrong(inputs: Inputs, causal: bool, **options) -> list[str]:
+def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options) -> list[str]:
     q, k, v = inputs.tensors()
     options |= inputs.form()
     dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
     longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
-    found = by_autograd(q, k, v, causal, dout, dlse, **options, **longest)
+    found = by_autograd(q, k, v, causal, dout, dlse, deterministic=deterministic, **options, **longest)
     return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
 
 

@@ -9,8 +9,11 @@ import torch
 
 from fly import config
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.block_mask import create_block_mask
+from tests.kernels.backward.test_block_mask_gradients import uneven
+from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_generic_bwd_gpu import wrong
-from tests.kernels.feature_cases import Inputs, stripes
+from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +37,26 @@ def test_every_head_dimension(queries, keys, head_dim, dtype, causal, seed):
     assert not wrong(inputs, causal), f"seed {seed}"
 
 
+DIMS = {
+    "sm90": [(8, 8), (24, 128), (32, 16), (40, 40), (72, 96), (96, 72), (128, 64)],
+    "sm90_wide": [(256, 256), (192, 192), (192, 128), (136, 40), (160, 224)],
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "dims"), [(kernel, dims) for kernel, all_dims in DIMS.items() for dims in all_dims]
+)
+def test_head_dimensions_are_filled_up(kernel, dims, packed, causal, monkeypatch, seed):
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel)
+    queries, keys = ([0, 1, 777, 64], [5, 1, 1300, 300]) if packed else ([500] * 2, [700] * 2)
+    inputs = Inputs(queries, keys, 4, 2, dims[0], packed=packed, head_dim_v=dims[1], seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function"])
+@pytest.mark.parametrize("name", ["softcap", "window", "chunk", "slopes", "sink", "function", "bias", "score"])
 def test_features(name, head_dim, seed):
     inputs = Inputs([700] * 2, [900] * 2, 4, 2, head_dim, seed=seed, device="cuda")
     options = {
@@ -45,8 +66,18 @@ def test_features(name, head_dim, seed):
         "slopes": lambda: {"alibi_slopes": inputs.floats(2, 4).abs()},
         "sink": lambda: {"sink": inputs.floats(4)},
         "function": lambda: {"mask_mod": stripes},
+        "bias": lambda: {"bias": inputs.floats(2, 4, 700, 900)},
+        "score": lambda: FEATURES["score_mod aux"](inputs),
     }[name]()
     assert not wrong(inputs, False, **options), f"seed {seed}"
+
+
+@pytest.mark.parametrize("block", [128, (64, 128), (50, 40)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_block_masks(head_dim, block, seed):
+    inputs = Inputs([700], [900], 4, 2, head_dim, seed=seed, device="cuda")
+    mask = create_block_mask(uneven, None, 4, 700, 900, "cuda", block)
+    assert not wrong_with_mask(inputs, False, mask), f"seed {seed}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -76,6 +107,33 @@ def test_launches_one_after_the_other_do_not_meet(seed):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
         # no sum of theirs is shared
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_deterministic_gradients_are_the_same_bits_every_time(kv_heads, head_dim, causal, seed):
+    """More blocks than there are multiprocessors wait for one another."""
+    inputs = Inputs([1900] * 3, [2100] * 3, 8, kv_heads, head_dim, seed=seed, device="cuda")
+    assert not wrong(inputs, causal, deterministic=True), f"seed {seed}"
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    out = flydsl_flash_attn_func(*leaves, causal, deterministic=True)
+    dout = inputs.floats(*out.shape, dtype=out.dtype)
+    step = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    first = step()
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed", "window", "queries without keys"])
+def test_deterministic_gradients_of_other_forms(name, seed):
+    sizes, causal, options = {
+        "packed": ({"queries": [0, 1, 777, 129], "keys": [5, 1, 1500, 0], "packed": True}, True, {}),
+        "window": ({"queries": [2000], "keys": [2000]}, False, {"window_size": (300, 20)}),
+        "queries without keys": ({"queries": [1300], "keys": [700]}, True, {}),
+    }[name]
+    inputs = Inputs(**sizes, heads=4, kv_heads=2, head_dim=128, seed=seed, device="cuda")
+    assert not wrong(inputs, causal, deterministic=True, **options), f"seed {seed}"
 
 
 def test_a_captured_graph_may_be_replayed(seed):

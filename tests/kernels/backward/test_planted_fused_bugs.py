@@ -1,0 +1,183 @@
+"""Bugs that the Hopper backward kernel could have, planted one at a time: gradients are wrong, or a report says it.
+
+A bug whose text is no longer in the kernels fails its test: plant it again where its place is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fly.errors import SimulatorReportError
+from fly.runtime.launch import Launcher
+from kernels import flash_attn_interface
+from kernels import flash_attn_sm90_bwd as bwd
+from kernels.call import gradients as calls
+from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.problem.block_mask import create_block_mask
+from kernels.sm90 import turns
+from kernels.sm90.dq_sums import clear_unseen, round_dq
+from kernels.work import row_statistics as rows
+from tests.kernels.feature_cases import Inputs
+from tests.kernels.gradient_reference import by_autograd, gradients
+from tests.kernels.sm90.planting import Bug
+
+KERNELS = (bwd.flash_attn_sm90_bwd, round_dq, clear_unseen, rows.row_statistics)
+
+
+@pytest.fixture(autouse=True)
+def fresh(emulate, monkeypatch):
+    """The simulated Hopper GPU without what was planned or traced before."""
+    emulate("sm_90a", "")
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    monkeypatch.setattr(calls, "_kinds", {})
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
+
+
+def wrong(
+    seed: int, queries: int, keys: int, causal: bool = False, deterministic: bool = False, **options: Any
+) -> bool:
+    """Whether gradients of a call are."""
+    inputs = Inputs([queries], [keys], 1, 1, 64, seed=seed)
+    q, k, v = inputs.tensors()
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    found = by_autograd(q, k, v, causal, dout, None, deterministic=deterministic, **options)
+    return bool(gradients(q, k, v, causal, dout, **options).wrong(found))
+
+
+def wrong_with_lists(seed: int) -> bool:
+    """Of a causal call whose block mask lists whole blocks alone, and has a function that hides everything."""
+    inputs = Inputs([100], [140], 1, 1, 64, seed=seed)
+    q, k, v = leaves = [x.requires_grad_() for x in inputs.tensors()]
+    mask = create_block_mask(first_block, None, None, 100, 140, "cpu", 128)
+    mask = replace(mask, mask_mod=lambda b, h, query, key: key < 0)
+    dout = inputs.floats(*q.shape, dtype=q.dtype)
+    found = torch.autograd.grad(flydsl_flash_attn_func(*leaves, True, block_mask=mask), leaves, dout)
+    return bool(gradients(q, k, v, True, dout, mask_mod=first_block).wrong(found))
+
+
+def first_block(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """The first 128 keys."""
+    return key < 128
+
+
+CASES: Mapping[str, Callable[[int], bool]] = {
+    "causal": lambda seed: wrong(seed, 140, 100, causal=True),
+    "in turn": lambda seed: wrong(seed, 70, 140, deterministic=True),
+    "in turn, queries without keys": lambda seed: wrong(seed, 150, 40, causal=True, deterministic=True),
+    "whole blocks": wrong_with_lists,
+}
+
+BUGS = (
+    Bug(
+        "a block does not wait for its turn",
+        turns.Turns,
+        "take",
+        "tile < block.end_before => tile < 0",
+        "in turn",
+        "global-race wrong",
+    ),
+    Bug(
+        "the next block is let in before all have added",
+        turns.Turns,
+        "hand_on",
+        "self.added.wait(at.index, at.phase) => pass",
+        "in turn",
+        "global-race deadlock",
+    ),
+    Bug(
+        "the next block need not see what was added",
+        turns.Turns,
+        "hand_on",
+        'order="release" => order="relaxed"',
+        "in turn",
+        "global-race",
+    ),
+    Bug(
+        "the last block does not round",
+        turns.Neighbours,
+        "last_of",
+        "fly.minimum(tiles.end, self.first_after) => fly.i32(0)",
+        "in turn",
+        "wrong",
+    ),
+    Bug(
+        "queries without keys keep what was there",
+        turns,
+        "may_see_nothing",
+        "return few or varying => return varying",
+        "in turn, queries without keys",
+        "wrong",
+    ),
+    Bug(
+        "sums begin with what was there",
+        rows,
+        "_clear",
+        "fly.store(zero, begin.offset(at * 4), align=16) => pass",
+        "causal",
+        "wrong",
+    ),
+    Bug(
+        "dS is read before both have written it",
+        bwd.Consumer,
+        "_put",
+        "barrier_sync(WRITTEN, CONSUMERS * WARPGROUP) => pass",
+        "causal",
+        "shared-race uninitialised",
+    ),
+    Bug(
+        "dS is not handed to the tensor cores' proxy",
+        bwd.Consumer,
+        "_put",
+        "fence_async_shared() => pass",
+        "causal",
+        "proxy-fence",
+    ),
+    Bug(
+        "keys are masked as the next ones",
+        bwd.Consumer,
+        "_limit",
+        "keys = row_numbers(self.layout, 1, start) => keys = row_numbers(self.layout, 1, start + 1)",
+        "causal",
+        "wrong",
+    ),
+    Bug(
+        "the last block, a whole one, is masked by the function of partial ones",
+        bwd.Consumer,
+        "weigh",
+        "number < listed.whole_steps => number < 0",
+        "whole blocks",
+        "wrong",
+    ),
+    Bug(
+        "whole blocks are not cut by causality",
+        bwd.Consumer,
+        "weigh",
+        "self.seen_tiles.sees_whole(j) => number >= 0",
+        "whole blocks",
+        "wrong",
+    ),
+)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_bug_there_is_none(case, seed):
+    assert not CASES[case](seed), f"seed {seed}"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_found(bug, monkeypatch, seed):
+    bug.plant(monkeypatch)
+    try:
+        found = "wrong" if CASES[bug.case](seed) else None
+    except SimulatorReportError as error:
+        found = error.reports[0].kind
+    assert found in bug.found.split(), f"seed {seed}"
