@@ -40,11 +40,11 @@ from fly.runtime.compile import compile_to_launch
 from fly.runtime.packing import dim3
 from fly.runtime.prepared import Binding
 from kernels import described
-from kernels.call.operand_gradients import differentiable, memory_for
+from kernels.call.operand_gradients import memory_for
 from kernels.commands import TARGETS, request_of
-from kernels.dispatch import BACKWARD, FORWARD, Kernel, Pass, as_backward, serve
+from kernels.dispatch import BACKWARD, FORWARD, Kernel, as_backward, serve
 from kernels.flash_attn_generic_bwd import LISTS_BY_KEYS
-from kernels.generic.operands import PAD, padded
+from kernels.generic.operands import padded
 from kernels.problem.contract import Request, Tensors
 from kernels.work import steps
 
@@ -82,8 +82,13 @@ def _by_table(score: Any, batch: Any, head: Any, query: Any, key: Any, table: An
     return score + table[head, key]
 
 
-def _of_all_queries(request: Request) -> Mapping[str, Any]:
-    return {"bias": torch.empty(request.num_heads, 1, request.seq_len_kv)}
+def _bias(*sizes: str) -> Callable[[Request], Mapping[str, Any]]:
+    """One whose sizes are those of the request's, 1 where it is broadcast."""
+    return lambda request: {"bias": torch.empty([getattr(request, name) if name else 1 for name in sizes])}
+
+
+_ALL, _OF_HEADS = _bias("batch", "num_heads", "seq_len", "seq_len_kv"), _bias("num_heads", "seq_len", "seq_len_kv")
+_OF_KEYS = _bias("num_heads", "", "seq_len_kv")
 
 
 # every set of features that decides a choice of tiles or a kernel's code
@@ -99,7 +104,7 @@ FORMS: Mapping[str, Form] = {
     "softcap": _features("softcap"),
     "alibi": _features("alibi"),
     "bias": _features("bias"),
-    "bias of keys": _features("bias", more=_of_all_queries),
+    "bias of keys": _features("bias", more=_OF_KEYS),
     "sink": _features("sink"),
     "dropout": _features("dropout"),
     "block mask": _features("block_mask"),
@@ -111,9 +116,10 @@ FORMS: Mapping[str, Form] = {
     "softcap, dropout": _features("softcap", "dropout"),
     "block mask, dropout": _features("block_mask", "dropout"),
     "packed, window, softcap": Form({"packed": True, "feature": ("window", "softcap")}),
-    "bias, gradient": _features("bias", gradients=("bias",)),
-    "bias of keys, gradient": _features("bias", more=_of_all_queries, gradients=("bias",)),
-    "tensor, gradient": _features("score_mod", more=_loaded, gradients=("aux_tensors",)),
+    "bias, gradient": _features("bias", more=_ALL, gradients=("bias",)),
+    "bias of heads, gradient": _features("bias", more=_OF_HEADS, gradients=("bias",)),
+    "bias of keys, gradient": _features("bias", more=_OF_KEYS, gradients=("bias",)),
+    "score_mod, gradient": _features("score_mod", more=_loaded, gradients=("aux0",)),
 }
 
 
@@ -178,7 +184,8 @@ def bindings_of(case: Case) -> list[Binding]:
     )
     asked = request_of(described_by)
     assert asked is not None
-    request, tensors = described.call_of(asked, **form.more(asked))
+    more = form.more(asked)
+    request, tensors = described.call_of(asked, **more)
     of = PASSES[case.name]
     found: list[Binding] = []
 
@@ -188,21 +195,30 @@ def bindings_of(case: Case) -> list[Binding]:
         return SimpleNamespace(launch=None, entry=SimpleNamespace(current_stream=None))
 
     unlaunched = mock.patch.object(steps, "together", lambda *_: None)
-    with config.ARCH.set_to(case.arch), of.forced.set_to(case.kernel), unlaunched, mock.patch.object(steps, "bind", bind):
+    with (
+        config.ARCH.set_to(case.arch),
+        of.forced.set_to(case.kernel),
+        unlaunched,
+        mock.patch.object(steps, "bind", bind),
+    ):
         if case.name == "backward":
-            request, tensors = as_backward(request), {**tensors, **_of_backward(request, tensors, form)}
+            request, tensors = (
+                as_backward(request),
+                {**tensors, **_of_backward(request, tensors, more, form.gradients)},
+            )
         serve(case.arch, request, of)(tensors, request)
     return found
 
 
-def _of_backward(request: Request, tensors: Tensors, form: Form) -> Tensors:
-    """What the backward pass of a call takes beside its tensors; nothing is written to it."""
+def _of_backward(request: Request, tensors: Tensors, given: Mapping[str, Any], gradients: Sequence[str]) -> Tensors:
+    """What the backward pass of a call takes beside its tensors; nothing is written to it.
+
+    `given`: keyword arguments of the call, which has the operands of `gradients`.
+    """
     q, out = tensors["q"], tensors["out"]
     lse = (q.shape[-2], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[-2], q.shape[1])
     more = {"dout": out, "lse": torch.empty(lse), **{f"d{name}": tensors[name] for name in ("q", "k", "v")}}
-    names = differentiable(request)
-    wanted = (n for of in form.gradients for n in names if n == of or (of == "aux_tensors" and n.startswith("aux")))
-    more |= memory_for({name: tensors[name] for name in wanted}, request, q.device)
+    more |= memory_for({name: given.get(name, tensors[name]) for name in gradients}, request, q.device)
     lists = [tensors[name] for name in ("block_counts", "block_indices") if name in tensors]
     return more | dict(zip(LISTS_BY_KEYS, lists * 2))
 
