@@ -23,7 +23,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.atomics": "atomic_add atomic_add_bounded fetch_add fetch_wrap load_acquire",
         "fly.ir.control": "range while_ when cond",
-        "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",
+        "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals narrow_splats",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.paged": "PagedRows",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile PaddedTile",

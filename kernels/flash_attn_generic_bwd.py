@@ -121,9 +121,7 @@ class _KeyBlock:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                # so many comparisons at once would be more than AMD's scalar registers hold
-                between = fly.sched_barrier if self.inverse.two_sided else None
-                return turned(self.inverse.apply(turned(scores), keys, first_query, between))
+                return turned(self.inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
@@ -194,6 +192,7 @@ def flash_attn_generic_dkdv(
     Little more is kept in registers over the loop over queries than it needs: ids are read again before and after.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    fly.narrow_splats()
     parameters = options.features.bind(operands)
     given = parameters.reread()
 
@@ -319,6 +318,7 @@ def flash_attn_generic_dq(
     which this adds. What no block sees is not written in either.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    fly.narrow_splats()
     count = len(operands) - len(options.aux_gradients)
     parameters = options.features.bind(operands[:count])
     given, scale = parameters.reread(), fly.reread(scale_log2)

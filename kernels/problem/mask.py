@@ -167,11 +167,6 @@ class QueryRange:
         return self.exchanged.hides_first
 
     @property
-    def two_sided(self) -> bool:
-        """Whether a score is compared twice."""
-        return self.hides_first and self.limits
-
-    @property
     def limits(self) -> bool:
         """Whether there are keys that the last queries do not see, or those past the end must not."""
         return not self.open_end or self.exchanged.right is not None or self.exchanged.chunk is not None
@@ -189,16 +184,14 @@ class QueryRange:
         tiles = self.exchanged.tiles(first_key, keys, tile)
         return tiles if self.limits else replace(tiles, whole_end=tiles.end)
 
-    def apply(
-        self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any, between: Callable[[], None] | None = None
-    ) -> fly.Fragment:
+    def apply(self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any) -> fly.Fragment:
         """Turned scores, K Q^T, with -inf where a query does not see the row (a key index)."""
         if self.limits:
-            return self.exchanged.apply(scores, keys, first_query, between)
+            return self.exchanged.apply(scores, keys, first_query)
         if self.exchanged.left is None:
             return scores
         # causal: not `start`, since a query's number is at least 0 anyway, and a maximum would take a register a key
         causal = isinstance(self.exchanged.left, int) and self.exchanged.left == 0
         shift = self.exchanged.keys - self.exchanged.queries - first_query
         starts = keys.map(lambda key: key + shift if causal else self.start(key) - first_query)
-        return scores.keep_columns_below(None, float("-inf"), between, starts)
+        return scores.keep_columns_below(None, float("-inf"), starts=starts)
