@@ -1,4 +1,4 @@
-"""`narrow-splats`: what a vector has with one number, two elements at a time."""
+"""`narrow-splats`: what a vector has with one number, an element or a pair of elements at a time."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from mlir import ir
 
 from fly.passes.walk import build, kernel_function, operations
 
-WIDTH = 2  # what packed instructions take
 ATTRIBUTE = "fly.narrow_splats"
-_ELEMENTWISE = (
-    *(f"arith.{kind}{of}" for kind in ("add", "sub", "mul") for of in "fi"),
-    *(f"arith.{kind}" for kind in ("maxnumf", "minnumf", "maximumf", "minimumf", "cmpf")),
-    *(f"arith.{kind}" for kind in ("maxsi", "minsi", "maxui", "minui", "andi", "ori", "xori", "cmpi", "select")),
-    "math.fma",
+# what has instructions for two elements; other operations are of one, as LLVM would put pairs of these together again
+_PACKED = ("arith.addf", "arith.subf", "arith.mulf", "math.fma")
+_SINGLE = (
+    *(f"arith.{kind}" for kind in ("maxnumf", "minnumf", "maximumf", "minimumf", "cmpf", "cmpi", "select")),
+    *(f"arith.{kind}" for kind in ("addi", "subi", "muli", "maxsi", "minsi", "maxui", "minui", "andi", "ori", "xori")),
 )
 
 
 @dataclass(frozen=True)
 class NarrowSplats:
-    """Cut elementwise operations on vectors that have a scalar for every element into operations on pairs.
+    """Cut elementwise operations on vectors that have a computed number for every element.
 
-    Of a splat that a loop does not change, AMD's code generator keeps an element in a register each, and scalar
-    registers are a hundred. Only in kernels that ask for it (`fly.narrow_splats`). Postcondition: the same values.
+    Of such a splat that a loop does not change, AMD's code generator keeps every element in a register, and of scalar
+    registers there are a hundred. Only in kernels that ask for it. Postcondition: the same values.
     """
 
     name: str = "narrow-splats"
@@ -33,64 +32,52 @@ class NarrowSplats:
         if ATTRIBUTE not in function.attributes:
             return
         for op in operations(function.regions[0].blocks[0]):
-            if op.name in _ELEMENTWISE and any(_scalar(operand) is not None for operand in op.operands):
-                _cut(op)
+            width = 2 if op.name in _PACKED else 1 if op.name in _SINGLE else 0
+            if width and any(_scalar(operand) is not None for operand in op.operands):
+                _cut(op, width)
 
 
 def _scalar(operand: ir.Value) -> ir.Value | None:
-    """What a wide vector has in every element, None where it is no splat of a computed number."""
+    """What a vector has in every element; None where it is no splat of a computed number."""
     owner = operand.owner
-    if isinstance(owner, ir.Block) or owner.name != "vector.broadcast" or _length(operand.type) <= WIDTH:
+    if isinstance(owner, ir.Block) or owner.name != "vector.broadcast":
         return None
     source = owner.operands[0]
     return None if isinstance(source.type, ir.VectorType) else source
 
 
-def _length(type_: ir.Type) -> int:
-    length: int = ir.VectorType(type_).shape[0]
-    return length
-
-
-def _cut(op: ir.Operation) -> None:
+def _cut(op: ir.Operation, width: int) -> None:
     whole = ir.VectorType(op.results[0].type)
-    if whole.shape[0] % WIDTH:
+    length: int = whole.shape[0]
+    if length <= width or length % width:
         return
-    part = ir.VectorType.get([WIDTH], whole.element_type)
-    splats: dict[ir.Value, ir.Value] = {}
-
-    def piece(operand: ir.Value, start: int) -> ir.Value:
-        if not isinstance(operand.type, ir.VectorType):
-            return operand  # the condition of a selection
-        type_ = ir.VectorType.get([WIDTH], ir.VectorType(operand.type).element_type)
-        if (scalar := _scalar(operand)) is not None:
-            if operand not in splats:
-                splats[operand] = build(op, "vector.broadcast", [scalar], [type_]).results[0]
-            return splats[operand]
-        return build(op, "vector.extract_strided_slice", [operand], [type_], _place(start, WIDTH)).results[0]
-
     attributes = {name: op.attributes[name] for name in op.attributes}
-    joined: ir.Value | None = None
-    for start in range(0, whole.shape[0], WIDTH):
-        operands = [piece(operand, start) for operand in op.operands]
-        made = build(op, op.name, operands, [part], attributes).results[0]
-        if joined is None:
-            zero = ir.DenseElementsAttr.get_splat(whole, _zero(whole.element_type))
-            joined = build(op, "arith.constant", [], [whole], {"value": zero}).results[0]
-        joined = build(op, "vector.insert_strided_slice", [made, joined], [whole], _place(start)).results[0]
-    assert joined is not None
-    op.results[0].replace_all_uses_with(joined)
+    pieces = []
+    for start in range(0, length, width):
+        operands = [_piece(op, operand, start, width) for operand in op.operands]
+        result = ir.VectorType.get([width], whole.element_type) if width > 1 else whole.element_type
+        pieces.append(build(op, op.name, operands, [result], attributes).results[0])
+    if width > 1:
+        pieces = [_element(op, piece, i) for piece in pieces for i in range(width)]
+    op.results[0].replace_all_uses_with(build(op, "vector.from_elements", pieces, [whole]).results[0])
     op.erase()
 
 
-def _zero(type_: ir.Type) -> ir.Attribute:
-    return ir.FloatAttr.get(type_, 0.0) if not isinstance(type_, ir.IntegerType) else ir.IntegerAttr.get(type_, 0)
+def _piece(before: ir.Operation, operand: ir.Value, start: int, width: int) -> ir.Value:
+    """`width` elements of an operand; the condition of a selection may be no vector."""
+    if not isinstance(operand.type, ir.VectorType):
+        return operand
+    if (scalar := _scalar(operand)) is not None:
+        elements = [scalar] * width
+    else:
+        elements = [_element(before, operand, start + i) for i in range(width)]
+    if width == 1:
+        return elements[0]
+    part = ir.VectorType.get([width], ir.VectorType(operand.type).element_type)
+    return build(before, "vector.from_elements", elements, [part]).results[0]
 
 
-def _place(start: int, size: int | None = None) -> dict[str, ir.Attribute]:
-    """Attributes of a slice that begins at an element."""
-
-    def numbers(value: int) -> ir.Attribute:
-        return ir.ArrayAttr.get([ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)])
-
-    sizes = {} if size is None else {"sizes": numbers(size)}
-    return {"offsets": numbers(start), "strides": numbers(1), **sizes}
+def _element(before: ir.Operation, vector: ir.Value, index: int) -> ir.Value:
+    type_ = ir.VectorType(vector.type).element_type
+    place = {"static_position": ir.DenseI64ArrayAttr.get([index])}
+    return build(before, "vector.extract", [vector], [type_], place).results[0]
