@@ -40,7 +40,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane"
-        " reread reread_ids target",
+        " reread remade reread_ids target",
         "fly.lang.debug": "print check",
         "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",
