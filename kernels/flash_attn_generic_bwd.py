@@ -161,7 +161,7 @@ class _KeyBlock:
         if given.features.block_size is None:
             return None, self.tiles
         queries = place.keys.queries
-        listed = TileList.of(given, place.batch, place.head, self.first_key, self.options.block_n, queries)
+        listed = TileList.of(given, place.batch, place.head, fly.remade(self.first_key), self.options.block_n, queries)
         return listed, TileRange(0, 0, listed.whole_steps, listed.steps)
 
 
@@ -234,7 +234,7 @@ def flash_attn_generic_dkdv(
         count = fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
-            place = HeadOfKeys(batch, head, seen)
+            place = HeadOfKeys(fly.remade(batch), head, seen)
             if not in_registers:
                 with fly.reread_ids():
                     stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]
