@@ -9,7 +9,7 @@ from mlir import ir
 from fly.passes.walk import build, kernel_function, operations
 
 ATTRIBUTE = "fly.narrow_splats"
-# what has instructions for two elements; other operations are of one, as LLVM would put pairs of these together again
+# what has instructions for two elements
 _PACKED = ("arith.addf", "arith.subf", "arith.mulf", "math.fma")
 _SINGLE = (
     *(f"arith.{kind}" for kind in ("maxnumf", "minnumf", "maximumf", "minimumf", "cmpf", "cmpi", "select")),
@@ -32,9 +32,9 @@ class NarrowSplats:
         if ATTRIBUTE not in function.attributes:
             return
         for op in operations(function.regions[0].blocks[0]):
-            width = 2 if op.name in _PACKED else 1 if op.name in _SINGLE else 0
-            if width and any(_scalar(operand) is not None for operand in op.operands):
-                _cut(op, width)
+            scalars = [scalar for operand in op.operands if (scalar := _scalar(operand)) is not None]
+            if scalars and op.name in (*_PACKED, *_SINGLE):
+                _cut(op, 1 if op.name in _SINGLE or (op.name != "math.fma" and any(map(_is_parameter, scalars))) else 2)
 
 
 def _scalar(operand: ir.Value) -> ir.Value | None:
@@ -44,6 +44,11 @@ def _scalar(operand: ir.Value) -> ir.Value | None:
         return None
     source = owner.operands[0]
     return None if isinstance(source.type, ir.VectorType) else source
+
+
+def _is_parameter(number: ir.Value) -> bool:
+    """Whether it is in a scalar register for sure: LLVM puts pairs of sums and products with it together again."""
+    return isinstance(number.owner, ir.Block) or number.owner.name == "fly.reread"
 
 
 def _cut(op: ir.Operation, width: int) -> None:
