@@ -112,6 +112,10 @@ class _KeyBlock:
             *sums, flight = state
             tile = i if tile_of is None else tile_of(i)
             first_query = tile * options.block_n
+            here, inverse = place, self.inverse
+            if listed is not None:
+                here = replace(place, keys=place.keys.remade())
+                inverse = QueryRange.of(here.keys, open_end=inverse.open_end)
             ready, flight = (copied()[0] if options.rereads else ring).advance(i, flight)
             q_tile, dout_tile, (lse_slot, delta_slot) = ready[:split], ready[split:-2], ready[-2:]
             lse = fly.RowVector(turned_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
@@ -121,22 +125,22 @@ class _KeyBlock:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                return turned(self.inverse.apply(turned(scores), keys, first_query))
+                return turned(inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
-                    return given.mask(limit(scores), queries, wave_key, place)
+                    return given.mask(limit(scores), queries, wave_key, here)
                 if listed is None:
                     return scores
                 with fly.reread_ids():
                     first_key = fly.block_id.x * options.block_m
-                    whole = self.inverse.tiles(first_key, options.block_m, options.block_n).sees_whole(tile)
+                    whole = inverse.tiles(first_key, options.block_m, options.block_n).sees_whole(tile)
                 limited: fly.Fragment = fly.cond(whole, lambda: scores, lambda: limit(scores))
                 return limited
 
             wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
             raw = turned(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, place, queries, wave_key, scale_log2, lse, hide, first_query)
+            made = weights(raw, given, here, queries, wave_key, scale_log2, lse, hide, first_query)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
@@ -362,11 +366,12 @@ def flash_attn_generic_dq(
             with anew():
                 here_now = WaveRows.of(layout, work.first_row, options.wave_rows) if featured else mine
             rows, wave_row = here_now.numbers, here_now.first
-            stages = ScoreStages(work, here, scale, rows, options.block_n)
+            place = work if tile_of is None else replace(work, keys=work.keys.remade())
+            stages = ScoreStages(place, here, scale, rows, options.block_n)
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            made = weights(raw, here, work, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
+            made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:

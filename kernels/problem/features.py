@@ -183,14 +183,14 @@ class BoundFeatures:
     def dropout(self, place: Place, remade: bool = False) -> Dropout | None:
         """What dropout does to the weights of the head, where there is any.
 
-        `remade`: for a tile that has no scalar registers for what is made of the key (`fly.remade`).
+        `remade`: for tiles that have no scalar registers for what is made of the random state (`fly.remade`).
         """
         if not self.features.drops:
             return None
         random = self._random(place)
         if remade:
-            low, high = map(fly.remade, random.key)
-            random = replace(random, key=(low, high))
+            low, high, head, offset = map(fly.remade, (*random.key, random.head, random.offset))
+            random = RandomHead((low, high), head, offset)
         return Dropout(random, self.operands["dropped"])
 
     def of_kept(self, delta: fly.Value) -> fly.Value:

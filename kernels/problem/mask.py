@@ -111,6 +111,10 @@ class KeyRange:
     def _query(self, row: Any) -> Any:
         return self.queries - 1 if self.one_query else row
 
+    def remade(self) -> KeyRange:
+        """The same, of lengths that are `fly.remade`; they are the same in every lane of a wave."""
+        return replace(self, queries=fly.remade(self.queries), keys=fly.remade(self.keys))
+
     def tiles(self, first_row: Any, rows: int, tile: int) -> TileRange:
         """The key tiles of a block of `rows` queries from `first_row` on, which exists."""
         last_row = _smaller(first_row + (rows - 1), self.queries - 1)
