@@ -125,7 +125,7 @@ class _KeyBlock:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                return turned(inverse.apply(turned(scores), keys, first_query))
+                    return turned(inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
