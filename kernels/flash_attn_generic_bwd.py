@@ -129,7 +129,8 @@ class _KeyBlock:
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
-                    return given.mask(limit(scores), queries, wave_key, here)
+                    with fly.reread_ids():
+                        return given.mask(limit(scores), queries, wave_key, here)
                 if listed is None:
                     return scores
                 with fly.reread_ids():
@@ -371,7 +372,8 @@ def flash_attn_generic_dq(
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
+            with anew():
+                made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:
