@@ -4,9 +4,9 @@
     python -m benchmarks.registers --arch sm_80 --kernel generic --pass backward --head-dim 64 128
     python -m benchmarks.registers --arch gfx942 --form plain window dropout --jobs 2
 
-A call of every form, head dimension and mask is described, not made: what its launch would compile is compiled, and
-counted once. AMD's figures are LLVM's notes in the object; NVIDIA's are those of `ptxas`, which has to be installed. A
-spill is a register on AMD, scalar ones in lanes of vector registers too, and a byte on NVIDIA, stores and loads.
+A call of every form, head dimension and mask is described, not made: what its launch would compile is compiled and
+counted. AMD's figures are LLVM's notes in the object, NVIDIA's those of `ptxas`, which has to be installed. A spill is
+a register on AMD, scalar ones in lanes of vector registers too, and a byte on NVIDIA, of stores and loads.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernels = sorted({kernel.name for of in PASSES.values() for kernel in of.table()})
     for name, accepted in (("arch", TARGETS), ("kernel", kernels), ("pass", tuple(PASSES)), ("form", tuple(FORMS))):
         dest = "passes" if name == "pass" else name
-        parser.add_argument(f"--{name}", nargs="+", choices=accepted, default=accepted, dest=dest, metavar=name.upper(),
-                            help=f"of these alone: {', '.join(accepted)}")  # fmt: skip
+        shown = {"metavar": name.upper(), "help": f"of these alone: {', '.join(accepted)}"}
+        parser.add_argument(f"--{name}", nargs="+", choices=accepted, default=accepted, dest=dest, **shown)
     parser.add_argument("--head-dim", nargs="+", type=int, help="of these alone, any that a kernel takes")
     parser.add_argument("--only-spills", action="store_true", help="leave out builds without spills and stack")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one a CPU)")

@@ -166,7 +166,9 @@ class _KeyBlock:
         if given.features.block_size is None:
             return None, self.tiles
         queries = place.keys.queries
-        listed = TileList.of(given, place.batch, place.head, fly.remade(self.first_key), self.options.block_n, queries)
+        listed = TileList.of(
+            given, place.batch, place.head, fly.remade(self.first_key), self.options.block_n, queries
+        )
         return listed, TileRange(0, 0, listed.whole_steps, listed.steps)
 
 
@@ -372,7 +374,7 @@ def flash_attn_generic_dq(
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            with anew():
+            with fly.reread_ids() if options.rereads else nullcontext():
                 made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)

@@ -13,7 +13,10 @@ ATTRIBUTE = "fly.narrow_splats"
 _PACKED = ("arith.addf", "arith.subf", "arith.mulf", "math.fma")
 _SINGLE = (
     *(f"arith.{kind}" for kind in ("maxnumf", "minnumf", "maximumf", "minimumf", "cmpf", "cmpi", "select")),
-    *(f"arith.{kind}" for kind in ("addi", "subi", "muli", "maxsi", "minsi", "maxui", "minui", "andi", "ori", "xori")),
+    *(
+        f"arith.{kind}"
+        for kind in ("addi", "subi", "muli", "maxsi", "minsi", "maxui", "minui", "andi", "ori", "xori")
+    ),
 )
 
 
@@ -34,7 +37,9 @@ class NarrowSplats:
         for op in operations(function.regions[0].blocks[0]):
             scalars = [scalar for operand in op.operands if (scalar := _scalar(operand)) is not None]
             if scalars and op.name in (*_PACKED, *_SINGLE):
-                _cut(op, 1 if op.name in _SINGLE or (op.name != "math.fma" and any(map(_is_parameter, scalars))) else 2)
+                _cut(
+                    op, 1 if op.name in _SINGLE or (op.name != "math.fma" and any(map(_is_parameter, scalars))) else 2
+                )
 
 
 def _scalar(operand: ir.Value) -> ir.Value | None:
