@@ -272,33 +272,45 @@ def is_clean(counted: Counted) -> bool:
     return not (counted.found.spills or counted.found.scratch_bytes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table asked for; returns the number of builds that spill, 255 at most."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kernels = sorted({kernel.name for of in PASSES.values() for kernel in of.table()})
     for name, accepted in (("arch", TARGETS), ("kernel", kernels), ("pass", tuple(PASSES)), ("form", tuple(FORMS))):
         dest = "passes" if name == "pass" else name
-        shown = {"metavar": name.upper(), "help": f"of these alone: {', '.join(accepted)}"}
-        parser.add_argument(f"--{name}", nargs="+", choices=accepted, default=accepted, dest=dest, **shown)
-    parser.add_argument("--head-dim", nargs="+", type=int, help="of these alone, any that a kernel takes")
-    parser.add_argument("--only-spills", action="store_true", help="leave out builds without spills and stack")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one a CPU)")
-    options = parser.parse_args(argv)
+        made.add_argument(
+            f"--{name}", nargs="+", choices=accepted, default=accepted, dest=dest, metavar=name.upper(),
+            help=f"of these alone: {', '.join(accepted)}",
+        )  # fmt: skip
+    made.add_argument("--head-dim", nargs="+", type=int, help="of these alone, any that a kernel takes")
+    made.add_argument("--only-spills", action="store_true", help="leave out builds without spills and stack")
+    made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one a CPU)")
+    return made
+
+
+def counted(asked: Sequence[Case], jobs: int) -> Iterator[list[Counted]]:
+    """The builds of every case."""
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from map(itemgetter(1), zip(progress(asked, "call"), pool.map(count, asked)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table asked for; returns 1 where a build spills."""
+    options = parser().parse_args(argv)
     needed = {arch for arch in options.arch if arch.startswith("sm_")}
     if needed and shutil.which("ptxas") is None:
-        parser.error(f"--arch {' '.join(sorted(needed))}: ptxas is not on the PATH, which counts NVIDIA's registers")
-    asked = list(cases(options))
+        parser().error(
+            f"--arch {' '.join(sorted(needed))}: ptxas, which counts NVIDIA's registers, is not on the PATH"
+        )
     print(HEADER)
     builds = spilled = 0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for found in map(itemgetter(1), zip(progress(asked, "call"), pool.map(count, asked))):
-            builds += len(found)
-            spilling = [counted for counted in found if not is_clean(counted)]
-            spilled += len(spilling)
-            for counted in spilling if options.only_spills else found:
-                say(line(counted))
+    for found in counted(list(cases(options)), options.jobs):
+        spilling = [build for build in found if not is_clean(build)]
+        builds, spilled = builds + len(found), spilled + len(spilling)
+        for build in spilling if options.only_spills else found:
+            say(line(build))
     print(f"{builds} builds, {spilled} with spills")
-    return min(spilled, 255)
+    return int(spilled > 0)
 
 
 if __name__ == "__main__":
