@@ -5,8 +5,8 @@
     python -m benchmarks.registers --arch gfx942 --form plain window dropout --jobs 2
 
 A call of every form, head dimension and mask is described, not made: what its launch would compile is compiled and
-counted. AMD's figures are LLVM's notes in the object, NVIDIA's those of `ptxas`, which has to be installed. A spill is
-a register on AMD, scalar ones in lanes of vector registers too, and a byte on NVIDIA, of stores and loads.
+counted. AMD's figures are LLVM's notes in the object, NVIDIA's those of `ptxas`, which has to be installed. A spill
+is a register on AMD, scalar ones in lanes of vector registers too, and a byte on NVIDIA, of stores and loads.
 """
 
 from __future__ import annotations
