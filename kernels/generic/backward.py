@@ -167,7 +167,7 @@ def _rereads(kernel: str, dim: int, causal: bool, features: Features) -> bool:
     if kernel == "dkdv" and ("seqused_q" in operands or "seqused_kv" in operands):
         return True
     if dim != TOGETHER:
-        return False
+        return dim == 64 and kernel == "dkdv" and not causal and features.drops and features.block_size is not None
     if kernel == "dkdv":
         return "bias" in operands if causal else features.score_mod is not None
     return "attention_chunk" in operands or features.block_size is not None if causal else "alibi_slopes" in operands
