@@ -23,7 +23,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
         "fly.ir.atomics": "atomic_add atomic_add_bounded fetch_add fetch_wrap load_acquire",
         "fly.ir.control": "range while_ when cond",
-        "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals",
+        "fly.lang.kernel": "kernel Kernel Operand occupancy compiler_options flush_denormals narrow_splats",
         "fly.lang.tensor": "Tensor Tile RowView Panel Window",
         "fly.lang.paged": "PagedRows",
         "fly.lang.shared": "SharedMemory SharedTile SwizzledTile PaddedTile",
@@ -40,7 +40,7 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane"
-        " reread reread_ids target",
+        " reread remade reread_ids target",
         "fly.lang.debug": "print check",
         "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",

@@ -28,7 +28,7 @@ from fly.ir.atomics import (
 from fly.ir.control import range as range, while_ as while_, when as when, cond as cond
 from fly.lang.kernel import (
     kernel as kernel, Kernel as Kernel, Operand as Operand, occupancy as occupancy,
-    compiler_options as compiler_options, flush_denormals as flush_denormals,
+    compiler_options as compiler_options, flush_denormals as flush_denormals, narrow_splats as narrow_splats,
 )
 from fly.lang.tensor import Tensor as Tensor, Tile as Tile, RowView as RowView, Panel as Panel, Window as Window
 from fly.lang.paged import PagedRows as PagedRows
@@ -68,7 +68,7 @@ from fly.lang.sync import (
 from fly.lang.ids import (
     block_id as block_id, thread_id as thread_id, grid_dim as grid_dim, block_dim as block_dim,
     lane_id as lane_id, lane_of as lane_of, wave_id as wave_id, wave_size as wave_size, first_lane as first_lane,
-    reread as reread, reread_ids as reread_ids, target as target,
+    remade as remade, reread as reread, reread_ids as reread_ids, target as target,
 )
 from fly.lang.debug import print as print, check as check
 from fly.lang.signature import TensorSpec as TensorSpec, ScalarSpec as ScalarSpec, TensorMapSpec as TensorMapSpec

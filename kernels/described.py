@@ -42,12 +42,12 @@ def _float32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32)
 
 
-def _block_mask(request: Request) -> BlockMask:
-    """Lists of part and of whole blocks, for every head."""
+def block_mask(request: Request, size: tuple[int, int] = BLOCK) -> BlockMask:
+    """Lists of part and of whole blocks of `size` queries and keys, for every head."""
     sizes = (request.seq_len, request.seq_len_kv)
-    rows, keys = (-(-length // block) for length, block in zip(sizes, BLOCK))
+    rows, keys = (-(-length // block) for length, block in zip(sizes, size))
     lists = (_int32(1, 1, rows), _int32(1, 1, rows, keys)) * 2
-    return BlockMask(*lists, BLOCK, sizes, _not_after)
+    return BlockMask(*lists, size, sizes, _not_after)
 
 
 def _not_after(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -83,7 +83,7 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
     "bias": lambda r: {"bias": torch.empty(r.num_heads, r.seq_len, r.seq_len_kv, dtype=DTYPES[r.dtype])},
     "sink": lambda r: {"sink": _float32(r.num_heads)},
     "dropout": lambda r: {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64)},
-    "block_mask": lambda r: {"block_mask": _block_mask(r)},
+    "block_mask": lambda r: {"block_mask": block_mask(r)},
     "descale": lambda r: {f"{name}_descale": _float32(r.batch, r.num_kv_heads) for name in ("q", "k", "v")},
     "score_mod": lambda r: {"score_mod": _halved},
     "mask_mod": lambda r: {"mask_mod": _not_after},
@@ -134,14 +134,16 @@ def _asked(request: Request) -> dict[str, Any]:
     return _DEFAULTS | asked
 
 
-def call_of(request: Request) -> tuple[Request, Tensors]:
+def call_of(request: Request, **given: Any) -> tuple[Request, Tensors]:
     """The request of a call like `request` with tensors of its own, and these; nothing is written to them.
+
+    `given`: keyword arguments of the call in the place of those that are made up.
 
     Raises:
         ArgumentError, ArgumentTypeError: there is no such call, or its tensors do not fit this machine's memory.
     """
     try:
-        options = _asked(request)
+        options = _asked(request) | given
         q, k, v = _inputs(request)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
     except (RuntimeError, MemoryError) as error:

@@ -112,6 +112,10 @@ class _KeyBlock:
             *sums, flight = state
             tile = i if tile_of is None else tile_of(i)
             first_query = tile * options.block_n
+            here, inverse = place, self.inverse
+            if listed is not None:
+                here = replace(place, keys=place.keys.remade())
+                inverse = QueryRange.of(here.keys, open_end=inverse.open_end)
             ready, flight = (copied()[0] if options.rereads else ring).advance(i, flight)
             q_tile, dout_tile, (lse_slot, delta_slot) = ready[:split], ready[split:-2], ready[-2:]
             lse = fly.RowVector(turned_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
@@ -121,24 +125,23 @@ class _KeyBlock:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                # so many comparisons at once would be more than AMD's scalar registers hold
-                between = fly.sched_barrier if self.inverse.two_sided else None
-                return turned(self.inverse.apply(turned(scores), keys, first_query, between))
+                    return turned(inverse.apply(turned(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
-                    return given.mask(limit(scores), queries, wave_key, place)
+                    with fly.reread_ids():
+                        return given.mask(limit(scores), queries, wave_key, here)
                 if listed is None:
                     return scores
                 with fly.reread_ids():
                     first_key = fly.block_id.x * options.block_m
-                    whole = self.inverse.tiles(first_key, options.block_m, options.block_n).sees_whole(tile)
+                    whole = inverse.tiles(first_key, options.block_m, options.block_n).sees_whole(tile)
                 limited: fly.Fragment = fly.cond(whole, lambda: scores, lambda: limit(scores))
                 return limited
 
             wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
             raw = turned(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, place, queries, wave_key, scale_log2, lse, hide, first_query)
+            made = weights(raw, given, here, queries, wave_key, scale_log2, lse, hide, first_query)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
@@ -163,7 +166,9 @@ class _KeyBlock:
         if given.features.block_size is None:
             return None, self.tiles
         queries = place.keys.queries
-        listed = TileList.of(given, place.batch, place.head, self.first_key, self.options.block_n, queries)
+        listed = TileList.of(
+            given, place.batch, place.head, fly.remade(self.first_key), self.options.block_n, queries
+        )
         return listed, TileRange(0, 0, listed.whole_steps, listed.steps)
 
 
@@ -194,6 +199,7 @@ def flash_attn_generic_dkdv(
     Little more is kept in registers over the loop over queries than it needs: ids are read again before and after.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    fly.narrow_splats()
     parameters = options.features.bind(operands)
     given = parameters.reread()
 
@@ -235,7 +241,7 @@ def flash_attn_generic_dkdv(
         count = fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
-            place = HeadOfKeys(batch, head, seen)
+            place = HeadOfKeys(fly.remade(batch), head, seen)
             if not in_registers:
                 with fly.reread_ids():
                     stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]
@@ -319,6 +325,7 @@ def flash_attn_generic_dq(
     which this adds. What no block sees is not written in either.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
+    fly.narrow_splats()
     count = len(operands) - len(options.aux_gradients)
     parameters = options.features.bind(operands[:count])
     given, scale = parameters.reread(), fly.reread(scale_log2)
@@ -362,11 +369,13 @@ def flash_attn_generic_dq(
             with anew():
                 here_now = WaveRows.of(layout, work.first_row, options.wave_rows) if featured else mine
             rows, wave_row = here_now.numbers, here_now.first
-            stages = ScoreStages(work, here, scale, rows, options.block_n)
+            place = work if tile_of is None else replace(work, keys=work.keys.remade())
+            stages = ScoreStages(place, here, scale, rows, options.block_n)
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
-            made = weights(raw, here, work, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
+            with fly.reread_ids() if options.rereads else nullcontext():
+                made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:

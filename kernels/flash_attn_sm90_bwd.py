@@ -382,7 +382,7 @@ class Consumer:
         masked: bool,
         drops: bool = True,
     ) -> Weights:
-        """P of tile j, of step `number`, from its scores; their statistics are in slot `at`. `drops`: as `weights`."""
+        """P of tile j, of step `number`, from its scores; statistics in slot `at`, `drops` as in `weights`."""
         first_query, first_key, listed = j * BLOCK_M, self.block.first_key + self.first_row, walk.listed
         fragment = turned(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)

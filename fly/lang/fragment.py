@@ -18,9 +18,9 @@ from mlir import ir
 from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, dtype, f32, i32
-from fly.ir.math import absolute, fma, minimum, reduce_max, reduce_sum
+from fly.ir.math import absolute, fma, maximum, minimum, reduce_max, reduce_sum
 from fly.ir.memory import Pointer, load, load_bounded
-from fly.ir.value import Number, Value, broadcast, concat, constant, from_elements, select
+from fly.ir.value import Number, Value, broadcast, compare, concat, constant, from_elements, select
 from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout
 from fly.lang.sync import reduce_lanes
@@ -478,6 +478,11 @@ class Fragment:
             return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         remaining, skipped = spread(limits), spread(starts)
+        # AMD's comparisons take two scalar registers each: one of a column's distance from the start is enough
+        lengths: list[Value] = []
+        if limits is not None and starts is not None and between is None and current().target.backend == "rocdl":
+            length = limits.map(lambda limit, start: maximum(limit - start, 0), starts)
+            lengths = [self.spread(length, r) for r in range(len(self.tiles))]
 
         def keep(elements: Value, seen: Value) -> Value:
             if between is None:
@@ -493,6 +498,8 @@ class Fragment:
                 return tile if remaining is None else keep(tile, columns < remaining[r])
             if remaining is None:
                 return keep(tile, columns >= skipped[r])
+            if lengths:
+                return keep(tile, compare("ult", columns - skipped[r], lengths[r]))
             half = layout.values // 2
             parts = [slice(0, half), slice(half, layout.values)]
             return concat(

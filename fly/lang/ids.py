@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def reread_ids() -> Iterator[None]:
     """Block and thread ids are read anew here: nothing made of them is kept in registers from before for it.
 
-    For what a long loop does not need and what comes after it does, or for rare branches. NVIDIA's compiler alone
-    is told so; elsewhere such numbers are scalar, or cheap to keep.
+    For what a long loop does not need and what comes after it does, or for rare branches. AMD's compiler is told so
+    of block ids alone, which are scalar: others are cheap to keep there.
     """
     trace = current()
     before, trace.rereads_ids = trace.rereads_ids, True
@@ -49,6 +49,15 @@ def reread(given: Any) -> Any:
         shape, stride = (tuple(map(reread, numbers)) for numbers in (given.shape, given.stride))
         return Tensor(pointer, given.dtype, shape, stride, given.alignment)
     return given.with_ir(_reread(given)) if isinstance(given, Value) else given
+
+
+def remade(given: Value) -> Value:
+    """The same i32, which is the same in every lane of a wave: what was made of it before is made again from here on.
+
+    For numbers in a long loop that take an instruction each to make and a scalar register each to keep. AMD's
+    compiler alone is told so.
+    """
+    return given.with_ir(emit("fly.reread", [given.ir], [given.ir.type]).results[0])
 
 
 def _reread(given: Any) -> Any:

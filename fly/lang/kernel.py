@@ -203,6 +203,14 @@ def compiler_options(*options: str) -> None:
     function.attributes["fly.options"] = ir.ArrayAttr.get([ir.StringAttr.get(o) for o in options])
 
 
+def narrow_splats() -> None:
+    """Numbers that all elements of a vector share take two registers in this kernel, not one for each element.
+
+    For kernels with many of them beside a loop. AMD's compiler alone is told so: elsewhere they take one anyway.
+    """
+    current().memo["function"].attributes["fly.narrow_splats"] = ir.UnitAttr.get()
+
+
 def flush_denormals() -> None:
     """f32 arithmetic of this kernel takes and gives denormal numbers as zero."""
     current().memo["function"].attributes["fly.daz"] = ir.UnitAttr.get()

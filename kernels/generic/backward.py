@@ -21,9 +21,10 @@ class BackwardOptions:
     A block has `block_m` rows, wave w those from w * block_m / waves on, and what passes by comes in tiles of
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
-    block mask's blocks are (keys, queries). `rereads`: of `dkdv`, whether what a thread copies is computed again for
-    every tile, which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`, whether several blocks
-    have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
+    block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
+    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`,
+    whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after
+    the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -136,11 +137,12 @@ _NVIDIA_PLAIN = {64: _Rows((128, 32, 4), (128, 32, 4)), 128: _Rows((128, 64, 8),
 _NVIDIA_BARE = {256: _Rows((128, 32, 8), (128, 32, 8), dv=(128, 64, 8))}
 # where weights are dropped and scores modified;
 _NVIDIA_FULL = {64: _Rows((128, 32, 8), (128, 32, 4)), 128: _Rows((128, 16, 8), (128, 16, 4))}
-# where biases are added, or scores modified within a window;
+# where biases are added;
 _NVIDIA_CUT = {128: _Rows((128, 32, 8), (128, 16, 4))}
-# where a list's blocks are small, and so what copies a tile;
-_NVIDIA_LISTED = {128: _Rows((128, 16, 8), (128, 16, 4))}
-# where weights are dropped; where they are, or tiles are listed.
+# where scores are modified within a window, or a list's blocks are small, and so what copies a tile, or of a list
+# weights are dropped;
+_NVIDIA_NARROW = {128: _Rows((128, 16, 8), (128, 16, 4))}
+# where weights are dropped, or lists are causal; where weights are dropped, or tiles are listed.
 _NVIDIA_DROPPING = {128: _Rows((128, 16, 8), (128, 32, 4))}
 _NVIDIA_CROWDED = {256: _Rows((128, 16, 8), (128, 32, 8), dv=(128, 32, 8))}
 # Where gradients of operands take registers beside dQ's.
@@ -157,6 +159,18 @@ _AMD = {
     256: _Rows((128, 32, 4), (128, 32, 4)),
 }
 TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
+
+
+def _rereads(kernel: str, dim: int, causal: bool, features: Features) -> bool:
+    """Whether a build on NVIDIA is one of those that spill otherwise (`python -m benchmarks.registers`)."""
+    operands = features.operands
+    if kernel == "dkdv" and ("seqused_q" in operands or "seqused_kv" in operands):
+        return True
+    if dim != TOGETHER:
+        return dim == 64 and kernel == "dkdv" and not causal and features.drops and features.block_size is not None
+    if kernel == "dkdv":
+        return "bias" in operands if causal else features.score_mod is not None
+    return "attention_chunk" in operands or features.block_size is not None if causal else "alibi_slopes" in operands
 
 
 def options_for(
@@ -179,17 +193,17 @@ def options_for(
     nvidia = target.backend == "nvvm"
     bare = not (features.per_score or features.elementwise) and features.block_size is None
     plain = bare and not (features.windowed or features.ends_early)
-    loads_lengths = any(name in features.operands for name in ("seqused_q", "seqused_kv"))
-    cut = "bias" in features.operands or (features.modifies and features.windowed)
+    listed = features.block_size is not None
+    narrow = (features.modifies and features.windowed) or (listed and features.drops)
     first = (
         (of_operands, _NVIDIA_OF_OPERANDS),
         (plain, _NVIDIA_PLAIN),
         (bare, _NVIDIA_BARE),
         (features.drops and features.modifies, _NVIDIA_FULL),
-        (cut, _NVIDIA_CUT),
-        (features.block_size is not None and min(features.block_size) < 128, _NVIDIA_LISTED),
-        (features.drops, _NVIDIA_DROPPING),
-        (features.drops or features.block_size is not None, _NVIDIA_CROWDED),
+        (narrow or (features.block_size is not None and min(features.block_size) < 128), _NVIDIA_NARROW),
+        ("bias" in features.operands, _NVIDIA_CUT),
+        (features.drops or (listed and causal), _NVIDIA_DROPPING),
+        (features.drops or listed, _NVIDIA_CROWDED),
     )
 
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
@@ -220,7 +234,7 @@ def options_for(
             resident="shared" if nvidia else "registers",
             results=results,
             features=given,
-            rereads=nvidia and by_keys and loads_lengths,
+            rereads=nvidia and _rereads(kernel, dim, causal, features),
             waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER or crowded else 2,
         )
 

@@ -185,9 +185,18 @@ class BoundFeatures:
         assert not isinstance(head, fly.RowVector), "rows are of one head where there is dropout"
         return RandomHead.load(state, place.batch * self.operands["query_heads"] + head)
 
-    def dropout(self, place: Place) -> Dropout | None:
-        """What dropout does to the weights of the head, where there is any."""
-        return Dropout(self._random(place), self.operands["dropped"]) if self.features.drops else None
+    def dropout(self, place: Place, remade: bool = False) -> Dropout | None:
+        """What dropout does to the weights of the head, where there is any.
+
+        `remade`: for tiles that have no scalar registers for what is made of the random state (`fly.remade`).
+        """
+        if not self.features.drops:
+            return None
+        random = self._random(place)
+        if remade:
+            low, high, head, offset = map(fly.remade, (*random.key, random.head, random.offset))
+            random = RandomHead((low, high), head, offset)
+        return Dropout(random, self.operands["dropped"])
 
     def of_kept(self, delta: fly.Value) -> fly.Value:
         """A number times the share of the weights that dropout keeps."""

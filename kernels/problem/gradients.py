@@ -137,7 +137,7 @@ def weights(
     if given.features.modifies:
         # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
-    dropout = given.dropout(place) if drops else None
+    dropout = given.dropout(place, remade=True) if drops else None
     kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
     found = exponents.map(lambda x, r, c: fly.exp2(x))
     steep = pull(found).raw if early and given.features.modifies and inputs == SCORES_ALONE else None

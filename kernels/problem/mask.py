@@ -124,6 +124,10 @@ class KeyRange:
     def _query(self, row: Any) -> Any:
         return self.queries - 1 if self.one_query else row
 
+    def remade(self) -> KeyRange:
+        """The same, of lengths that are `fly.remade`; they are the same in every lane of a wave."""
+        return replace(self, queries=fly.remade(self.queries), keys=fly.remade(self.keys))
+
     def tiles(self, first_row: Any, rows: int, tile: int) -> TileRange:
         """The key tiles of a block of `rows` queries from `first_row` on, which exists."""
         last_row = _smaller(first_row + (rows - 1), self.queries - 1)
@@ -180,11 +184,6 @@ class QueryRange:
         return self.exchanged.hides_first
 
     @property
-    def two_sided(self) -> bool:
-        """Whether a score is compared twice."""
-        return self.hides_first and self.limits
-
-    @property
     def limits(self) -> bool:
         """Whether there are keys that the last queries do not see, or those past the end must not."""
         return not self.open_end or self.exchanged.right is not None or self.exchanged.chunk is not None
@@ -202,16 +201,14 @@ class QueryRange:
         tiles = self.exchanged.tiles(first_key, keys, tile)
         return tiles if self.limits else replace(tiles, whole_end=tiles.end)
 
-    def apply(
-        self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any, between: Callable[[], None] | None = None
-    ) -> fly.Fragment:
+    def apply(self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any) -> fly.Fragment:
         """Turned scores, K Q^T, with -inf where a query does not see the row (a key index)."""
         if self.limits:
-            return self.exchanged.apply(scores, keys, first_query, between)
+            return self.exchanged.apply(scores, keys, first_query)
         if self.exchanged.left is None:
             return scores
         # causal: not `start`, since a query's number is at least 0 anyway, and a maximum would take a register a key
         causal = isinstance(self.exchanged.left, int) and self.exchanged.left == 0
         shift = self.exchanged.keys - self.exchanged.queries - first_query
         starts = keys.map(lambda key: key + shift if causal else self.start(key) - first_query)
-        return scores.keep_columns_below(None, float("-inf"), between, starts)
+        return scores.keep_columns_below(None, float("-inf"), starts=starts)

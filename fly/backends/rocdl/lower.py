@@ -32,10 +32,11 @@ _IDS = {"thread_id": "llvm.amdgcn.workitem.id.", "block_id": "llvm.amdgcn.workgr
 
 
 def _id(op: ir.Operation, b: Builder) -> ir.Value:
-    kind, axis, *_ = string(op, "name").split(".")
+    kind, axis, *anew = string(op, "name").split(".")
     i32 = op.results[0].type
     if kind in _IDS:
-        return b.intrinsic(_IDS[kind] + axis, [], i32)
+        found = b.intrinsic(_IDS[kind] + axis, [], i32)
+        return _opaque(b, found) if anew and kind == "block_id" else found
     # grid_dim: the dispatch packet holds the grid in threads (HSA specification, offsets 12, 16, 20)
     packet = b.intrinsic("llvm.amdgcn.dispatch.ptr", [], ir.Type.parse("!llvm.ptr<4>"))
     offset = b.constant(12 + 4 * "xyz".index(axis))
@@ -59,22 +60,29 @@ def _id(op: ir.Operation, b: Builder) -> ir.Value:
     return b.value("llvm.udiv", [threads, b.constant(block)], i32)
 
 
+def _opaque(b: Builder, value: ir.Value) -> ir.Value:
+    """What is in scalar registers, as the compiler cannot know it to be the same every time."""
+    text = {
+        "asm_string": ir.StringAttr.get(""),
+        "constraints": ir.StringAttr.get("=s,0"),
+        "has_side_effects": ir.UnitAttr.get(),
+    }
+    return b.value("llvm.inline_asm", [value], value.type, text)
+
+
 def _reread(op: ir.Operation, b: Builder) -> ir.Value:
-    """Loaded from where the launch put it, by an address that the compiler cannot know to be the same every time."""
-    parameter = ir.BlockArgument(op.operands[0])
+    """A parameter, loaded from where the launch put it; a computed number, from where it is."""
+    given = op.operands[0]
+    if not isinstance(given.owner, ir.Block) or given.owner.owner != _function(op):
+        return _opaque(b, given)
+    parameter = ir.BlockArgument(given)
     sizes = [_bytes(argument.type) for argument in list(parameter.owner.arguments)[: parameter.arg_number + 1]]
     at = 0
     for size in sizes:
         start = at + -at % size
         at = start + size
     address = ir.Type.parse("!llvm.ptr<4>")
-    opaque = {
-        "asm_string": ir.StringAttr.get(""),
-        "constraints": ir.StringAttr.get("=s,0"),
-        "has_side_effects": ir.UnitAttr.get(),
-    }
-    segment = b.intrinsic("llvm.amdgcn.kernarg.segment.ptr", [], address)
-    segment = b.value("llvm.inline_asm", [segment], address, opaque)
+    segment = _opaque(b, b.intrinsic("llvm.amdgcn.kernarg.segment.ptr", [], address))
     i64 = ir.IntegerType.get_signless(64)
     alignment = {"alignment": ir.IntegerAttr.get(i64, sizes[-1]), "ordering": ir.IntegerAttr.get(i64, 0)}
     return b.value("llvm.load", [displaced(b, segment, b.constant(start))], op.results[0].type, alignment)

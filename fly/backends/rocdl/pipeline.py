@@ -11,6 +11,7 @@ from fly.backends.rocdl.lower import lower
 from fly.backends.target import Target
 from fly.passes.fast_math import FastMath
 from fly.passes.insert_waits import InsertWaits
+from fly.passes.narrow_splats import NarrowSplats
 from fly.passes.pipeline import Pass
 from fly.passes.plan_shared import PlanSharedMemory
 from fly.passes.upstream import Upstream
@@ -54,6 +55,7 @@ def passes(target: Target) -> list[Pass]:
         PlanSharedMemory(target.shared_bytes, target.arch, dynamic=False),
         InsertWaits(groups=False),
         FastMath(),
+        NarrowSplats(),
         lower(target),
         Upstream("to-llvm", to_llvm()),
         KernelAttributes(),

@@ -99,7 +99,7 @@ BUGS = (
         "a group's first head is taken for all",
         bwd.flash_attn_generic_dkdv,
         "function",
-        "HeadOfKeys(batch, head, seen) => HeadOfKeys(batch, first_head, seen)",
+        "HeadOfKeys(fly.remade(batch), head, seen) => HeadOfKeys(fly.remade(batch), first_head, seen)",
         "heads",
         "wrong",
     ),

@@ -1,0 +1,42 @@
+"""The command that counts registers: what it walks, what it says of spills, and a few of the committed builds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import registers
+from fly.backends.artefact import Resources
+from tests.backends.builds import needs_ptxas
+
+# those with all registers in use: scalar ones on AMD
+CROWDED = [("gfx942", "softcap, dropout"), pytest.param("sm_80", "plain", marks=needs_ptxas)]
+
+
+@pytest.mark.parametrize(("arch", "form"), CROWDED)
+def test_committed_builds_spill_nothing(arch, form):
+    found = registers.count(registers.Case(arch, "backward", "generic", 64, True, form))
+    assert len(found) == 3 and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+
+
+def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):
+    case = registers.Case("gfx942", "backward", "generic", 64, True, "plain")
+    found = [registers.Counted(case, name, Resources(250, 8, 60, n, 0)) for name, n in (("full", 3), ("lean", 0))]
+    monkeypatch.setattr(registers, "counted", lambda cases, jobs: iter([found]))
+    assert registers.main(["--only-spills", "--arch", "gfx942"]) == 1
+    shown = capsys.readouterr().out
+    assert "gfx942 generic backward 64 causal plain: full" in shown and "lean" not in shown
+    assert shown.endswith("2 builds, 1 with spills\n")
+
+
+def test_every_row_of_the_dispatch_tables_is_walked():
+    options = registers.parser().parse_args([])
+    walked = {(case.name, case.kernel, case.arch) for case in registers.cases(options)}
+    assert walked == {(n, k.name, arch) for n, of in registers.PASSES.items() for k in of.table() for arch in k.archs}
+
+
+@pytest.mark.parametrize("form", ["bias of keys, gradient", "score_mod, gradient", "block mask, blocks of 64"])
+def test_forms_have_the_builds_of_their_calls(form):
+    found = registers.bindings_of(registers.Case("sm_80", "backward", "generic", 64, True, form))
+    names = [binding.kernel.name for binding in found]
+    assert names == ["row_statistics", "flash_attn_generic_dkdv", "flash_attn_generic_dq"]
+    assert "shared" in str(found[-1].statics["options"].resident)
