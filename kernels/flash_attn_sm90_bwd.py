@@ -344,8 +344,9 @@ class Consumer:
             given.dropout(place),
             self.block.first_key + self.first_row,
         )
-        kept = dropout and KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns")
-        if kept is not None:
+        kept = None
+        if dropout is not None:
+            kept = KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns")
             p = kept.only(p)
         dk, dv = state.sums
         atom = WarpgroupAtom(options.head_dim_v, self.dtype.name)
