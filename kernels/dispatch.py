@@ -281,7 +281,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=("f8e4m3",),
         features=("split_kv", "split_keys", *OF_CACHES, "descale"),
         tuning={},
-        reason="the sm90 kernel on 8-bit products, with V turned beforehand or, decoding, in the kernel",
+        reason="the sm90 kernel on 8-bit products, with V transposed beforehand or, decoding, in the kernel",
         needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64), PAGES),
     ),
     Kernel(

@@ -17,7 +17,7 @@ get of them. Gradients of biases and of what a `score_mod` loads are `dq`'s, in 
 | what | where |
 |---|---|
 | the block's rows: K and V, or Q and dO | registers, or shared memory where accumulators leave no room |
-| what passes by | shared memory, swizzled, filled ahead (`fly.TileRing`), read straight and turned |
+| what passes by | shared memory, swizzled, filled ahead (`fly.TileRing`), read straight and transposed |
 | S, dP, P, dS, and the sums dV and dK, or dQ | registers, f32 |
 
 Head dimensions above 128 have no registers for dK and dV together: a launch each, with S once more.
@@ -44,7 +44,7 @@ from .generic.operand_gradients import add_load_gradients, put_bias_gradients
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
 from .problem.contract import Launch, Request, Tensors, aux_name
 from .problem.features import NO_FEATURES, BoundFeatures
-from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, turned, turned_layout, weights
+from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, transposed, transposed_layout, weights
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
@@ -118,14 +118,14 @@ class _KeyBlock:
                 inverse = QueryRange.of(here.keys, open_end=inverse.open_end)
             ready, flight = (copied()[0] if options.rereads else ring).advance(i, flight)
             q_tile, dout_tile, (lse_slot, delta_slot) = ready[:split], ready[split:-2], ready[-2:]
-            lse = fly.RowVector(turned_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
+            lse = fly.RowVector(transposed_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
             queries = lse.rows().map(lambda row: row + first_query)
 
             def limit(scores: fly.Fragment) -> fly.Fragment:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                    return turned(inverse.apply(turned(scores), keys, first_query))
+                    return transposed(inverse.apply(transposed(scores), keys, first_query))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
                 if masked:
@@ -140,17 +140,17 @@ class _KeyBlock:
                 return limited
 
             wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
-            raw = turned(of_q.across(zeros, self.operands[0], q_tile))
+            raw = transposed(of_q.across(zeros, self.operands[0], q_tile))
             made = weights(raw, given, here, queries, wave_key, scale_log2, lse, hide, first_query)
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
-                results["dv"] = of_dout.along(results["dv"], turned(made.of_values), dout_tile)
+                results["dv"] = of_dout.along(results["dv"], transposed(made.of_values), dout_tile)
             if wants_k:
                 deltas = delta_slot.columns(layout, of_q.row_tiles).map(given.of_kept)
                 less = zeros.map_columns(lambda zero, delta: -delta, deltas)
-                excess = turned(of_dout.across(less, self.operands[1], dout_tile))
-                found = made.score_gradients(excess, turned(less))
-                results["dk"] = of_q.along(results["dk"], turned(found.raw), q_tile)
+                excess = transposed(of_dout.across(less, self.operands[1], dout_tile))
+                found = made.score_gradients(excess, transposed(less))
+                results["dk"] = of_q.along(results["dk"], transposed(found.raw), q_tile)
             return *results.values(), flight
 
         fly.barrier()  # nobody reads the slots of the head before any more

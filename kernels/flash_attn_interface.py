@@ -121,9 +121,9 @@ def flydsl_flash_attn_func(
         split_keys: batch-invariant results: keys are split behind every so many of a sequence, a multiple of 128, at
             most 64 parts, and nothing else decides about the order of a row's sums. So out and lse of a query have
             the same bits in every batch, and whichever other queries of its sequence are in the call. 0: off.
-        workspace: memory for split keys and values of 8 bits that are turned beforehand instead of an allocation in
-            the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and any dtype;
-            overwritten. Unused without these.
+        workspace: memory for split keys, and for values of 8 bits that are transposed beforehand, instead of an
+            allocation in the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and
+            any dtype; overwritten. Unused without these.
         cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device, from 0 and never decreasing;
             sequence b has the tokens from cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not
             read on the host, so that it may change between replays of a captured graph. Queries outside of all

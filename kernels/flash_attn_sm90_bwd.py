@@ -55,7 +55,7 @@ from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, Weights, turned, turned_layout, weights
+from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
 from .problem.mask import KeyRange, QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .sm90 import turns
@@ -385,7 +385,7 @@ class Consumer:
     ) -> Weights:
         """P of tile j, of step `number`, from its scores; statistics in slot `at`, `drops` as in `weights`."""
         first_query, first_key, listed = j * BLOCK_M, self.block.first_key + self.first_row, walk.listed
-        fragment = turned(fly.Fragment(self.layout, ((raw,),)))
+        fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
         ends = masked or listed is not None
         lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
@@ -421,7 +421,7 @@ class Consumer:
         masked: bool,
     ) -> fly.Fragment:
         """dS of tile j from dP, whose statistics are in slot `at`."""
-        products = turned(fly.Fragment(self.layout, ((excess,),)))
+        products = transposed(fly.Fragment(self.layout, ((excess,),)))
         queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), masked or walk.listed is not None
         delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(given.of_kept)
         less = products.map(lambda x, r, c: -products.spread(delta, r))
@@ -435,11 +435,11 @@ class Consumer:
     def _numbers(
         self, memory: fly.Pointer, queries: fly.RowVector, past_the_end: float, *, masked: bool
     ) -> fly.RowVector:
-        """A number for each query, as rows of turned scores."""
+        """A number for each query, as rows of transposed scores."""
         shift = self.block.shift
         at = memory if shift is None else memory.offset(shift * 4)
         columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
-        loaded = fly.RowVector(turned_layout(self.layout), columns.values)
+        loaded = fly.RowVector(transposed_layout(self.layout), columns.values)
         if not (self.block.queries.bounded and masked):
             return loaded
         count = self.block.queries.length
@@ -450,11 +450,11 @@ class Consumer:
         count = self.block.keys.length
         start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
-        limited = self.inverse.apply(turned(scores), keys, first_query)
-        return turned(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
+        limited = self.inverse.apply(transposed(scores), keys, first_query)
+        return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 
     def _narrow(self, fragment: fly.Fragment) -> tuple[fly.Value, ...]:
-        """Turned scores as the A registers of a product over queries, 16 each."""
+        """Transposed scores as the A registers of a product over queries, 16 each."""
         narrow = fragment.tiles[0][0].to(self.dtype)
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 

@@ -30,7 +30,7 @@ from .flash_attn_sm90_bwd import WRITTEN, Consumer, State
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, turned
+from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.walk import Walk
 
@@ -172,7 +172,7 @@ class _OfKeys(_Half):
     def _weights(self, place: HeadOfKeys, given: BoundFeatures, j: fly.Value) -> Weights:
         """P of tile j, which the other consumer made, with scores' derivatives in it."""
         values = fly.concat([memory.load(piece, fly.f32, PIECE, align=4 * PIECE) for piece in self._pieces()])
-        found = turned(fly.Fragment(self.layout, ((values,),)))
+        found = transposed(fly.Fragment(self.layout, ((values,),)))
         dropout = given.dropout(place)
         kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, self.block.first_key)
         return Weights(found, ScoreGradients, kept)

@@ -65,7 +65,7 @@ class BackwardOptions:
         return self.block_m // self.waves
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
-        """Shared memory of a block, where no tile is stored turned as well."""
+        """Shared memory of a block, where no tile is stored transposed as well."""
         dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)
         tiles = 2 * self.stages * self.block_n * (dim + dim_v)
         if self.resident == "shared":

@@ -39,7 +39,7 @@ def _straight_plan(link: fly.Chain, operand: str) -> fly.OperandPlan:
 
 
 def _transposed_plan(link: fly.Chain) -> fly.OperandPlan | None:
-    """How a tile is read turned, rows in the order in which registers of weights hold them; None: no load turns."""
+    """How a tile is read transposed, rows in the order in which registers of weights hold them; None: no load can."""
     return _plan(link, link.column_operand, transposed=True, slot_of=lambda k: link.columns[k])
 
 
@@ -111,7 +111,7 @@ class Stream:
     """Tiles of a matrix on their way to shared memory, and the products with them.
 
     `copies` are for a ring, which gives the tiles of every step in the same order: one, or two where no load of the
-    target turns what another load takes as it is.
+    target transposes what another load takes as it is.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Stream:
         self.steps = -(-rows.columns // atom.k)
         self.row_steps = tiling.rows // atom.k
         self.row_tiles = tiling.rows // columns
-        plan, turning = _straight_plan(link, operand), _transposed_plan(link)
-        if across or turning is not None:
-            granule = max(p.load.granule for p in (plan if across else None, turning if along else None) if p)
+        plan, transposing = _straight_plan(link, operand), _transposed_plan(link)
+        if across or transposing is not None:
+            granule = max(p.load.granule for p in (plan if across else None, transposing if along else None) if p)
             layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
             slots = fly.SharedTile.ring(name, layout, rows.dtype, tiling.stages)[0]
             row_copy = partial(fly.RowCopy, vector=tiling.vector, asynchronous=tiling.asynchronous)
@@ -143,17 +143,17 @@ class Stream:
                 self._across.prepare(0, t * atom.k)
         if not along:
             return
-        self._turned = turning is None
-        if turning is None:
-            # no load turns it: it is stored turned, rows in the order in which registers of weights hold them
+        self._transposed = transposing is None
+        if transposing is None:
+            # no load transposes it: it is stored so, rows in the order in which registers of weights hold them
             dims = padded(rows.columns)
             layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
             pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
             vector = min(tiling.vector, _turned_vector(tiling.rows, dims))
-            turned = fly.SharedTile.ring(f"{name} turned", layout, rows.dtype, tiling.stages)[0]
-            turned_copy = partial(fly.TransposedCopy, vector=vector, slot_of_piece=pieces)
-            self._copies.append((partial(turned_copy, rows, layout), turned))
-        self._along = fly.OperandLoader(turning or plan, layout)
+            transposed = fly.SharedTile.ring(f"{name} transposed", layout, rows.dtype, tiling.stages)[0]
+            transposed_copy = partial(fly.TransposedCopy, vector=vector, slot_of_piece=pieces)
+            self._copies.append((partial(transposed_copy, rows, layout), transposed))
+        self._along = fly.OperandLoader(transposing or plan, layout)
         for n in range(0, column_tiles(link, rows.columns), self._along.plan.tiles):
             for t in range(self.row_steps):
                 self._along.prepare(*self._place(n, t))
@@ -164,7 +164,7 @@ class Stream:
 
     def _place(self, n: int, t: int) -> tuple[int, int]:
         row, column = t * self.link.atom.k, n * self.link.layout.columns
-        return (column, row) if self._turned else (row, column)
+        return (column, row) if self._transposed else (row, column)
 
     def across(self, sums: fly.Fragment, rows: Queries, tiles: Sequence[fly.SharedTile]) -> fly.Fragment:
         """sums + rows · tileᵀ: a column for each row of the tile. `tiles`: of `copies`."""
@@ -251,7 +251,7 @@ class KeyValues:
 
 
 def _turned_vector(keys: int, dims: int) -> int:
-    """Columns per thread so that all threads have a piece of 4 rows to turn."""
+    """Columns per thread so that all threads have a piece of 4 rows to transpose."""
     (threads, _, _) = fly.block_dim()
     group = dims & -dims
     return max(1, keys * group // (4 * threads))

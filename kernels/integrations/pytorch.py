@@ -183,7 +183,7 @@ def _differentiate(
         gradients(TORCH, named, dict(zip(("dq", "dk", "dv"), results, strict=True)), is_causal, options)
 
 
-def _turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(B, H, S, D) as (B, S, H, D), and back."""
     for name, x in zip(("query", "key", "value"), tensors):
         if x.dim() != 4:
@@ -203,7 +203,7 @@ def _sdpa(
 ) -> tuple[Any, ...]:
     """query (B, H, Sq, D); causal is bottom-right, as torch's own kernel has it for `causal_lower_right`."""
     _refuse_debug_mask(return_debug_mask)
-    q, k, v = _turned(query, key, value)
+    q, k, v = _transposed(query, key, value)
     out = torch.empty_like(query)
     _, lse, rng_state = _run(q, k, v, is_causal, _options(dropout_p, scale, is_causal), out.transpose(1, 2))
     offset, mask = query.new_empty((), dtype=torch.uint64), query.new_empty(0)
@@ -229,8 +229,8 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     results = tuple(torch.empty_like(x) for x in (query, key, value))
-    given, options = _turned(grad_out, out, query, key, value), _options(dropout_p, scale, is_causal)
-    _differentiate(given, logsumexp, _turned(*results), is_causal, options, philox_seed)
+    given, options = _transposed(grad_out, out, query, key, value), _options(dropout_p, scale, is_causal)
+    _differentiate(given, logsumexp, _transposed(*results), is_causal, options, philox_seed)
     return results
 
 
@@ -269,7 +269,7 @@ def _sdpa_cpu(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = _turned(query, key, value)
+    q, k, v = _transposed(query, key, value)
     keys, options = _cpu_options(query, k.shape[1], dropout_p, is_causal, attn_mask, scale)
     out = torch.empty_like(query)
     _, lse, _ = _run(q, k[:, :keys], v[:, :keys], False, options, out.transpose(1, 2))
@@ -289,13 +289,13 @@ def _sdpa_cpu_backward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    dout, o, q, k, v = _turned(grad_out, out, query, key, value)
+    dout, o, q, k, v = _transposed(grad_out, out, query, key, value)
     keys, options = _cpu_options(query, k.shape[1], dropout_p, is_causal, attn_mask, scale)
     results = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dq, dk, dv = results
     parts = dq, dk[:, :keys], dv[:, :keys]
     _differentiate((dout, o, q, k[:, :keys], v[:, :keys]), logsumexp, parts, False, options)
-    return _turned(*results)
+    return _transposed(*results)
 
 
 # what a device's tensors run; an operation that this torch does not have is left out

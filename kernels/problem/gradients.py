@@ -15,7 +15,7 @@ dS is without the factor 1 / share too.
 dT is without the factor softmax_scale, which is for the results, in f32: 16-bit operands stay in their range. What
 modifies scores is differentiated where its operands ask for it (`Inputs`): their gradients are whole. A `score_mod`
 is differentiated as it was traced, unless the call has a `score_mod_bwd`. Rows are
-queries and columns keys; where a kernel has them the other way round, `turned` is the same registers so.
+queries and columns keys; where a kernel has them the other way round, `transposed` is the same registers so.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .mask import KeyRange
 from .scores import LARGEST_INVERSE, LOG2_E, Place, ScoreTile
 
 
-def turned_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
+def transposed_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
     """The same registers with rows as columns."""
     return fly.AccumulatorLayout(layout.atom, "n" if layout.rows_on == "m" else "m")
 
 
-def turned(fragment: fly.Fragment) -> fly.Fragment:
+def transposed(fragment: fly.Fragment) -> fly.Fragment:
     """The transpose of a fragment, in the same registers."""
-    return fly.Fragment(turned_layout(fragment.layout), tuple(zip(*fragment.tiles, strict=True)))
+    return fly.Fragment(transposed_layout(fragment.layout), tuple(zip(*fragment.tiles, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class QueryRange:
         return tiles if self.limits else replace(tiles, whole_end=tiles.end)
 
     def apply(self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any) -> fly.Fragment:
-        """Turned scores, K Q^T, with -inf where a query does not see the row (a key index)."""
+        """Transposed scores, K Q^T, with -inf where a query does not see the row (a key index)."""
         if self.limits:
             return self.exchanged.apply(scores, keys, first_query)
         if self.exchanged.left is None:

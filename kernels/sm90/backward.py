@@ -74,7 +74,7 @@ class Sm90BackwardOptions:
 
     @property
     def ds_tile(self) -> PanelTile:
-        """dS, turned: keys by queries."""
+        """dS, transposed: keys by queries."""
         return PanelTile.widest(self.block_n, BLOCK_M)
 
     @property

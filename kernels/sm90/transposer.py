@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import fly
-from fly.backends.nvvm.intrinsics import WARPGROUP, load_matrices_turned, permute_bytes, store_matrices
+from fly.backends.nvvm.intrinsics import WARPGROUP, load_matrices_transposed, permute_bytes, store_matrices
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import LayoutError
@@ -67,7 +67,7 @@ class TileTranspose:
                 block = self._first_block + step
                 panel, column = block // per_panel, block % per_panel * DIMS
                 inside = panel * raw.panel_bytes + group * KEYS * raw.swizzle
-                words.append(load_matrices_turned(at.offset((column ^ swap) + inside)))
+                words.append(load_matrices_transposed(at.offset((column ^ swap) + inside)))
         return words
 
     def store(self, memory: fly.Pointer, words: list[tuple[fly.Value, ...]]) -> None:

@@ -77,8 +77,8 @@ EMITTED = {
         '"atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}" %{{.*}}, %arg3 : '
         "(!llvm.ptr<1>, i32) -> i32",
     ),
-    "load_matrices_turned": (
-        lambda box, x, n: intrinsics.load_matrices_turned(shared()),
+    "load_matrices_transposed": (
+        lambda box, x, n: intrinsics.load_matrices_transposed(shared()),
         '"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}" '
         "%{{.*}} : (i32) -> !llvm.struct<(i32, i32, i32, i32)>",
     ),
@@ -284,7 +284,7 @@ REFUSED = {
         "3 words of matrices to store; expected 4",
     ),
     "matrices of global memory": (
-        lambda box, x, n: intrinsics.load_matrices_turned(x.pointer),
+        lambda box, x, n: intrinsics.load_matrices_transposed(x.pointer),
         DTypeError,
         "<global pointer> is no pointer to shared memory",
     ),

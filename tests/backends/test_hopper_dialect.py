@@ -353,7 +353,7 @@ CALLS = {
     ),
     "elect": (lambda m, x, n: intrinsics.elect_one(), '"hopper.elect"() : () -> i32'),
     "ldmatrix_turned": (
-        lambda m, x, n: intrinsics.load_matrices_turned(box()),
+        lambda m, x, n: intrinsics.load_matrices_transposed(box()),
         f'"hopper.ldmatrix_turned"(%{{{{.*}}}}) : (i32) -> ({WORDS})',
     ),
     "stmatrix": (

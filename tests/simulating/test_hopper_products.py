@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fly
 from fly.backends.nvvm import tma, wgmma
-from fly.backends.nvvm.intrinsics import load_matrices_turned, permute_bytes, store_matrices
+from fly.backends.nvvm.intrinsics import load_matrices_transposed, permute_bytes, store_matrices
 from fly.backends.nvvm.mbarrier import Mbarriers, init_all
 from fly.backends.nvvm.wgmma import Operand, PanelTile, WarpgroupAtom
 from tests.simulating.schedules import in_every_schedule
@@ -181,11 +181,11 @@ def matrices(source: fly.Tensor, turned: fly.Tensor, back: fly.Tensor):
     place = (warp * 32 + lane) * 16
     tiles = fly.alloc_shared("tiles", 2 * 32 * 16, 16)
     fly.store(source.load(warp, lane, 0, length=4), tiles.offset(place), align=16)
-    words = load_matrices_turned(tiles.offset(place))
+    words = load_matrices_transposed(tiles.offset(place))
     fly.store(fly.from_elements(words), turned.at(warp, lane, 0), align=16)
     again = fly.alloc_shared("again", 2 * 32 * 16, 16)
     store_matrices(again.offset(place), words)
-    words = load_matrices_turned(again.offset(place))
+    words = load_matrices_transposed(again.offset(place))
     fly.store(fly.from_elements(words), back.at(warp, lane, 0), align=16)
 
 

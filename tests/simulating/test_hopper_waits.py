@@ -353,7 +353,7 @@ def a_part_of_a_warp_waits(g, right):
 def matrices_for_half_a_warp(g, right):
     place = loaded(g.source)
     with fly.when(thread() < (32 if right else 16)):
-        g.out.store(intrinsics.load_matrices_turned(place.offset(thread() * 16))[0], thread())  #!
+        g.out.store(intrinsics.load_matrices_transposed(place.offset(thread() * 16))[0], thread())  #!
 
 
 @mistake("divergence", "stmatrix in a part of a warp")

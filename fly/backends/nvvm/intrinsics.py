@@ -79,7 +79,7 @@ def warpgroup_id() -> Value:
     return first_lane(linear_thread() // WARPGROUP)
 
 
-def load_matrices_turned(pointer: Pointer) -> tuple[Value, Value, Value, Value]:
+def load_matrices_transposed(pointer: Pointer) -> tuple[Value, Value, Value, Value]:
     """Four 8 by 8 matrices of 16-bit elements from shared memory, turned, by all lanes of a warp: a word (i32) each.
 
     Lane 8 i + r gives the address of row r of matrix i, 16 bytes. A word of lane 4 c + t is column c of rows 2 t (its
