@@ -1,7 +1,7 @@
 """Registers, spills and stack of every build that the library makes of its attention kernels, for any target.
 
-    python -m benchmarks.registers --only-spills                          # all of them, half an hour on 16 cores
-    python -m benchmarks.registers --arch sm_80 --kernel generic --pass backward --head-dim 64 128
+    python -m benchmarks.registers --only_spills                          # all of them, half an hour on 16 cores
+    python -m benchmarks.registers --arch sm_80 --kernel generic --pass backward --head_dim 64 128
     python -m benchmarks.registers --arch gfx942 --form plain window dropout --jobs 2
 
 A call of every form, head dimension and mask is described, not made: what its launch would compile is compiled and
@@ -43,10 +43,10 @@ from kernels import described
 from kernels.call.operand_gradients import memory_for
 from kernels.commands import TARGETS, request_of
 from kernels.dispatch import BACKWARD, FORWARD, Kernel, as_backward, serve
-from kernels.flash_attn_generic_bwd import LISTS_BY_KEYS
 from kernels.generic.operands import padded
 from kernels.problem.contract import Request, Tensors
 from kernels.work import steps
+from kernels.work.tile_list import LISTS_BY_KEYS
 
 PASSES = {"forward": FORWARD, "backward": BACKWARD}
 LENGTH, BATCH, HEADS = 512, 2, 4
@@ -272,7 +272,7 @@ def is_clean(counted: Counted) -> bool:
     return not (counted.found.spills or counted.found.scratch_bytes)
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kernels = sorted({kernel.name for of in PASSES.values() for kernel in of.table()})
@@ -282,8 +282,8 @@ def parser() -> argparse.ArgumentParser:
             f"--{name}", nargs="+", choices=accepted, default=accepted, dest=dest, metavar=name.upper(),
             help=f"of these alone: {', '.join(accepted)}",
         )  # fmt: skip
-    made.add_argument("--head-dim", nargs="+", type=int, help="of these alone, any that a kernel takes")
-    made.add_argument("--only-spills", action="store_true", help="leave out builds without spills and stack")
+    made.add_argument("--head_dim", nargs="+", type=int, help="of these alone, any that a kernel takes")
+    made.add_argument("--only_spills", action="store_true", help="leave out builds without spills and stack")
     made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one a CPU)")
     return made
 
@@ -296,10 +296,10 @@ def counted(asked: Sequence[Case], jobs: int) -> Iterator[list[Counted]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table asked for; returns 1 where a build spills."""
-    options = parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     needed = {arch for arch in options.arch if arch.startswith("sm_")}
     if needed and shutil.which("ptxas") is None:
-        parser().error(
+        _parser().error(
             f"--arch {' '.join(sorted(needed))}: ptxas, which counts NVIDIA's registers, is not on the PATH"
         )
     print(HEADER)

@@ -133,6 +133,7 @@ def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> Non
         q, k, v = inputs.tensors(entries=3 if name == "kv_batch_idx" else None)
         options = {"return_lse": True, "num_kv_splits": splits} | FEATURES[name](inputs)
         flydsl_flash_attn_func(q, k, v, causal, **options)
+    flydsl_flash_attn_func(*inputs.tensors(), True, split_keys=128)
     if "block_mask" in kernel.features:
         mask = create_block_mask(sliding, 2, 4, 130, 257, device)
         flydsl_flash_attn_func(*inputs.tensors(), False, block_mask=mask)

@@ -11,7 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import compare_trees, dropout, fit_costs, flash_attn_decode, report, run_record, shapes, tune
+from benchmarks import (
+    compare_trees,
+    dropout,
+    fit_costs,
+    flash_attn_decode,
+    registers,
+    report,
+    run_record,
+    shapes,
+    tune,
+)
 from benchmarks import comparison as benchmark
 from benchmarks.providers import BACKWARD, FORWARD, Provider
 from benchmarks.report import Figure
@@ -328,7 +338,7 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
         (["--peers", "FA4", "--provider", "fly"], "--peers and --provider: name the peers with one of them"),
         (
             ["--peers", "nobody"],
-            "no provider is called 'nobody'; providers: 'fly', 'fly sm90', 'fly generic', 'SDPA flash'",
+            "no provider is called 'nobody'; providers: 'fly', 'fly sm90', 'fly sm90_wide', 'fly generic', 'SDPA",
         ),
         (["--kernel", "gfx950"], "invalid choice: 'gfx950'"),
     ):
@@ -389,7 +399,7 @@ def test_bad_flags(flags, message, capsys):
 def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
-    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs):
+    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *shapes.BACKWARD_PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):

@@ -227,7 +227,7 @@ def test_reduced_sets_keep_their_forms():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--provider", "flash"], "no provider is called 'flash'; providers: 'fly', 'fly generic', 'fly gfx950'"),
+        (["--provider", "flash"], "no provider is called 'flash'; providers: 'fly', 'fly pages of 16', "),
         (["--seq_len", "0"], "seq_len must be at least 1, got 0"),
         (["--num_heads", "6", "--num_kv_heads", "4"], "num_heads (6) must be a multiple of 4 KV heads"),
         (["--dtype", "f32"], "invalid choice: 'f32'"),

@@ -171,7 +171,8 @@ def test_every_backward_kernel_can_be_forced_and_peers_say_what_is_missing(monke
         "Triton": "not installed (no module triton)",
     }
     with pytest.raises(
-        ValueError, match="no provider is called 'aiter CK'; providers: 'fly', 'fly sm90', 'fly generic', 'SDPA"
+        ValueError,
+        match="no provider is called 'aiter CK'; providers: 'fly', 'fly sm90', 'fly sm90_wide', 'fly generic', 'SDPA",
     ):
         BACKWARD.named(["aiter CK"])
 

@@ -22,14 +22,14 @@ def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):
     case = registers.Case("gfx942", "backward", "generic", 64, True, "plain")
     found = [registers.Counted(case, name, Resources(250, 8, 60, n, 0)) for name, n in (("full", 3), ("lean", 0))]
     monkeypatch.setattr(registers, "counted", lambda cases, jobs: iter([found]))
-    assert registers.main(["--only-spills", "--arch", "gfx942"]) == 1
+    assert registers.main(["--only_spills", "--arch", "gfx942"]) == 1
     shown = capsys.readouterr().out
     assert "gfx942 generic backward 64 causal plain: full" in shown and "lean" not in shown
     assert shown.endswith("2 builds, 1 with spills\n")
 
 
 def test_every_row_of_the_dispatch_tables_is_walked():
-    options = registers.parser().parse_args([])
+    options = registers._parser().parse_args([])
     walked = {(case.name, case.kernel, case.arch) for case in registers.cases(options)}
     assert walked == {(n, k.name, arch) for n, of in registers.PASSES.items() for k in of.table() for arch in k.archs}
 

@@ -78,7 +78,7 @@ MISTAKES = {
         dense,
         {"windows": 1},
         TYPE,
-        "flash_attn_func: unexpected keyword argument 'windows'; beyond FlashAttention-2's, num_splits, seqused_q",
+        "flash_attn_func: unexpected keyword argument 'windows'; beyond FlashAttention-2's, num_splits, split_keys",
     ),
     "pages of dense keys": (dense, {"page_table": TABLE}, TYPE, "unexpected keyword argument 'page_table'"),
     "q is a list": (dense, {"q": [1]}, TYPE, "q must be a torch.Tensor, got list"),
