@@ -127,7 +127,7 @@ def _keys(x: Inputs, b: Any) -> Any:
 
 
 def _offset_rules(offsets: str, total: str, tensor: str) -> tuple[Rule, ...]:
-    """Of the tokens of a packed `tensor`, `total` of them; lengths in pages have none, and may start anywhere."""
+    """Of the tokens of a packed `tensor`, `total` of them; lengths in pages have none, and may start at any."""
 
     def bounds(x: Inputs, b: Any, _: Any) -> Bounds:
         return x.load(offsets, b + 1), x.load(offsets, b), x.number(total) if x.has(total) else None
@@ -236,6 +236,11 @@ def _used_message(f: Finding) -> str:
 ATTENTION = (
     *_offset_rules("cu_seqlens_q", "total_q", "q"),
     *_offset_rules("cu_seqlens_kv", "total_kv", "k"),
+    Rule(
+        ("cu_seqlens_kv", "block_table"),
+        lambda x, b, _: (x.load("cu_seqlens_kv", b * 0), 0, None),
+        lambda f: f"{arg('cu_seqlens_kv')}[0] is {f.value}: offsets are not negative",
+    ),
     Rule(
         ("seqused_q",),
         lambda x, b, _: (x.load("seqused_q", b), 0, _queries(x, b)),

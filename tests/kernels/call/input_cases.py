@@ -332,6 +332,9 @@ MISTAKES = {
         6,
         f"sequence 0 has 65 keys by cu_seqlens_kv, more than the 64 that {_HOLDS}",
     ),
+    "negative offset of pages": Mistake(
+        "packed paged", "cu_seqlens_kv", (0,), -1, "cu_seqlens_kv[0] is -1: offsets are not negative"
+    ),
     "decreasing lengths of pages": Mistake(
         "packed paged",
         "cu_seqlens_kv",
