@@ -13,10 +13,10 @@ comma := ,
 EXTRAS := dev,torch$(if $(shell command -v nvidia-smi),$(comma)cuda)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs results bench clean
+.PHONY: help setup demo test lint format docs results bench hub-kernel clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything that the other commands need (PYTHON=python3.12 chooses the Python)
 
@@ -53,6 +53,9 @@ results: $(STAMP) ## make docs/results.md from the files in benchmarks/results
 
 bench: $(STAMP) ## time flash attention forward on a GPU against what else is installed (ARGS='--help' shows more)
 	$(BIN)/python benchmarks/flash_attn_fwd.py $(ARGS)
+
+hub-kernel: $(STAMP) ## build a kernel for Hugging Face's hub, into dist/hub (ARGS='--help' shows more)
+	$(BIN)/python -m hub.build $(ARGS)
 
 clean: ## remove .venv and everything that the other commands made
 	rm -rf $(VENV) build dist site *.egg-info fly_dump .pytest_cache .ruff_cache .hypothesis

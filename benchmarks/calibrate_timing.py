@@ -30,7 +30,7 @@ from fly.emulator import Program
 from fly.emulator.timing import Launch, Parameters, Session, whole_launch
 from fly.emulator.timing.launch import schedule
 from kernels.flash_attn_generic import GenericOptions
-from kernels.flash_attn_gfx950 import DualWaveOptions
+from kernels.gfx950.options import DualWaveOptions
 
 # ---- rates ----
 

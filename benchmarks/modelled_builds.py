@@ -26,9 +26,10 @@ from fly.emulator.timing import Launch, Parameters, Session, whole_launch
 from fly.errors import EmulatorError, FlyError
 from fly.runtime.profile_cli import captured
 from kernels.flash_attn_generic import GenericOptions, flash_attn_generic
-from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_gfx950 import flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.tiles import TILES
+from kernels.gfx950.options import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.contract import Request
 from kernels.profiled import placed

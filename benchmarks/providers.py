@@ -175,6 +175,14 @@ def _fa2(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     return partial(flash_attn_func, q, k, v, causal=workload.causal)
 
 
+def _fa3(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+
+    if workload.lengths:
+        return partial(flash_attn_varlen_func, q, k, v, *_packed(workload, q.device.type), causal=workload.causal)
+    return partial(flash_attn_func, q, k, v, causal=workload.causal, num_splits=workload.num_kv_splits)
+
+
 def _fa4(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
@@ -345,6 +353,7 @@ PEERS: tuple[Provider, ...] = (
     Provider("SDPA cuDNN", _gpu_module(vendor="NVIDIA"), _sdpa_unsupported, partial(_sdpa, "CUDNN_ATTENTION")),
     Provider("torch varlen", _gpu_module(vendor="NVIDIA"), _torch_varlen_unsupported, _torch_varlen),
     Provider("FA2", _gpu_module("flash_attn_2_cuda"), _anything, _fa2),
+    Provider("FA3", _gpu_module("fa3_fwd_interface", "NVIDIA"), _anything, _fa3),
     Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
     Provider("Triton", _gpu_module("triton"), _dense_only, _triton),
 )

@@ -21,9 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,22 +29,16 @@ if not __package__:  # run as a script
 import torch
 
 from benchmarks.progress import progress, say
-from fly import config
 from fly.backends.artefact import Resources
 from fly.backends.nvvm.codegen import resources
 from fly.errors import UnsupportedError
-from fly.runtime.arguments import describe_all
 from fly.runtime.compile import compile_to_launch
-from fly.runtime.packing import dim3
-from fly.runtime.prepared import Binding
+from fly.runtime.launch import Binding
 from kernels import described
-from kernels.call.operand_gradients import memory_for
 from kernels.commands import TARGETS, request_of
-from kernels.dispatch import BACKWARD, FORWARD, Kernel, as_backward, serve
+from kernels.dispatch import BACKWARD, FORWARD, Kernel
 from kernels.generic.operands import padded
-from kernels.problem.contract import Request, Tensors
-from kernels.work import steps
-from kernels.work.tile_list import LISTS_BY_KEYS
+from kernels.problem.contract import Request
 
 PASSES = {"forward": FORWARD, "backward": BACKWARD}
 LENGTH, BATCH, HEADS = 512, 2, 4
@@ -187,40 +179,10 @@ def bindings_of(case: Case) -> list[Binding]:
     more = form.more(asked)
     request, tensors = described.call_of(asked, **more)
     of = PASSES[case.name]
-    found: list[Binding] = []
-
-    def bind(kernel: Any, grid: Any, threads: int, values: Any, statics: Any, compile: Any) -> SimpleNamespace:
-        specs = tuple(argument.spec for argument in describe_all(kernel.signature, values)[0])
-        found.append(Binding(kernel, dim3(grid, "grid"), dim3(threads, "block"), specs, kernel.bind_statics(statics)))
-        return SimpleNamespace(launch=None, entry=SimpleNamespace(current_stream=None))
-
-    unlaunched = mock.patch.object(steps, "together", lambda *_: None)
-    with (
-        config.ARCH.set_to(case.arch),
-        of.forced.set_to(case.kernel),
-        unlaunched,
-        mock.patch.object(steps, "bind", bind),
-    ):
-        if case.name == "backward":
-            request, tensors = (
-                as_backward(request),
-                {**tensors, **_of_backward(request, tensors, more, form.gradients)},
-            )
-        serve(case.arch, request, of)(tensors, request)
-    return found
-
-
-def _of_backward(request: Request, tensors: Tensors, given: Mapping[str, Any], gradients: Sequence[str]) -> Tensors:
-    """What the backward pass of a call takes beside its tensors; nothing is written to it.
-
-    `given`: keyword arguments of the call, which has the operands of `gradients`.
-    """
-    q, out = tensors["q"], tensors["out"]
-    lse = (q.shape[-2], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[-2], q.shape[1])
-    more = {"dout": out, "lse": torch.empty(lse), **{f"d{name}": tensors[name] for name in ("q", "k", "v")}}
-    more |= memory_for({name: given.get(name, tensors[name]) for name in gradients}, request, q.device)
-    lists = [tensors[name] for name in ("block_counts", "block_indices") if name in tensors]
-    return more | dict(zip(LISTS_BY_KEYS, lists * 2))
+    if case.name == "backward":
+        request, tensors = described.of_backward(request, tensors, more, form.gradients)
+    with of.forced.set_to(case.kernel):
+        return described.bindings_of(case.arch, request, tensors, of)
 
 
 def shown(binding: Binding) -> str:

@@ -240,6 +240,7 @@ SECTIONS: Mapping[str, Section] = {
     "head_dims": _preset("head_dims", "Other head dimensions"),
     "generic": _preset("generic", "The generic kernel against FlashAttention-2"),
     "backward": _preset("backward", "Gradients", of="backward"),
+    "backward_gqa": _preset("backward_gqa", "Gradients with four query heads to a key head", of="backward"),
     flash_attn_decode.PRESET: Section(
         "Decoding",
         "one query a sequence, over keys as one tensor and in pages dealt out at random",

@@ -189,6 +189,25 @@ def chunked(
     ]
 
 
+def grouped(
+    dtype: str,
+    causal: Sequence[bool] = (True, False),
+    seq_lens: Sequence[int] = (4096, 8192, 32768),
+    head_dims: Sequence[int] = (128,),
+) -> list[Workload]:
+    """Training with four query heads to a key head: one length, and packed mixtures of `TOKENS` tokens."""
+    mixtures = (
+        (8192, 4096, 2048, 1024, 512, 256, 128, 64, 64),
+        (1024,) * 12 + (256,) * 16,
+        tuple(range(16, 1009, 32)),
+    )
+    cells = []
+    for kind in kinds((dtype,), causal, head_dims):
+        cells += [kind.dense(max(1, TOKENS // length), length, 32, 8) for length in seq_lens]
+        cells += [kind.packed(_square(lengths), 32, 8) for lengths in mixtures]
+    return cells
+
+
 @dataclass(frozen=True)
 class Preset:
     """What one benchmark run times.
@@ -203,7 +222,7 @@ class Preset:
 
 # widths that shared memory has no whole lines for, or products no whole steps
 ODD_HEAD_DIMS = (24, 40, 48, 56, 72, 80, 88, 104, 112, 136, 160, 224)
-_EVERY = ("fly", "SDPA cuDNN", "SDPA flash", "FA4", "Triton")
+_EVERY = ("fly", "SDPA cuDNN", "SDPA flash", "FA3", "FA4", "Triton")
 PRESETS: Mapping[str, Preset] = {
     "h200": Preset("head dim 64, 128, 256; 512 to 16384 tokens; 16384 of them in all", sweep, _EVERY),
     "short": Preset(
@@ -217,7 +236,7 @@ PRESETS: Mapping[str, Preset] = {
     "head_dims": Preset(
         "12 head dimensions from 24 to 224; 1024, 4096 and 16384 tokens; 16384 of them in all",
         partial(sweep, seq_lens=(1024, 4096, 16384), head_dims=ODD_HEAD_DIMS),
-        ("fly", "fly generic", "SDPA cuDNN", "SDPA flash"),
+        ("fly", "fly generic", "SDPA cuDNN", "SDPA flash", "FA3"),
     ),
     "generic": Preset(
         "the cells of h200, the generic kernel against FlashAttention-2", sweep, ("fly generic", "SDPA flash")
@@ -225,9 +244,14 @@ PRESETS: Mapping[str, Preset] = {
 }
 BACKWARD_PRESETS: Mapping[str, Preset] = {
     "backward": Preset(
-        "head dim 64, 128, 256; 1024, 4096 and 16384 tokens; 16384 of them in all",
-        partial(sweep, seq_lens=(1024, 4096, 16384)),
+        "head dim 64, 128, 256; 1024 to 16384 tokens; 16384 of them in all",
+        partial(sweep, seq_lens=(1024, 2048, 4096, 8192, 16384)),
         ("fly", "SDPA cuDNN", "SDPA flash", "FA4"),
+    ),
+    "backward_gqa": Preset(
+        "4 query heads to a key head: 4096, 8192 and 32768 tokens, and packed mixtures",
+        grouped,
+        ("fly", "SDPA cuDNN", "SDPA flash", "torch varlen", "FA4"),
     ),
 }
 PRESETS_OF: Mapping[str, Mapping[str, Preset]] = {"forward": PRESETS, "backward": BACKWARD_PRESETS}  # a pass's

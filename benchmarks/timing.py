@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-Call = Callable[[], object]
+from fly.runtime.paired import Call, gpu_milliseconds, turns
+
 FLUSH_BYTES = 1 << 30  # more than any L2, and read in more time than a call takes to queue
 WARM_BURST = 10
 
@@ -32,34 +32,9 @@ class Timing:
         return cls(median, low, high)
 
 
-def _turns(names: list[str], rounds: int, seed: int) -> list[str]:
-    """Every name once per round, each round in an order of its own."""
-    order = random.Random(seed)
-    return [name for _ in range(rounds) for name in order.sample(names, len(names))]
-
-
-def _on_gpu(calls: Mapping[str, Call], turns: list[str], flushes: int) -> dict[str, list[float]]:
-    # reading the scratch buffer empties the L2, without lines that the call would have to write back, and keeps the
-    # GPU busy while the host queues the next call, so that host time does not show between the events
-    scratch = torch.zeros(FLUSH_BYTES // 4 if flushes else 0, device="cuda")
-    burst = 1 if flushes else WARM_BURST
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for name in turns:
-        for _ in range(flushes):
-            scratch.sum()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(burst):
-            calls[name]()
-        end.record()
-        events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: [start.elapsed_time(end) / burst for start, end in pairs] for name, pairs in events.items()}
-
-
-def _on_host(calls: Mapping[str, Call], turns: list[str]) -> dict[str, list[float]]:
+def _on_host(calls: Mapping[str, Call], order: list[str]) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for name in turns:
+    for name in order:
         start = time.perf_counter()
         calls[name]()
         samples[name].append((time.perf_counter() - start) * 1e3)
@@ -79,8 +54,11 @@ def samples(
     for call in calls.values():
         for _ in range(warmup):
             call()
-    turns = _turns(list(calls), iters, seed)
-    return _on_gpu(calls, turns, flushes) if device == "cuda" else _on_host(calls, turns)
+    order = turns(list(calls), iters, seed)
+    if device != "cuda":
+        return _on_host(calls, order)
+    burst = 1 if flushes else WARM_BURST
+    return gpu_milliseconds(calls, order, flushes=flushes, burst=burst, flush_bytes=FLUSH_BYTES)
 
 
 def measure(

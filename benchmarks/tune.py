@@ -39,11 +39,11 @@ from benchmarks.tuning import (
     Tiles,
     Trial,
     format_table,
-    paired_ratio,
     run_trial,
 )
 from benchmarks.workload import DTYPES, Workload
 from fly.backends.target import target
+from fly.runtime.paired import paired_ratio
 from kernels.sm90.builds import RESCALES, key_for, options_of
 
 SEQ_LENS = (512, 2048, 8192)

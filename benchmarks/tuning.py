@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -144,13 +143,6 @@ class Outcome:
     def better(self) -> bool:
         """The rule: at least `MIN_GAIN` over all workloads, and none below `MAX_LOSS`."""
         return self.status == OK and self.gain >= MIN_GAIN and min(self.ratios) >= MAX_LOSS
-
-
-def paired_ratio(incumbent: Sequence[float], candidate: Sequence[float]) -> float:
-    """The candidate's speed over the incumbent's: the median over rounds of the ratio within a round."""
-    ratios = sorted(a / b for a, b in zip(incumbent, candidate, strict=True))
-    middle = len(ratios) // 2
-    return ratios[middle] if len(ratios) % 2 else math.sqrt(ratios[middle - 1] * ratios[middle])
 
 
 def run_trial(

@@ -17,7 +17,7 @@ _EXPORTS: dict[str, str] = {
         "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 exp log2 tanh rcp sqrt rsqrt fma maximum minimum absolute floor ceil trunc round"
-        " ceil_div mul_wide reduce_max reduce_sum",
+        " ceil_div divide_unsigned mul_wide reduce_max reduce_sum",
         "fly.ir.elementary": "log sin cos erf pow",
         "fly.ir.autodiff": "Tape Gradients LoadGradient",
         "fly.ir.memory": "Pointer alloc_shared store load_bounded store_bounded",
@@ -40,12 +40,14 @@ _EXPORTS: dict[str, str] = {
         "fly.lang.sync": "Token barrier wait join shuffle shuffle_xor any_lane lane_sum lane_max reduce_lanes"
         " sched_barrier set_priority",
         "fly.lang.ids": "block_id thread_id grid_dim block_dim lane_id lane_of wave_id wave_size first_lane"
-        " reread remade reread_ids target",
+        " reread remade early reread_ids target",
         "fly.lang.debug": "print check",
         "fly.lang.signature": "TensorSpec ScalarSpec TensorMapSpec",
         "fly.backends.artefact": "Artefact",
         "fly.runtime.exported": "load",
         "fly.runtime.compile": "compile",
+        "fly.runtime.tune": "tune Tuned",
+        "fly.runtime.tuned_results": "export_tuned import_tuned",
         "fly.lang.tensor_map": "TensorMap",
         "fly.runtime.tensor_map": "tensor_map",
     }.items()
@@ -61,7 +63,7 @@ def __getattr__(name: str) -> Any:
     from fly.errors import needs_packages
 
     with needs_packages(f"fly.{name}"):
-        module = importlib.import_module(_EXPORTS[name])
+        module = importlib.import_module(_EXPORTS[name].removeprefix("fly"), __name__)
     if _EXPORTS[name] == "fly.lang.kernel":
         module.launch = _launch
     value = getattr(module, name)

@@ -13,7 +13,8 @@ from fly.ir.value import (
 from fly.ir.math import (
     exp2 as exp2, exp as exp, log2 as log2, tanh as tanh, rcp as rcp, sqrt as sqrt, rsqrt as rsqrt, fma as fma,
     maximum as maximum, minimum as minimum, absolute as absolute, floor as floor, ceil as ceil, trunc as trunc,
-    round as round, ceil_div as ceil_div, mul_wide as mul_wide, reduce_max as reduce_max, reduce_sum as reduce_sum,
+    round as round, ceil_div as ceil_div, divide_unsigned as divide_unsigned, mul_wide as mul_wide,
+    reduce_max as reduce_max, reduce_sum as reduce_sum,
 )
 from fly.ir.elementary import log as log, sin as sin, cos as cos, erf as erf, pow as pow
 from fly.ir.autodiff import Tape as Tape, Gradients as Gradients, LoadGradient as LoadGradient
@@ -68,13 +69,15 @@ from fly.lang.sync import (
 from fly.lang.ids import (
     block_id as block_id, thread_id as thread_id, grid_dim as grid_dim, block_dim as block_dim,
     lane_id as lane_id, lane_of as lane_of, wave_id as wave_id, wave_size as wave_size, first_lane as first_lane,
-    remade as remade, reread as reread, reread_ids as reread_ids, target as target,
+    remade as remade, early as early, reread as reread, reread_ids as reread_ids, target as target,
 )
 from fly.lang.debug import print as print, check as check
 from fly.lang.signature import TensorSpec as TensorSpec, ScalarSpec as ScalarSpec, TensorMapSpec as TensorMapSpec
 from fly.backends.artefact import Artefact as Artefact
 from fly.runtime.exported import load as load
 from fly.runtime.compile import compile as compile
+from fly.runtime.tune import tune as tune, Tuned as Tuned
+from fly.runtime.tuned_results import export_tuned as export_tuned, import_tuned as import_tuned
 from fly.lang.tensor_map import TensorMap as TensorMap
 from fly.runtime.tensor_map import tensor_map as tensor_map
 

@@ -96,6 +96,10 @@ def _directory(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _directory_or_none(text: str) -> Path | None:
+    return _directory(text) if text else None
+
+
 ARCH = Variable(
     "FLY_ARCH",
     "gfx950",
@@ -125,17 +129,23 @@ CHECK_INPUTS = Variable(
 CACHE = Variable("FLY_CACHE", "1", _boolean, "0 turns the disk cache off")
 CACHE_DIR = Variable("FLY_CACHE_DIR", "~/.cache/fly", _directory, "directory of the disk cache")
 CACHE_SIZE = Variable("FLY_CACHE_SIZE_MB", "512", _megabytes, "bound on the disk cache's size, megabytes")
+PREBUILT = Variable(
+    "FLY_PREBUILT",
+    "",
+    _directory_or_none,
+    "folder of builds made by `python -m fly prebuild`; then nothing is compiled at run time",
+)
 LLD = Variable("FLY_LLD", "", str, "path of ld.lld; by default ROCm's, then PATH, then the ziglang wheel's")
 KERNEL = Variable(
     "FLY_KERNEL",
     "",
-    _one_of("", "generic", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8"),
+    _one_of("", "generic", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8", "sm90_fp8_cache"),
     "force a flash-attention kernel",
 )
 BACKWARD_KERNEL = Variable(
     "FLY_BACKWARD_KERNEL",
     "",
-    _one_of("", "sm90", "sm90_wide", "generic"),
+    _one_of("", "gfx950", "sm90", "sm90_wide", "generic"),
     "force a kernel of flash attention's backward pass",
 )
 DISABLE_DUALWAVE_SWP = Variable(

@@ -23,7 +23,6 @@ _PACKAGES = {
     "llvmlite": ("llvmlite", None),
     "numpy": ("numpy", None),
     "torch": ("torch", "torch"),
-    "cuda": ("cuda-bindings", "cuda"),
     "ziglang": ("ziglang", "amd"),
     "tinygrad": ("tinygrad", "emulator"),
     "tqdm": ("tqdm", "emulator"),
@@ -142,6 +141,10 @@ class UnsupportedError(FlyError, NotImplementedError):
 
 class DeviceError(FlyError, RuntimeError):
     """A device or its driver is missing or reported a failure."""
+
+
+class MissingBuildError(FlyError, RuntimeError):
+    """A build that is not among those that were made ahead (`FLY_PREBUILT`); names the build and how to make it."""
 
 
 class MissingPackageError(DeviceError, ImportError):

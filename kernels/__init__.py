@@ -20,6 +20,8 @@ _EXPORTS: dict[str, str] = {
         ".problem.block_mask": "BlockMask create_block_mask",
         ".problem.dropout_mask": "dropout_mask",
         ".problem.tree_mask": "tree_bits tree_mask",
+        ".cascade": "cascade_attention",
+        ".flex.attention": "flex_attention",
         ".merging": "merge_states",
         ".inspection": "flydsl_flash_attn_plan",
         ".integrations.pytorch": "activate deactivate",
@@ -34,7 +36,7 @@ def __getattr__(name: str) -> Any:
     from fly.errors import needs_packages
 
     if name == "__version__":
-        value = importlib.import_module("fly").__version__
+        from fly import __version__ as value
     elif name in _EXPORTS:
         with needs_packages("flash attention"):
             value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fly import config
 from fly.errors import ArgumentError, UnsupportedError
 
-from . import inspection
+from . import inspection, prebuild
+from .call_flags import CALL_FLAGS, add_call_flags, call, request_of
 from .dispatch import AMD, BACKWARD, FORWARD, NVIDIA, Kernel, Pass, as_backward, choose, head_dims, refusal
-from .problem.catalogue import BY_NAME
 from .problem.contract import HEAD_DIMS, Request
 from .profiled import CALLS
 
@@ -101,8 +101,8 @@ def chosen_for(
     if arch not in TARGETS:
         raise ArgumentError(f"--arch {arch!r}; accepted where a call is described: {', '.join(TARGETS)}")
     described = importlib.import_module(".described", __package__)
-    request, tensors = described.call_of(request_of(options) or _call({}))
-    first, *others = described.bindings_of(arch, request, tensors)
+    request, tensors = described.call_of(request_of(options) or call({}))
+    first, *others = described.attention_first(described.bindings_of(arch, request, tensors))
     lines = [verdicts(arch, request), "", f"{first.kernel.name}, grid {' x '.join(map(str, first.grid))}"]
     lines += textwrap.wrap(_statics(first.statics), WIDTH, initial_indent="    ", subsequent_indent="    ")
     lines += [f"and {other.kernel.name}, grid {' x '.join(map(str, other.grid))}" for other in others]
@@ -149,12 +149,12 @@ def _dims(kernel: Kernel) -> str:
 
 
 COLUMNS = (
-    Column("kernel", 10, lambda k: k.name if k.module else f"{k.name} (not built)"),
+    Column("kernel", 14, lambda k: k.name if k.module else f"{k.name} (not built)"),
     Column("targets", 8, lambda k: _listed(k.archs)),
     Column("head_dim", 8, _dims),
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
     Column("features", 14, lambda k: _listed(k.features)),
-    Column("tuning", 27, _tuning),
+    Column("tuning", 23, _tuning),
     Column("needs", 16, lambda k: _listed(need.what for need in k.needs)),
     Column("why it is there", 16, lambda k: k.reason),
 )
@@ -200,36 +200,6 @@ def verdicts(arch: str, request: Request, of: Pass = FORWARD) -> str:
     return "\n".join(lines)
 
 
-FLAGS = tuple(name for name in BY_NAME if name not in ("packed", "split_kv", "debug_counts"))
-_BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
-# flags that describe a call: (name, default, help)
-_SIZES = (
-    ("head_dim", 128, "elements of a head"),
-    ("head_dim_v", None, "elements of a head of v and out (head_dim)"),
-    ("batch", 1, "sequences"),
-    ("seq_len", 1024, "queries of the longest sequence"),
-    ("seq_len_kv", None, "keys of the longest sequence (seq_len)"),
-    ("num_heads", 16, "query heads"),
-    ("num_kv_heads", None, "key heads (num_heads)"),
-    ("num_kv_splits", 1, "parts of the keys, 0 for automatic"),
-    ("alignment", 16, "bytes that divide addresses and strides"),
-)
-# of those that have another range than 1 to 2^31 - 1
-_RANGES = {"num_kv_splits": (0, 64), "alignment": (1, 16)}  # MAX_SPLITS, whose module is heavy
-
-
-def _size(name: str) -> Callable[[str], int]:
-    """Reads a flag of `_SIZES`."""
-    least, most = _RANGES.get(name, (1, 2**31 - 1))
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
-        return int(text)
-
-    return read
-
-
 def add_commands(commands: Any) -> None:
     """Add this library's commands to an argparse subparsers object."""
     parser = commands.add_parser(
@@ -245,67 +215,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--backward", action="store_true", help="the kernels of the backward pass, for such a call")
     add_call_flags(parser)
     parser.set_defaults(run=paths)
-
-
-def add_call_flags(parser: Any) -> None:
-    """Add `CALL_FLAGS`, by which `paths` and `inspect` are told of a call, to an argparse parser or group."""
-    for name, default, meaning in _SIZES:
-        shown = meaning if default is None else f"{meaning} ({default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_size(name), metavar="N", help=shown)
-    parser.add_argument("--dtype", choices=tuple(_BYTES), help="(bf16)")
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=None, help="(causal)")
-    parser.add_argument("--packed", action="store_true", default=None, help="packed sequences (cu_seqlens)")
-    parser.add_argument("--debug-counts", action="store_true", default=None, help="count rescales")
-    parser.add_argument("--feature", action="append", choices=FLAGS, help="what else the call asks for")
-    parser.add_argument("--tuning", action="append", metavar="NAME", help="a tuning option, such as waves_per_eu")
-
-
-CALL_FLAGS = (*(name for name, *_ in _SIZES), "dtype", "causal", "packed", "debug_counts", "feature", "tuning")
-
-
-def request_of(options: argparse.Namespace) -> Request | None:
-    """The call that the flags describe; None when they describe none."""
-    given = {name: value for name, value in vars(options).items() if name in CALL_FLAGS and value is not None}
-    return _call(given) if given else None
-
-
-def _call(given: Mapping[str, Any]) -> Request:
-    """The call that these of `CALL_FLAGS` describe; what is not given has its default."""
-    size: dict[str, Any] = {name: default for name, default, _ in _SIZES} | dict(given)
-    heads = size["num_heads"]
-    kv_heads = heads if size["num_kv_heads"] is None else size["num_kv_heads"]
-    keys = size["seq_len"] if size["seq_len_kv"] is None else size["seq_len_kv"]
-    dtype = given.get("dtype", "bf16")
-    wanted = {
-        "packed": "packed" in given,
-        "split_kv": size["num_kv_splits"] > 1,
-        "debug_counts": "debug_counts" in given,
-        **{name: name in given.get("feature", ()) for name in FLAGS},
-    }
-    if heads % kv_heads:
-        raise ArgumentError(f"--num-heads {heads} with --num-kv-heads {kv_heads}; accepted: a multiple of it")
-    row = size["head_dim"] * _BYTES[dtype]
-    return Request(
-        head_dim=size["head_dim"],
-        dtype=dtype,
-        causal=given.get("causal", True),
-        cross_seqlen=wanted["packed"] or keys != size["seq_len"],
-        return_lse=False,
-        batch=size["batch"],
-        seq_len=size["seq_len"],
-        seq_len_kv=keys,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        softmax_scale=1.0,
-        num_kv_splits=size["num_kv_splits"],
-        alignment=size["alignment"],
-        kv_alignment=size["alignment"],
-        q_pitch=heads * row,
-        kv_pitch=kv_heads * row,
-        features=tuple(name for name in BY_NAME if wanted[name]),
-        tuning=dict.fromkeys(given.get("tuning", ()), True),
-        head_dim_v=size["head_dim_v"],
-    )
+    prebuild.add_command(commands)
 
 
 def paths(options: argparse.Namespace) -> None:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fly import config
 from fly.errors import ArgumentError
-from fly.runtime.prepared import Binding, bindings
+from fly.runtime.launch import Binding, bindings
+from fly.runtime.planned import planning
 
-from .call.checks import OUT_DTYPES, check_call
-from .dispatch import KERNELS, serve
+from .call.checks import INPUTS, OUT_DTYPES, check_call
+from .call.operand_gradients import memory_for
+from .dispatch import FORWARD, KERNELS, Pass, as_backward, serve
 from .flash_attn_interface import flydsl_flash_attn_func
 from .problem.block_mask import BlockMask
+from .problem.catalogue import BLOCKS
 from .problem.contract import Request, Tensors
+from .work.tile_list import LISTS_BY_KEYS
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -84,7 +87,9 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
     "sink": lambda r: {"sink": _float32(r.num_heads)},
     "dropout": lambda r: {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64)},
     "block_mask": lambda r: {"block_mask": block_mask(r)},
+    "fp8_cache": lambda r: {},  # what dtype k and v have
     "descale": lambda r: {f"{name}_descale": _float32(r.batch, r.num_kv_heads) for name in ("q", "k", "v")},
+    "fp8_accumulate": lambda r: {"fp8_accumulate": "fast"},
     "score_mod": lambda r: {"score_mod": _halved},
     "mask_mod": lambda r: {"mask_mod": _not_after},
 }
@@ -98,9 +103,8 @@ _DEFAULTS = {
 }
 
 
-def _tensor(request: Request, *shape: int) -> torch.Tensor:
+def _tensor(request: Request, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that nobody touches, as aligned as the request says."""
-    dtype = DTYPES[request.dtype]
     apart = math.gcd(request.alignment, 16)
     if apart % dtype.itemsize:
         raise ArgumentError(f"alignment {apart}; accepted for {request.dtype}: multiples of {dtype.itemsize}")
@@ -116,9 +120,11 @@ def _inputs(request: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         queries, keys = ((math.prod(sizes),) for sizes in (queries, keys))
     if "paged" in request.features:
         keys = (request.batch * -(-request.seq_len_kv // PAGE), PAGE)
-    heads, dim = request.num_kv_heads, request.head_dim
-    q = _tensor(request, *queries, request.num_heads, dim)
-    return q, _tensor(request, *keys, heads, dim), _tensor(request, *keys, heads, request.value_dim)
+    heads, dim, dtype = request.num_kv_heads, request.head_dim, DTYPES[request.dtype]
+    q = _tensor(request, *queries, request.num_heads, dim, dtype=dtype)
+    kv_dtype = torch.float8_e4m3fn if "fp8_cache" in request.features else dtype
+    k, v = (_tensor(request, *keys, heads, d, dtype=kv_dtype) for d in (dim, request.value_dim))
+    return q, k, v
 
 
 def _asked(request: Request) -> dict[str, Any]:
@@ -149,18 +155,45 @@ def call_of(request: Request, **given: Any) -> tuple[Request, Tensors]:
     except (RuntimeError, MemoryError) as error:
         raise ArgumentError(f"the tensors of such a call do not fit this machine: {error}") from error
     call = check_call(q, k, v, request.causal, None, options)
-    return call.request, {**call.tensors, "out": out}
+    lse = {"lse": _float32_like(call.lse)} if call.request.return_lse else {}
+    return call.request, {**call.tensors, "out": out, **lse}
 
 
-def bindings_of(arch: str, request: Request, tensors: Tensors) -> list[Binding]:
-    """What a call on `arch` binds, the attention kernel first; nothing is launched.
+def of_backward(
+    request: Request, tensors: Tensors, given: Keywords | None = None, gradients: Sequence[str] = ()
+) -> tuple[Request, Tensors]:
+    """The backward pass of a call: its request, and its tensors with what it takes besides.
 
-    CPU tensors stand for the call's, so that an AMD target needs the emulator.
+    `given`: keyword arguments of the call that have operands; `gradients`: whose are wanted besides those of q, k
+    and v, by their names there or among the tensors.
+    """
+    q, given = tensors["q"], given or {}
+    lse = (q.shape[-2], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[-2], q.shape[1])
+    more = {"dout": tensors["out"], "lse": _float32_like(lse), **{f"d{name}": tensors[name] for name in INPUTS}}
+    more |= memory_for({name: given.get(name, tensors[name]) for name in gradients}, request, q.device)
+    lists = [tensors[name] for name in BLOCKS[:2] if name in tensors]
+    return as_backward(request), {**tensors, **more, **dict(zip(LISTS_BY_KEYS, lists * 2))}
+
+
+def _float32_like(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def bindings_of(
+    arch: str, request: Request, tensors: Tensors, of: Pass = FORWARD, compute_units: int | None = None
+) -> list[Binding]:
+    """What a pass of a call on `arch` binds, in order; nothing is compiled or launched.
+
+    `compute_units`: of the device, which builds may depend on; None: of the target's largest.
 
     Raises:
         UnsupportedError: no kernel serves it.
-        MissingPackageError: the emulator is not installed.
     """
-    with config.ARCH.set_to(arch), bindings() as found:
-        serve(arch, request)(tensors, request)
+    with planning(arch, compute_units), bindings() as found:
+        serve(arch, request, of)(tensors, request)
+    return found
+
+
+def attention_first(found: Sequence[Binding]) -> list[Binding]:
+    """The attention kernel before what prepares and combines for it."""
     return sorted(found, key=lambda binding: not binding.kernel.name.startswith("flash_attn"))

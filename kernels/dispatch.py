@@ -24,6 +24,7 @@ AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
 
+_OWN = ("fly_attention", "kernels")
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
 
 
@@ -119,37 +120,6 @@ def unless_paged(need: Need, paged: Need) -> Need:
     )
 
 
-def rows_within(bytes_: int) -> Need:
-    """Neighbouring rows of K and V are less than `bytes_` apart."""
-
-    def refuses(request: Request) -> str | None:
-        if request.kv_pitch < bytes_:
-            return None
-        return (
-            f"takes keys less than {bytes_} bytes apart, not {request.kv_pitch}: make {arg.k} and {arg.v} contiguous"
-        )
-
-    return Need(f"rows of K and V less than {bytes_ >> 20} MiB apart", refuses)
-
-
-def few_rows(features: tuple[str, ...], rows: int) -> Need:
-    """With any of these features, a sequence's queries and heads are rows of one tile.
-
-    Rows are its queries, times the largest power of two that divides the query heads of a key head, 64 at most.
-    """
-
-    def refuses(request: Request) -> str | None:
-        asked = [BY_NAME[name].told for name in request.features if name in features]
-        group = request.num_heads // request.num_kv_heads
-        most = rows // min(group & -group, rows)
-        if not asked or request.seq_len <= most:
-            return None
-        least = f"where sequences have at most {most} queries, as in decoding, not {request.seq_len}"
-        return "; ".join(f"does {what} {least}: {instead}" for what, instead in asked)
-
-    return Need(f"at most {rows} rows a sequence and key head with {_listed(features)}", refuses)
-
-
 def mask_blocks(rows: int, keys: int) -> Need:
     """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
 
@@ -163,6 +133,16 @@ def mask_blocks(rows: int, keys: int) -> Need:
         )
 
     return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
+
+
+def only(feature: str) -> Need:
+    """A kernel for calls that ask for `feature` alone; another row serves the others."""
+    what, _ = BY_NAME[feature].told
+
+    def refuses(request: Request) -> str | None:
+        return None if feature in request.features else f"is for {what} alone: another kernel serves this call"
+
+    return Need(plain(what), refuses)
 
 
 def _ordered(request: Request) -> str | None:
@@ -199,6 +179,19 @@ def keys_in_turn(most: int) -> Need:
         return f"takes {most} keys at most with {arg.deterministic}, not {request.seq_len_kv}: call without it"
 
     return Need(f"at most {most} keys where gradients are the same bits every time", refuses)
+
+
+def dims_among(pairs: Iterable[tuple[int, int]]) -> Need:
+    """(head_dim, head_dim_v) is one of these."""
+    accepted = tuple(pairs)
+
+    def refuses(request: Request) -> str | None:
+        found = request.head_dim, request.value_dim
+        if found in accepted:
+            return None
+        return f"takes (head_dim, head_dim_v) {_listed(accepted)}, not {found}: pad with zeros to one of them"
+
+    return Need(f"(head_dim, head_dim_v) {_listed(accepted)}", refuses)
 
 
 ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
@@ -277,12 +270,31 @@ KERNELS: tuple[Kernel, ...] = (
         name="sm90_fp8",
         module=".flash_attn_sm90_fp8",
         archs=("sm_90a",),
-        head_dims=(64, 128, 256),
+        head_dims=(64, 96, 128, 192, 256),
         dtypes=("f8e4m3",),
-        features=("split_kv", "split_keys", *OF_CACHES, "descale"),
+        features=(
+            *("packed", "split_kv", "split_keys", "seqused", "cache_leftpad", "kv_batch_idx", "paged", "window"),
+            *("attention_chunk", "softcap", "alibi", "bias", "sink", "block_mask", "descale", "fp8_accumulate"),
+            *("score_mod", "mask_mod"),
+        ),
         tuning={},
-        reason="the sm90 kernel on 8-bit products, with V transposed beforehand or, decoding, in the kernel",
-        needs=(aligned(16), rows_within(4 << 20), few_rows(OF_CACHES, 64), PAGES),
+        reason="the sm90 kernel on 8-bit products",
+        needs=(aligned(16), mask_blocks(64, 64), PAGES),
+    ),
+    Kernel(
+        name="sm90_fp8_cache",
+        module=".flash_attn_sm90_fp8_cache",
+        archs=("sm_90a",),
+        head_dims=tuple(range(16, HEAD_DIMS[-1] + 1, 16)),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("split_kv", "split_keys", *OF_CACHES, "window", "attention_chunk", "softcap", "alibi", "sink"),
+            "fp8_cache",
+        ),
+        tuning={},
+        reason="the sm90 kernel with a warpgroup that converts 8-bit K and V in shared memory",
+        needs=(only("fp8_cache"), aligned(16), PAGES),
+        mixed_dims=True,
     ),
     Kernel(
         name="generic",
@@ -290,7 +302,7 @@ KERNELS: tuple[Kernel, ...] = (
         archs=AMD + NVIDIA,
         head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
-        features=EVERYWHERE,
+        features=(*EVERYWHERE, "fp8_cache"),
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
         mixed_dims=True,
@@ -299,6 +311,21 @@ KERNELS: tuple[Kernel, ...] = (
 
 # Their inputs are aligned: others are copied before (`as_backward`).
 BACKWARD_KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="gfx950",
+        module=".flash_attn_gfx950_bwd",
+        archs=("gfx950",),
+        head_dims=(64, 128, 192),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "score_mod", "mask_mod"),
+        ),
+        tuning={},
+        reason="five products instead of seven, with a wave's registers on each SIMD",
+        needs=(INPUTS_ALONE, ANY_ORDER, dims_among(((64, 64), (128, 128), (192, 128)))),
+        mixed_dims=True,
+    ),
     Kernel(
         name="sm90",
         module=".flash_attn_sm90_bwd",
@@ -326,7 +353,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same with dK and dV in two warpgroups, for heads above 128",
-        needs=(INPUTS_ALONE, ANY_ORDER),
+        needs=(INPUTS_ALONE, keys_in_turn(65_535 * 64)),
         mixed_dims=True,
     ),
     Kernel(
@@ -360,12 +387,16 @@ class Pass:
 def registered(group: str) -> tuple[Kernel, ...]:
     """Rows that installed packages register under an entry-point `group`, in the order of the entry points' names.
 
+    There are none where this package is a part of another one: they are rows of the installed one.
+
     An entry point names a `Kernel`, or a list of them, whose `module` is one of the package's own.
 
     Raises:
         ConfigError: an entry point that cannot be loaded, or is no row, or one whose name is taken.
     """
     rows: list[Kernel] = []
+    if __package__ not in _OWN:
+        return ()
     for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda entry: entry.name):
         of = f"entry point {entry.name!r} of {group} ({entry.value})"
         try:

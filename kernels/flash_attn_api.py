@@ -56,13 +56,14 @@ from .api.options import (
     add_packing,
     attend,
     check_stacked,
+    needs_copies,
     one_of,
     options_of,
     padded,
 )
 from .api.probabilities import refuse_while_compiling, signed_probabilities
 from .api.rows import with_rows
-from .api.torch_ops import append
+from .api.torch_ops import append, eager, is_seen
 from .arguments.callers import (
     APPEND,
     FUNC,
@@ -108,6 +109,9 @@ def _attend(
 ) -> Result:
     if return_attn_probs is not False:
         Checks(caller.function).flag("return_attn_probs", return_attn_probs)
+    elif not (is_seen() or needs_copies(q, k, v)):  # as below, with fewer calls of Python's
+        out: torch.Tensor = eager(caller, q, k, v, causal, options)  # type: ignore[assignment]  # without its lse
+        return out
     dropped = return_attn_probs and bool(options.get("dropout_p"))
     if dropped and isinstance(q, torch.Tensor):
         refuse_while_compiling(caller)
@@ -308,6 +312,8 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
         rotary_interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
     cache_batch_idx: (B,) int32, the cache entry of each sequence. cache_leftpad: (B,) int32, where each begins.
     num_splits: parts that keys are split into; 0 takes what suits the device.
+    k_descale, v_descale: of float8_e4m3fn caches, see `flydsl_flash_attn_func`. New keys have q's dtype; they are
+        divided by these, or where scales are by key, by a scale of their own, which is written (`append_to_cache`).
 
     Returns out of q's shape, with `return_softmax_lse` (out, softmax_lse (B, H, Sq), packed (H, total_q)). The other
     arguments, and what is raised: see the module.
@@ -330,6 +336,10 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
         if cache_seqlens is k is None and isinstance(pages, torch.Tensor) and pages.dim() == 2:
             cache_seqlens = pages.shape[1] * k_cache.shape[1]
     elif cache_batch_idx is None and k_cache.shape[0] > batch:  # the first entries are the sequences' own
+        for descale, cache in (("k_descale", k_cache), ("v_descale", v_cache)):
+            scales = options.get(descale)
+            if isinstance(scales, torch.Tensor) and scales.shape == cache.shape[:-1]:
+                options[descale] = scales[:batch]
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if cache_seqlens is not None and (cache_seqlens.__class__ is not torch.Tensor or not cache_seqlens.dim()):
         cache_seqlens = lengths_of(name, cache_seqlens, batch, q.device)
@@ -340,6 +350,7 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
             "q": with_rows(q), "k_cache": k_cache, "v_cache": v_cache, "k": with_rows(k), "v": with_rows(v),
             "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": pages,
+            "k_descale": options.get("k_descale"), "v_descale": options.get("v_descale"),
         }
         # fmt: on
         appended = functools.partial(append, APPEND.given(extras), rotary_interleaved)

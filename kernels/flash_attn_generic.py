@@ -40,6 +40,7 @@ from .problem.contract import HEAD_DIMS, Launch, Request, Tensors
 from .problem.features import NO_FEATURES, BoundFeatures, Features
 from .problem.online_softmax import OnlineSoftmax
 from .work.fragments import store_lse, store_output
+from .work.key_scales import KeyScales, times_keys
 from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
@@ -132,7 +133,8 @@ def flash_attn_generic(
     """out = softmax(softmax_scale * q k^T) v, per sequence and head.
 
     Tensors in the forms of `tile_scheduler`; H is a multiple of Hkv; v and out may have another head
-    dimension than q and k; scale_log2: softmax_scale * log2(e); operands of `options.features`.
+    dimension than q and k, and k and v 8 bits where q has 16; scale_log2: softmax_scale * log2(e); operands of
+    `options.features`.
     """
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
@@ -151,15 +153,18 @@ def flash_attn_generic(
         folded=folded,
     )
     with work.if_any_row():
-        output, softmax, rows = _attend(work, scale_log2, given.at(work), options)
+        scales = KeyScales.of(given, work, q.shape[-2])
+        scale_log2 = scales.times_head(scale_log2)
+        output, softmax, rows = _attend(work, scale_log2, given.at(work), options, scales)
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
+        inverse = scales.times_values(inverse)
         store_output(work.out, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 
 
 def _attend(
-    work: BlockWork, scale_log2: fly.Value, given: BoundFeatures, options: GenericOptions
+    work: BlockWork, scale_log2: fly.Value, given: BoundFeatures, options: GenericOptions, scales: KeyScales
 ) -> tuple[fly.Fragment, OnlineSoftmax, WaveRows]:
     """O before its division by the sum, the sums and maxima, and which rows they are."""
     link = fly.chain(fly.target().mma(work.q.dtype.name))
@@ -172,7 +177,9 @@ def _attend(
         arriving = SharedRows("q", link, q_window, options.block_m, options.vector)
     tiling = Tiling(options.block_n, options.stages, options.vector, options.alternate)
     listed = work.listed
-    tiles = KeyValues(link, work.k, work.v, tiling, int(options.overlap), None if listed is None else listed.tile)
+    tile_number = None if listed is None else listed.tile
+    value_factor = None if scales.v_keys is None else scales.v_keys.load
+    tiles = KeyValues(link, work.k, work.v, tiling, int(options.overlap), tile_number, work.q.dtype, value_factor)
     ring = tiles.ring
     output = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, work.v.columns))
     softmax = OnlineSoftmax.start(layout, row_tiles)
@@ -194,6 +201,7 @@ def _attend(
 
     def featured(scores: fly.Fragment, j: Any, masked: bool, bias: fly.Fragment | None) -> fly.Fragment:
         tile = tile_of(j)
+        scores = times_keys(scores, scales.k_keys, tile * options.block_n)
         scores = stages.modify(scores, tile, bias)
         return stages.mask(scores, tile, masked)
 
@@ -273,8 +281,11 @@ def options_for(
     head_dim_v: int | None = None,
     features: Features = NO_FEATURES,
     page_size: int | None = None,
+    converts: bool = False,
 ) -> GenericOptions:
     """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
+
+    `converts`: k and v have 8 bits, and q has 16.
 
     The table is by backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
     tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
@@ -283,7 +294,10 @@ def options_for(
     dim = padded(max(head_dim, head_dim_v or head_dim))
     tiles = dict(TILES[target.backend, dim])
     asynchronous = tiles["stages"] > 1 or tiles.get("alternate", False)
-    if asynchronous and alignment in target.async_copy_bytes:
+    if asynchronous and converts:
+        # what is converted on its way goes through registers
+        tiles = dict(UNALIGNED_TILES[dim])
+    elif asynchronous and alignment in target.async_copy_bytes:
         tiles["vector"] = alignment // 2
     elif asynchronous:
         # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
@@ -319,6 +333,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.head_dim_v,
         request.static_features,
         request.page_size,
+        "fp8_cache" in request.features,
     )
     return bind_forward(
         flash_attn_generic,

@@ -418,7 +418,13 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     dbias = tensors.get("dbias")
     features, of_operands = request.static_features, bool(aux) or dbias is not None
     of_keys, of_queries = options_for(
-        description, request.head_dim, request.value_dim, request.causal, features, of_operands
+        description,
+        request.head_dim,
+        request.value_dim,
+        request.causal,
+        features,
+        of_operands,
+        "packed" in request.features,
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]

@@ -18,6 +18,17 @@ it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguo
 (`gfx950/copies.py`). A wait comes two barriers before the reads that need it: the other group passes
 its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
+In the first step there is only K(0) to wait for. The block's queries are copied behind it, through LDS too
+(`gfx950/queries.py`); what the loop starts with is computed meanwhile ("settle"). All waves meet once, when both are
+there, and the groups part behind that (`gfx950/groups.py`), to meet again after the output is stored. No copy is
+started past the last tile: a block takes an even number of tiles, and the two steps behind the loop end the last
+ones. Causal blocks are spared some of that: a wave none of whose rows sees a key of the last tile only waits, meets
+the others and starts copies (the stages that are `shared`) in the steps in which no other tile is left.
+
+Pages and lists have another prologue, since their scalar registers are all taken: every lane loads its query itself
+and the groups part before K(0) is on its way. They take an odd number of tiles, with one step behind the loop and a
+copy past the end.
+
 Lazy rescale: O and the sum are rescaled only when a row's maximum grew by more than 2**8 since the last time, in any
 row of the wave; until then probabilities stay below 2**8, which f32 sums and 16-bit operands hold as well as 1. So
 a tile takes each lane's own maximum against a limit; lanes exchange maxima only to rescale. Where tiles need a mask
@@ -36,80 +47,34 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import (
     Group,
-    s_barrier,
     s_setprio,
     s_waitcnt_lds,
     sched_barrier,
     sched_groups,
 )
-from fly.errors import ShapeError
 
-from .gfx950.copies import TILE_KEYS, copies_of, k_tile, v_tile
+from .gfx950.copies import copies_of, k_tile, v_tile
+from .gfx950.groups import meet, part, rejoin
+from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
+from .gfx950.queries import StagedQueries
+from .gfx950.stores import store_wide
 from .problem.contract import Launch, Request, Tensors
-from .problem.features import NO_FEATURES, BoundFeatures, Features
+from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
-from .work.fragments import load_queries, row_numbers, store_lse, store_output
+from .work.fragments import load_queries, row_numbers, store_lse
 from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
-WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
-BLOCK_M = WAVES * WAVE_ROWS
 RESCALE_THRESHOLD = 8.0  # log2 units
 MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
-
-
-@dataclass(frozen=True)
-class DualWaveOptions:
-    """The static parameters of one build. The switches exist to measure what each device is worth.
-
-    `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
-    `features`: what the operands are; `page_size`: of keys in pages. `waves` of a block: two groups of four, or one,
-    which has nothing to `stagger`.
-
-    Raises:
-        ShapeError: a head dimension that the kernel does not have, a page size without a table or the reverse, or
-            waves that do not go with the other options.
-    """
-
-    head_dim: int
-    causal: bool
-    lazy_rescale: bool = True
-    setprio: bool = True
-    stagger: bool = True
-    daz: bool = False
-    waves_per_eu: int = 2
-    ahead: bool = True
-    features: Features = NO_FEATURES
-    page_size: int | None = None
-    waves: int = WAVES
-
-    @property
-    def block_m(self) -> int:
-        """Query rows of a block."""
-        return self.waves * WAVE_ROWS
-
-    @property
-    def together(self) -> int:
-        """How many neighbouring keys of a tile lie one after the other in memory."""
-        return min(self.page_size or BLOCK_N, BLOCK_N)
-
-    def __post_init__(self) -> None:
-        if (self.page_size is None) == ("block_table" in self.features.operands):
-            raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
-        if self.head_dim not in (64, 128):
-            raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes 64 and 128")
-        if self.waves not in (WAVES, WAVES // 2):
-            raise ShapeError(f"waves is {self.waves}; the gfx950 kernel has {WAVES // 2} or {WAVES} in a block")
-        if self.waves < WAVES and self.stagger:
-            raise ShapeError(f"stagger with {self.waves} waves; a block needs {WAVES} for two groups: leave it out")
 
 
 @fly.kernel
@@ -162,22 +127,22 @@ def attend(
     wave = fly.wave_id()
     wave_row = work.first_row + wave * WAVE_ROWS
     tiles = kind(work, wave * WAVE_ROWS, scale_log2, given, options)
-    if options.stagger:
-        with fly.when(wave >= WAVES // 2):
-            s_barrier()
+    if options.stagger and not tiles.staged:
+        part(wave)
     output, softmax = tiles.run()
-    if options.stagger:
-        with fly.when(wave < WAVES // 2):
-            s_barrier()
 
     inverse, row_lse = tiles.finish(softmax)
-    store_output(work.out, output.scale_rows(given.scale_kept(inverse)), wave_row, WAVE_ROWS)
+    store_wide(work.out, output.scale_rows(given.scale_kept(inverse)), wave_row, WAVE_ROWS)
     if work.lse is not None:
-        store_lse(work.lse, row_lse, tiles.rows, work.keys.queries)
+        # made again: kept over the loop, a lane's row takes a register that features need
+        rows = row_numbers(tiles.link.layout, 1, fly.remade(tiles.first_row))
+        store_lse(work.lse, row_lse, rows, work.keys.queries)
     if debug_counts is not None:
         with fly.when(fly.lane_id() == 0):
             for i, count in enumerate((tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)):
                 fly.atomic_add_bounded(count.to(fly.f32), debug_counts.at(i), 0, 4)
+    if options.stagger:
+        rejoin(wave)
 
 
 class Tiles:
@@ -213,13 +178,22 @@ class Tiles:
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
-        self.margin = (self.threshold if options.lazy_rescale and not given.features.invariant else 0.0) / self.scale
-        self.count = work.tiles.end - work.tiles.first
+        threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
+        self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
-        window = work.q.window(work.first_row, options.block_m)
-        self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
+        # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
+        self.staged = options.page_size is None and work.listed is None
+        self.spares = self.staged and options.causal
+        # a block without keys has a tile that nobody sees
+        self.count = fly.maximum(work.tiles.end - work.tiles.first, 1)
+        if options.head_dim == 128 or not self.staged or "bias" not in given.operands:
+            # what LLVM knows of the least count costs it registers; with a bias at 64 it saves instructions
+            self.count = fly.remade(self.count)
+        if not self.staged:
+            window = work.q.window(work.first_row, options.block_m)
+            self.queries = load_queries(self.link, window, row_offset, 1, self.dim_steps)[0]
         self._open()
         self.pipeline = self._pipeline()
 
@@ -237,6 +211,8 @@ class Tiles:
         self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
         self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.copies.allocate()
+        if self.staged:
+            self.staging = StagedQueries(self.work.q, k_layout, self.options.block_m, WAVE_ROWS)
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         """Those of the target for these elements."""
@@ -273,36 +249,41 @@ class Tiles:
             scores = "new_early new_late"
         dropped = listed if self.given.features.drops else ""  # which weights are kept goes by the key tile
         early, late = (functools.partial(self.weights, half) for half in (0, 1))
-        first = self.packed_first
+        first, past_end = self.packed_first, not self.staged
         exponents = stage(
             "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
         )
+        carried = " ".join(running := (*self.copies.running, "output", "softmax"))
+        settle = stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)
+        settled = [settle] if self.staged else []
         packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             [
                 stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
-                self.copies.k_stage(delay=0, cluster=0, past_end=True),
+                self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_among_loads,
-                stage("wait for V", self.land, "v_flight", delay=2, cluster=0),
-                *self.copies.ahead(delay=0, cluster=0, past_end=True),
+                stage("wait for V", self.land, "v_flight", delay=2, cluster=0, shared=True),
+                *self.copies.ahead(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_first,
+                *settled,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
                 stage("early weights", early, f"e_early softmax {dropped}", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
-                self.copies.v_stage(delay=1, cluster=2),
-                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, past_end=True),
+                self.copies.v_stage(delay=1, cluster=2, shared=True),
+                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
                 stage("late weights", late, f"e_late softmax {dropped}", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
             ],
-            running=(*self.copies.running, "output", "softmax"),
+            running=running,
             unroll=2,
             boundary=self.boundary,
+            spares=self.spares,
         )
         # fmt: on
 
@@ -311,11 +292,18 @@ class Tiles:
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
+            spare=(lambda: self.spare) if self.spares else None,
             **self.copies.start(self.work.tiles.first, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
             softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
+
+    @functools.cached_property
+    def spare(self) -> fly.Value:
+        """Whether no row of the wave sees a key of the last tile."""
+        last = self.work.tiles.first + (self.pipeline.rounded(self.count) - 1)
+        return fly.any_lane(self.work.keys.limit(self.first_row + (WAVE_ROWS - 1)) <= last * BLOCK_N)
 
     def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None = None) -> fly.Value:
         """The number of a tile among all of the keys'."""
@@ -385,6 +373,10 @@ class Tiles:
         sched_groups((MFMA, 1), (TRANS, each))
         sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
         sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
+
+    def settle(self, tile: fly.PipelineTile, *running: Any) -> tuple[Any, ...]:
+        """What the loop starts with, computed while K(0) is on its way."""
+        return fly.early(running) if isinstance(tile.number, int) and tile.number == 0 else running
 
     def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
         """The copies of a tile, and the operands read in this cluster."""
@@ -485,6 +477,8 @@ class Tiles:
         """
         largest = fly.reduce_max(fly.concat([early, late]))
         needed = fly.any_lane(largest > softmax.limit)
+        if tile.last and self.spares:
+            needed = needed & ~self.spare
         self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
@@ -519,7 +513,8 @@ class Tiles:
                 limit = fly.select(self.partial(tile.number + 1), -math.inf, limit)
             total = softmax.total * fly.broadcast(factor, 2)
             state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
-            return output.scale_rows(factors), state
+            # before the first tile nothing is accumulated
+            return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
             s_early, s_late, top = fly.cond(self.partial(tile.number, listed), masked, lambda: (early, late, largest))
@@ -547,16 +542,31 @@ class Tiles:
         """What is added to scale * score of a row with this maximum."""
         return -(maximum * self.scale)
 
-    def boundary(self, cluster: int) -> None:
-        """The end of a cluster: where every wave's priority changes, and the groups meet."""
+    def boundary(self, cluster: int, step: int | None) -> None:
+        """The end of a cluster: where every wave's priority changes, and the groups meet.
+
+        In the first step there is only K(0) to wait for; behind it the groups part.
+        """
+        if step == 0 and self.staged:
+            self.first_step(cluster)
+            return
         compute = cluster % 2 == 1
         if compute and self.options.setprio:
             s_setprio(0)
-        sched_barrier()
-        s_barrier()
-        sched_barrier()
+        meet()
         if not compute and self.options.setprio:
             s_setprio(1)
+
+    def first_step(self, cluster: int) -> None:
+        """K(0) and the queries arrive."""
+        if cluster == 0:
+            self.flight = self.staging.start(self.work.first_row)
+        if cluster == 2:
+            fly.wait(self.flight)
+            meet()
+            self.queries = self.staging.read(self.k_load, self.dim_steps, self.link.atom.k)
+            if self.options.stagger:
+                part(fly.wave_id())
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
@@ -573,28 +583,14 @@ def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> La
         UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
     """
     tensors, request = heads_as_rows(tensors, request)
-    tuning = request.tuning
-    switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
-    given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
-    block = request.static_features.block_size
-    waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
-    options = DualWaveOptions(
-        request.head_dim,
-        request.causal,
-        daz=bool(tuning.get("daz")),
-        waves_per_eu=tuning.get("waves_per_eu") or 2,
-        features=request.static_features,
-        page_size=request.page_size,
-        waves=waves,
-        **{"stagger": waves == WAVES} | {name: value for name, value in given.items() if value is not None},
-    )
+    options = DualWaveOptions.of(request)
     return bind_forward(
         kernel,
         tensors,
         request,
         block_m=options.block_m,
         block_n=BLOCK_N,
-        threads=waves * 64,
+        threads=options.waves * 64,
         statics={"options": options},
         splits=split_count(request, tensors["q"].device, options.block_m, BLOCK_N),
     )

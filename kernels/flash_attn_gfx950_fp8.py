@@ -21,7 +21,8 @@ import fly
 from fly.backends.rocdl.intrinsics import cvt_pk_fp8
 from fly.errors import ShapeError
 
-from .flash_attn_gfx950 import BLOCK_M, BLOCK_N, DualWaveOptions, Tiles, attend, prepare_kernel
+from .flash_attn_gfx950 import Tiles, attend, prepare_kernel
+from .gfx950.options import BLOCK_M, BLOCK_N, DualWaveOptions
 from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
 from .problem.lazy_softmax import LazySoftmax

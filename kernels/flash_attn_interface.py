@@ -78,6 +78,7 @@ def flydsl_flash_attn_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    fp8_accumulate: str = "float32",
     score_mod: Callable[..., Any] | None = None,
     score_mod_bwd: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -100,11 +101,12 @@ def flydsl_flash_attn_func(
     """softmax(scale · q·kᵀ) · v for every query head; several query heads may share a key head (GQA, MQA).
 
     Args:
-        q: (B, Sq, H, D), bfloat16 or float16, D 8 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 128 or
-            256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA or ROCm
-            device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
-        k, v: (B, Skv, Hkv, D), same dtype and device; H is a multiple of Hkv, and head h reads head h·Hkv//H.
-            Packed sequences: (total_kv, Hkv, D). v may have another head dimension Dv, which out has too.
+        q: (B, Sq, H, D), bfloat16 or float16, D 8 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 96,
+            128, 192 or 256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA
+            or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
+        k, v: (B, Skv, Hkv, D), same device; H is a multiple of Hkv, and head h reads head h·Hkv//H. Of q's dtype, or
+            both float8_e4m3fn beside q of 16 bits, on every target. Packed sequences: (total_kv, Hkv, D). v may have
+            another head dimension Dv, which out has too.
             v None: k and v are stacked in k, (B, Skv, 2, Hkv, D) or (total_kv, 2, Hkv, D). k None too: all three in
             q, (B, S, 3, H, D) or (total, 3, H, D). What is stacked has one gradient, which is made without copies.
         causal: query i sees the keys j ≤ i + Skv − Sq (bottom-right). A query that sees none gives zeros.
@@ -121,9 +123,8 @@ def flydsl_flash_attn_func(
         split_keys: batch-invariant results: keys are split behind every so many of a sequence, a multiple of 128, at
             most 64 parts, and nothing else decides about the order of a row's sums. So out and lse of a query have
             the same bits in every batch, and whichever other queries of its sequence are in the call. 0: off.
-        workspace: memory for split keys, and for values of 8 bits that are transposed beforehand, instead of an
-            allocation in the call, contiguous, 16-byte aligned, of at least `flydsl_flash_attn_workspace` bytes and
-            any dtype; overwritten. Unused without these.
+        workspace: memory for split keys instead of an allocation in the call, contiguous, 16-byte aligned, of at
+            least `flydsl_flash_attn_workspace` bytes and any dtype; overwritten. Unused without these.
         cu_seqlens_q, cu_seqlens_kv: packed sequences: (B + 1,) int32 on q's device, from 0 and never decreasing;
             sequence b has the tokens from cu_seqlens[b] to cu_seqlens[b + 1], which may be none. Their content is not
             read on the host, so that it may change between replays of a captured graph. Queries outside of all
@@ -147,8 +148,13 @@ def flydsl_flash_attn_func(
             torch.manual_seed repeats it.
         deterministic: gradients are the same bits in every run, which takes longer where blocks add to sums in turn
             for it; torch.use_deterministic_algorithms asks for it too. out and lse always are.
-        q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,) or
-            (B, Hkv): one a tensor, or one a sequence and key head; none below zero. out is bfloat16.
+        q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,),
+            (Hkv,) or (B, Hkv): one a tensor, a key head, or a sequence and key head; none below zero. Of 8-bit q,
+            out is bfloat16. Beside q of 16 bits k_descale and v_descale may also be by key, of k's shape without its
+            last dimension, (B, Skv, Hkv), (pages, page_size, Hkv) or (total_kv, Hkv).
+        fp8_accumulate: how products of float8_e4m3fn weights and values add up: "float32", each tile of keys in
+            float32, or "fast", all keys in the tensor core's accumulators, which cut low bits off: an error that
+            grows with the keys where values share a sign (docs/fp8.md). Hopper only.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         score_mod_bwd: function (gradient, score, batch, head, query, key, *aux) that gives the gradient of the score
@@ -235,6 +241,7 @@ def flydsl_flash_attn_func(
             is q_descale is k_descale is v_descale is None
             and rng_state is None
             and softcap == 0.0 == dropout_p and window_size == NO_WINDOW
+            and fp8_accumulate == "float32"
             and not (attention_chunk or split_keys or aux_tensors)
         ):  # fmt: skip
             if rng_state is None and dropout_p:
@@ -264,6 +271,7 @@ def flydsl_flash_attn_func(
                 split_keys,
                 softcap,
                 dropout_p,
+                fp8_accumulate,
                 *[None if mod is None else Mod.of(mod) for mod in functions],
                 *[None if tensor is None else _geometry(tensor) for tensor in operands.values()],
             )

@@ -43,19 +43,18 @@ from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
 from .sm90.dropout import KeptWeights
+from .sm90.helpers import HelperOf
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
 from .sm90.stores import store_runs
-from .sm90.transposer import Transposer
 from .work.fragments import row_numbers, store_lse
-from .work.score_stages import ScoreStages
+from .work.score_stages import OfHead, ScoreStages
 from .work.tile_scheduler import Work, part
 
 # first named barriers of each kind, one a consumer: who may start products, and a cleared V tile; of the
-# second kind the transposer has the one behind them
+# second kind a helper has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
-OfHead = BoundFeatures | fly.Value  # what the head's scores need: loaded operands, or on 8 bits their scale
 KeptOf = Callable[[], KeptWeights | None]
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
@@ -112,12 +111,15 @@ def run_block(
     options: Sm90Options,
     producer_role: type[Producer],
     consumer_role: type[ConsumerOf[Any]],
-    transposer_role: type[Transposer] | None = None,
+    helper_of: HelperOf | None = None,
+    fill: Callable[[Buffers], None] | None = None,
 ) -> None:
     """The body of `flash_attn_sm90` and of kernels that differ from it in what their roles do.
 
     `maps`, `tensors`, `sizes`: q to v, out to whole_lse, and seq_len_kv to section of its parameters.
-    `transposer_role`: of the last warpgroup, in builds with a `raw_tile`.
+    `helper_of`: what the warps do that make tiles, by number: `options.helpers` warpgroups behind the consumers', or
+    warps of the producer's; they are given a named barrier. `fill`: for what stays in shared memory, called by all
+    threads before any role begins.
     """
     q, k, v = maps
     out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse = tensors
@@ -145,21 +147,26 @@ def run_block(
         takes_late=options.takes_late,
     )
     buffers = Buffers.allocate(options)
-    raw = [] if buffers.raw is None else [buffers.raw.ring]
-    init_all([buffers.q.ring, buffers.k.ring, buffers.v.ring, buffers.works.ring, *raw])
+    if fill is not None:
+        fill(buffers)
+    init_all(buffers.rings)
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(producer)
         with fly.when((fly.wave_id() == 0) & elect_one()):
             producer_role(schedule, buffers, q, k, v, group, pack).run()
+        if helper_of is not None and not options.own_helpers:
+            with fly.when(fly.wave_id() >= WARPGROUP // 32 - options.helper_warps):
+                helper_of(schedule, buffers, options, CLEARED + options.consumers, 0).run()
     consumes = warpgroup != 0
-    if transposer_role is not None:
-        last = options.consumers + 1
-        consumes = consumes & (warpgroup != last)
-        with fly.when(warpgroup == last):
-            setmaxnreg_dec(transposer_role.registers)
-            transposer_role(schedule, buffers, CLEARED + options.consumers).run()
+    if helper_of is not None and options.own_helpers:
+        consumes = consumes & (warpgroup <= options.consumers)
+        for number in range(options.own_helpers):
+            with fly.when(warpgroup == options.consumers + 1 + number):
+                helper = helper_of(schedule, buffers, options, CLEARED + options.consumers, number)
+                setmaxnreg_dec(helper.registers)
+                helper.run()
     with fly.when(consumes):
         setmaxnreg_inc(consumer)
         dtype = dtype_of(q.spec.dtype)
@@ -234,8 +241,7 @@ class ConsumerOf(Generic[O]):
                 functools.partial(self.change_work, work, following, output, state),
                 functools.partial(self.last, work, output, state),
             )
-            inverse, row_lse = self._finish(work, state.softmax)
-            rows = self.fragment(output).scale_rows(_on(self.output_layout, inverse))
+            rows, row_lse = self._finished(work, state.softmax, output)
             of_part = (lambda tensor, w=work: part(tensor, w.part)) if self.split else lambda tensor: tensor
             view = self.schedule.rows_of(work, of_part(out), self.options.pack_gqa)
             (self.store_parts if self.split else self.store)(view, work, rows)
@@ -316,29 +322,27 @@ class ConsumerOf(Generic[O]):
         """`output` with what was started, when it is there; `after`: see `wgmma.wait`."""
         raise NotImplementedError
 
-    def _stages(self, work: Work, given: BoundFeatures | None = None) -> ScoreStages:
-        """What is done to scores; `given`: with what the head's need."""
+    def _stages(self, work: Work, of_head: OfHead | None = None) -> ScoreStages:
+        """What is done to scores; `of_head`: for what changes them."""
         queries = self.rows(work).map(lambda row: query_of(row, self.options.pack_gqa))
-        return ScoreStages(self.place(work), given or self.given, self.scale_log2, queries, self.options.block_n)
+        of_head = of_head or OfHead(self.given, self.scale_log2)
+        return ScoreStages(self.place(work), of_head.given, of_head.scale_log2, queries, self.options.block_n)
 
     def _mask(self, work: Work, j: Any, scores: fly.Fragment) -> fly.Fragment:
         stages = self._stages(work)
         scores = stages.limit(scores, j)
         return stages.hide(scores, j) if self.every_mask else scores
 
-    def _bias(self, work: Work, j: Any) -> fly.Fragment | None:
-        """The bias of key tile j, if there is one: on its way while the scores are."""
+    def _beside(self, work: Work, j: Any, k_at: Position) -> Any:
+        """What `_modified` needs of key tile j, in K's slot `k_at`: its bias, on its way while the scores are."""
         return self._stages(work).bias(lambda: j)
 
-    def _modified(
-        self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None = None
-    ) -> fly.Fragment:
-        """Scores of key tile j as the softmax takes them, not masked."""
+    def _modified(self, work: Work, j: Any, scores: fly.Value, of_head: OfHead, beside: Any = None) -> fly.Fragment:
+        """Scores of key tile j as the softmax takes them, not masked; `beside`: see `_beside`."""
         fragment = fly.Fragment(self.score_layout, ((scores,),))
         if not self.features.modifies:
             return fragment
-        assert isinstance(of_head, BoundFeatures)
-        return self._stages(work, of_head).modify(fragment, j, bias)
+        return self._stages(work, of_head).modify(fragment, j, beside)
 
     def _narrow(self, probabilities: fly.Fragment) -> tuple[fly.Value, ...]:
         """P as the A registers of the second product, 16 keys each."""
@@ -346,11 +350,11 @@ class ConsumerOf(Generic[O]):
         return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
 
     def _start(
-        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead, bias: fly.Fragment | None
+        self, work: Work, listed: fly.Value | None, scores: fly.Value, of_head: OfHead, beside: Any
     ) -> tuple[OnlineSoftmax, fly.Fragment]:
         """Softmax of a tile's first scores: those of the last key tile, or `listed`, that of the last step."""
         j = work.tiles.end - 1
-        fragment = self._modified(work, j if listed is None else listed, scores, of_head, bias)
+        fragment = self._modified(work, j if listed is None else listed, scores, of_head, beside)
         if listed is not None:
             fragment = self._stages(work).mask_step(fragment, j, listed)
         elif self.diagonal or self.every_mask or self.features.windowed:
@@ -367,8 +371,7 @@ class ConsumerOf(Generic[O]):
         """Which weights of a key tile dropout keeps, if there is any: made while the scores are."""
         if not self.features.drops:
             return None
-        assert isinstance(of_head, BoundFeatures)
-        dropout = of_head.dropout(work)
+        dropout = of_head.given.dropout(work)
         assert dropout is not None
         return KeptWeights.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
 
@@ -379,7 +382,7 @@ class ConsumerOf(Generic[O]):
 
     def _of_head(self, work: Work) -> OfHead:
         """What the head's scores need, loaded once a tile."""
-        return self.given.at(self.place(work))
+        return OfHead(self.given.at(self.place(work)), self.scale_log2)
 
     def _advance(
         self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
@@ -388,7 +391,7 @@ class ConsumerOf(Generic[O]):
         return softmax.advance(scores, self.scale, masked=masked)
 
     def _advance_lazily(
-        self, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
+        self, of_head: OfHead, softmax: OnlineSoftmax, scores: fly.Fragment, *, masked: bool
     ) -> tuple[fly.Fragment, Growth]:
         """`OnlineSoftmax.advance_lazily`, as `options.rescale` says."""
         return softmax.advance_lazily(
@@ -399,6 +402,11 @@ class ConsumerOf(Generic[O]):
         """What each row of the output is to be multiplied by, and its log-sum-exp."""
         inverse, lse = softmax.finish(self.scale, self.given.sink(self.place(work)))
         return self.given.scale_kept(inverse), lse
+
+    def _finished(self, work: Work, softmax: OnlineSoftmax, output: O) -> tuple[fly.Fragment, fly.RowVector]:
+        """The output of a tile's rows, and their log-sum-exps."""
+        inverse, lse = self._finish(work, softmax)
+        return self.fragment(output).scale_rows(on(self.output_layout, inverse)), lse
 
     def _scored(self, work: Work, j: Any, q_at: Position, k_at: Position) -> None:
         """Key tile j has been multiplied: its slot is free, and after the last one Q's."""
@@ -413,12 +421,12 @@ class ConsumerOf(Generic[O]):
         self.buffers.k.ring.wait(k_at)
         listed = self._listed(k_at)
         tile = work.tiles.end - 1 if listed is None else listed
-        bias = self._bias(work, tile)
+        beside = self._beside(work, tile, k_at)
         scores = self._scores(q_at, k_at)
         kept = self._kept(work, tile, of_head)
         (scores,) = wgmma.wait(0, scores, after=() if kept is None else kept.made)
         self._scored(work, work.tiles.end - 1, q_at, k_at)
-        softmax, probabilities = self._start(work, listed, scores, of_head, bias)
+        softmax, probabilities = self._start(work, listed, scores, of_head, beside)
         return State(softmax, self._weights(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
 
     def middle(self, work: Work, state: State) -> tuple[O, State]:
@@ -447,7 +455,7 @@ class ConsumerOf(Generic[O]):
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         tile = j if listed is None else listed
-        bias = self._bias(work, tile)
+        beside = self._beside(work, tile, state.k_at)
         scores, started, kept = self._products(
             output,
             state,
@@ -456,7 +464,7 @@ class ConsumerOf(Generic[O]):
             lambda: self._kept(work, tile, of_head),
         )
         self._scored(work, j, state.q_at, state.k_at)
-        fragment = self._modified(work, tile, scores, of_head, bias)
+        fragment = self._modified(work, tile, scores, of_head, beside)
         if listed is not None:
             fragment = self._stages(work).mask_step(fragment, j, listed)
         elif masked:
@@ -466,7 +474,7 @@ class ConsumerOf(Generic[O]):
             softmax, probabilities, factor = self._advance(of_head, state.softmax, fragment, masked=hides)
             output = self._rescaled(self._added(started, output, state, softmax.total), factor)
         else:
-            probabilities, growth = self._advance_lazily(state.softmax, fragment, masked=hides)
+            probabilities, growth = self._advance_lazily(of_head, state.softmax, fragment, masked=hides)
             output = self._added(started, output, state, growth.sums)
             softmax, output = growth.apply(output, functools.partial(self._rescaled, output))
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
@@ -507,7 +515,7 @@ class ConsumerOf(Generic[O]):
         buffers.k.ring.wait(state.k_at)
         listed = self._listed(state.k_at)
         tile = following.tiles.end - 1 if listed is None else listed
-        bias = self._bias(following, tile)
+        beside = self._beside(following, tile, state.k_at)
         scores, started, kept = self._products(
             output,
             state,
@@ -516,7 +524,7 @@ class ConsumerOf(Generic[O]):
             lambda: self._kept(following, tile, of_head),
         )
         self._scored(following, following.tiles.end - 1, q_at, state.k_at)
-        softmax, probabilities = self._start(following, listed, scores, of_head, bias)
+        softmax, probabilities = self._start(following, listed, scores, of_head, beside)
         output = self._added(started, output, state, softmax.total)
         k_at, v_at = buffers.k.ring.next(state.k_at), buffers.v.ring.next(state.v_at)
         return output, State(softmax, self._weights(probabilities, kept), q_at, k_at, v_at, listed)
@@ -567,10 +575,10 @@ class Consumer(ConsumerOf[fly.Value]):
         return wgmma.wait(0, started, after=after)[0]
 
     def _rescaled(self, output: fly.Value, factor: fly.RowVector) -> fly.Value:
-        return self.fragment(output).scale_rows(_on(self.output_layout, factor)).tiles[0][0]
+        return self.fragment(output).scale_rows(on(self.output_layout, factor)).tiles[0][0]
 
 
-def _on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
+def on(layout: fly.AccumulatorLayout, rows: fly.RowVector) -> fly.RowVector:
     """Values per row for a fragment of another width: the same rows in the same threads."""
     return fly.RowVector(layout, rows.values)
 

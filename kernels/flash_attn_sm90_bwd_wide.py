@@ -12,6 +12,17 @@ makes S, P and sums up dV, the other dP, dS and sums up dK. Each has its operand
 
 P and dS have one slot each: P of the next tile is written behind the barrier at which dS came, which is made from it,
 and dS of the next tile behind that at which P came, before which the other consumer waits for its half of dQ.
+
+To `CLUSTERED` columns two blocks are a cluster, with 128 keys and the same tiles of queries. Each makes half of dQ's
+columns over all of these keys, of its own dS and of the other one's, which comes by a copy between the two
+(`sm90.exchange`): half of the additions. That takes a while, so a step makes dQ of the tile before:
+
+| | consumer of values | in shared memory | consumer of keys |
+|---|---|---|---|
+| 1 | wait for S; P | P, float32, when dS before is there | dP = V dO^T |
+| 2 | dV += P^T dO | dS, on its way to the other block | wait for dP, P; dS |
+| 3 | a quarter of dQ before; the next tile's S | | a quarter of dQ before; dK += dS^T Q; the next tile's dP |
+| 4 | wait for dV, then for dQ; add it up | | wait for dQ; add it up; wait for dK |
 """
 
 from __future__ import annotations
@@ -21,21 +32,20 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_arrive, barrier_sync
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_arrive, barrier_sync, elect_one, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import WarpgroupAtom
-from fly.ir import memory
 
-from .flash_attn_sm90_bwd import WRITTEN, Consumer, State
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
+from .sm90.consumer import WRITTEN, Consumer, State
+from .sm90.dq_sums import PIECE, load, put
 from .sm90.walk import Walk
 
 WEIGHED = 4  # named barrier: P is in shared memory
-PIECE = 4  # values of a thread that lie side by side there
+STORED = 5  # named barrier: dS of the block's keys is
 
 
 class Halves(Consumer):
@@ -45,7 +55,8 @@ class Halves(Consumer):
         """What the consumer sums up of dK and dV, as far as it is of the sequence's first `count` keys."""
         weights = fly.alloc_shared("weights", self.options.weight_bytes, 128)
         kept = {field.name: getattr(self, field.name) for field in fields(Consumer)}
-        for number, kind in enumerate((_OfValues, _OfKeys)):
+        kinds = (_OfValuesInCluster, _OfKeysInCluster) if self.options.blocks > 1 else (_OfValues, _OfKeys)
+        for number, kind in enumerate(kinds):
             with fly.when(self.index == number):
                 kind(**kept, weights=weights).write(heads, dk, dv, count)
 
@@ -60,11 +71,10 @@ class _Half(Consumer):
     def first_row(self) -> int:
         return 0
 
-    def _pieces(self) -> list[fly.Pointer]:
-        """Where this thread's values of P are."""
-        count = BLOCK_M * self.options.block_n // WARPGROUP
-        first = self.weights.offset(fly.thread_id.x % WARPGROUP * (4 * PIECE))
-        return [first.offset(i * WARPGROUP * 4) for i in range(0, count, PIECE)]
+    @property
+    def _own_weights(self) -> fly.Pointer:
+        """Where this thread's first values of P are."""
+        return self.weights.offset(fly.thread_id.x % WARPGROUP * (4 * PIECE))
 
 
 class _OfValues(_Half):
@@ -96,14 +106,11 @@ class _OfValues(_Half):
         made = self.weigh(raw, state.q_at, j, number, walk, place, given, masked=masked)
         q.ring.release(state.q_at)
         (handed,) = (made.steep or made.weights).tiles[0]
-        for i, at in enumerate(self._pieces()):
-            fly.store(handed[PIECE * i : PIECE * (i + 1)], at, align=4 * PIECE)
+        put(handed, self._own_weights)
         barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
         p = self._narrow(made.of_values)
         self._arrived(dout, state.dout_at, lambda: j)
-        atom = WarpgroupAtom(options.head_dim_v, self.dtype.name)
-        (dv,) = state.sums
-        dv = wgmma.issue(atom, p, dout.operand(state.dout_at, along_rows=True), BLOCK_M // atom.k, dv)
+        dv = self._onto_values(p, state.dout_at, *state.sums)
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
         for piece in range(options.dq_pieces - 1):
             part, dv = wgmma.wait(0, self._dq(state.slot, piece), dv)
@@ -157,9 +164,7 @@ class _OfKeys(_Half):
         self._put(ds, state.slot)
         started = [self._dq(state.slot, piece) for piece in range(options.dq_pieces)]
         self._arrived(q, state.q_at, lambda: j)
-        atom = WarpgroupAtom(options.head_dim, self.dtype.name)
-        (dk,) = state.sums
-        dk = wgmma.issue(atom, ds, q.operand(state.q_at, along_rows=True), BLOCK_M // atom.k, dk)
+        dk = self._onto_keys(ds, state.q_at, *state.sums)
         for piece, part in enumerate(started):
             (part,) = wgmma.wait(options.dq_pieces - piece, part)
             self.add(part, place.head, j, state.q_at, piece)
@@ -171,11 +176,161 @@ class _OfKeys(_Half):
 
     def _weights(self, place: HeadOfKeys, given: BoundFeatures, j: fly.Value) -> Weights:
         """P of tile j, which the other consumer made, with scores' derivatives in it."""
-        values = fly.concat([memory.load(piece, fly.f32, PIECE, align=4 * PIECE) for piece in self._pieces()])
+        values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
         found = transposed(fly.Fragment(self.layout, ((values,),)))
         dropout = given.dropout(place)
         kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, self.block.first_key)
         return Weights(found, ScoreGradients, kept)
+
+
+class _InCluster(_Half):
+    """One of two consumers of a block in a cluster."""
+
+    def head(
+        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
+    ) -> tuple[Any, ...]:
+        """All tiles of one query head: a step makes dQ of the tile before, as the other block's dS takes a while."""
+        walk, place, given = self._of_head(head)
+        first, last = fly.first_lane(fly.i32(0) + walk.tiles.first), fly.first_lane(walk.tiles.end - 1)
+
+        def begun() -> State:
+            return State(sums, self.start(q_at, dout_at, walk, first), q_at, dout_at, slot)
+
+        def one() -> tuple[Any, ...]:
+            state = self.step(first, begun(), walk, place, given, masked=True, first=True, last=True)
+            return state.sums, state.q_at, state.dout_at
+
+        def several() -> tuple[Any, ...]:
+            state = self.step(first, begun(), walk, place, given, masked=True, first=True)
+            state = self._through(first + 1, last, state, walk, place, given)
+            state = self.step(last, state, walk, place, given, masked=True, last=True)
+            return state.sums, state.q_at, state.dout_at
+
+        sums, q_at, dout_at = fly.cond(first == last, one, several)
+        before = q_at.before(self.options.stages)
+        self.meet_before()
+        (part,) = wgmma.wait(0, self._dq_of_both(before))
+        self.take(part, place, walk.tile(last), before)
+        return sums, q_at, dout_at, slot
+
+    def _dq_of_both(self, at: Position) -> fly.Value:
+        """Start the consumer's piece of dS K of all keys of the cluster, of the tile in slots `at`."""
+        assert self.exchange is not None and self.buffers.beside is not None
+        part = self._dq(at.index)
+        slot = self.exchange.wait(at)
+        return self._part_of_dq(slot, self.buffers.beside, self.options.beside_tile, self.index, part)
+
+    def take(self, part: fly.Value, place: HeadOfKeys, j: fly.Value, at: Position) -> None:
+        """Add the consumer's piece of tile j's dQ to the sums; its slots have been read."""
+        assert self.exchange is not None
+        self.exchange.release(at)
+        self.add(part, place.head, j, at)
+
+    def step(
+        self,
+        number: fly.Value,
+        state: State,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        first: bool = False,
+        last: bool = False,
+    ) -> State:
+        """One tile of queries, and dQ of the one before, but with the `first`."""
+        raise NotImplementedError
+
+    def meet_before(self) -> None:
+        """Until dS of the tile before is in shared memory."""
+
+
+class _OfValuesInCluster(_InCluster, _OfValues):
+    """The consumer that sums up dV."""
+
+    def step(
+        self,
+        number: fly.Value,
+        state: State,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        first: bool = False,
+        last: bool = False,
+    ) -> State:
+        """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
+        q, dout = self.buffers.q, self.buffers.dout
+        j, before = walk.tile(number), state.q_at.before(self.options.stages)
+        (raw,) = wgmma.wait(0, state.product)
+        made = self.weigh(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        q.ring.release(state.q_at)
+        if not first:
+            self.meet_before()
+        (handed,) = (made.steep or made.weights).tiles[0]
+        put(handed, self._own_weights)
+        barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
+        p = self._narrow(made.of_values)
+        self._arrived(dout, state.dout_at, lambda: j)
+        dv = self._onto_values(p, state.dout_at, *state.sums)
+        part = None if first else self._dq_of_both(before)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        scores = state.product if last else self.scores(q_next, walk, number + 1)
+        (dv,) = wgmma.wait((not last) + 2 * (not first), dv)
+        dout.ring.release(state.dout_at)
+        if part is not None:
+            (part,) = wgmma.wait(int(not last), part)
+            self.take(part, place, walk.tile(number - 1), before)
+        return State((dv,), scores, q_next, dout_next, state.slot)
+
+    def meet_before(self) -> None:
+        """Until dS of the tile before is in shared memory, and P of it has been read."""
+        barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
+
+
+class _OfKeysInCluster(_InCluster, _OfKeys):
+    """The consumer that sums up dK, and has written dS itself."""
+
+    def step(
+        self,
+        number: fly.Value,
+        state: State,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        first: bool = False,
+        last: bool = False,
+    ) -> State:
+        """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""
+        assert self.exchange is not None
+        q, dout = self.buffers.q, self.buffers.dout
+        j, before = walk.tile(number), state.q_at.before(self.options.stages)
+        (excess,) = wgmma.wait(0, state.product)
+        barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
+        made = self._weights(place, given, j)
+        ds = self._narrow(self.pull(made, excess, state.dout_at, j, walk, given, masked=masked))
+        dout.ring.release(state.dout_at)
+        self.exchange.claim(state.q_at)
+        self._store(ds, state.q_at.index)
+        fence_async_shared()
+        barrier_sync(STORED, WARPGROUP)
+        barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
+        with fly.when((fly.thread_id.x % WARPGROUP < 32) & elect_one()):
+            self.exchange.send(state.q_at)
+        part = None if first else self._dq_of_both(before)
+        self._arrived(q, state.q_at, lambda: j)
+        dk = self._onto_keys(ds, state.q_at, *state.sums)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        excess = state.product if last else self.excess(dout_next, walk.tile(number + 1))
+        if part is not None:
+            (part,) = wgmma.wait(1 + (not last), part)
+            self.take(part, place, walk.tile(number - 1), before)
+        (dk,) = wgmma.wait(int(not last), dk)
+        q.ring.release(state.q_at)
+        return State((dk,), excess, q_next, dout_next, state.slot)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

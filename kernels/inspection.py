@@ -105,7 +105,7 @@ def flydsl_flash_attn_plan(q: Any, k: Any, v: Any, *args: Any, **options: Any) -
     Raises as `flydsl_flash_attn_func` does.
     """
     from fly.runtime.device import device_of
-    from fly.runtime.prepared import bindings
+    from fly.runtime.launch import bindings
 
     interface = importlib.import_module(".flash_attn_interface", __package__)
     call = interface.checked(q, k, v, *args, **options)

@@ -120,14 +120,14 @@ def placed(launch: Launch, **settings: Any) -> Launch:
     chosen = inspect.signature(flash_attention).bind(**settings)
     chosen.apply_defaults()
     blocks, heads, _ = launch.grid
-    group = heads // (chosen.arguments["heads_kv"] or heads)
+    key_heads = chosen.arguments["heads_kv"] or heads
     xcds = target(launch.program.arch).xcds
 
     def place(workgroup: int) -> int:
-        block: int = shared_keys_place(workgroup, launch.grid, group, xcds)[0]
+        block: int = shared_keys_place(workgroup, launch.grid, key_heads, xcds)[0]
         return blocks - 1 - block if chosen.arguments["causal"] else block
 
-    return replace(launch, places=Places(blocks, place, blocks * group))
+    return replace(launch, places=Places(blocks, place, blocks * (heads // key_heads)))
 
 
 CALLS = {

@@ -15,6 +15,7 @@ import torch
 
 import fly
 from fly.__main__ import main
+from kernels import prebuild
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -42,13 +43,13 @@ def test_named_files_are_found():
 
 @documents
 def test_make_targets_exist(path):
-    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"(?:`|^    )make ([a-z]+)", path.read_text(), re.M)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", path.read_text(), re.M)) <= targets
 
 
 def test_make_lists_its_targets():
     shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("demo", "test", "lint", "bench", "clean"):
+    for target in ("demo", "test", "lint", "bench", "hub-kernel", "clean"):
         assert re.search(rf"^make {target} +\w", shown, re.M), shown
 
 
@@ -61,13 +62,30 @@ def test_every_name_has_its_place_in_the_guide(name):
 @pytest.fixture(scope="module")
 def hopper_matmul(tmp_path_factory) -> ModuleType:
     """The module that the guide shows for Hopper."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "writing-kernels.md").read_text(), re.M | re.S)
+    code, _ = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "writing-kernels.md").read_text(), re.M | re.S)
     path = tmp_path_factory.mktemp("guide") / "hopper_matmul.py"
     path.write_text(code)
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_tuned_kernel_of_the_guide_runs(tmp_path, monkeypatch):
+    _, code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "writing-kernels.md").read_text(), re.M | re.S)
+    program = tmp_path / "tuned.py"
+    program.write_text(code)
+    monkeypatch.setenv("FLY_CACHE_DIR", str(tmp_path))
+    runpy.run_path(str(program), run_name="tuned_example")
+    assert "halve" in next((tmp_path / "tuned").glob("*.json")).read_text()
+
+
+def test_the_spec_of_the_guide_is_one(tmp_path):
+    text = (ROOT / "docs" / "prebuilding.md").read_text()
+    lines = re.search(r"^    targets = .*?(?=^    \[\[kernel)", text, re.M | re.S)[0]
+    path = tmp_path / "spec.toml"
+    path.write_text(re.sub("^    ", "", lines, flags=re.M))
+    assert len(prebuild.plan(prebuild.read_spec(path)).builds) > 2
 
 
 def test_the_pipeline_of_the_guide_compiles(hopper_matmul):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly.errors import CompileError
+from fly.locks import lock_of_process
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,6 +40,10 @@ class Emitted:
     object: bytes
 
 
+# llvmlite has one of its own, which a child would find taken if it was forked meanwhile
+_LOCK = lock_of_process()
+
+
 @functools.cache
 def _binding() -> ModuleType:
     import llvmlite.binding as llvm
@@ -60,7 +65,8 @@ def emit(text: str, machine: Machine, *, want_object: bool, want_assembly: bool 
     """
     if machine.options:
         return _emit_apart(text, machine, want_object, want_assembly)
-    return _emit_here(text, machine, want_object, want_assembly)
+    with _LOCK:
+        return _emit_here(text, machine, want_object, want_assembly)
 
 
 def _emit_here(text: str, machine: Machine, want_object: bool, want_assembly: bool) -> Emitted:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fly.emulator.host import available, compiled
+from fly.locks import lock_of_process
 
-_LOCK = threading.RLock()
+_LOCK = lock_of_process()
 _KEEP: list[Any] = []  # execution engines own the machine code
 
 

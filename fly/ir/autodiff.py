@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import DerivativeError, DTypeError, TraceError
 from fly.ir.context import current
 from fly.ir.dtypes import DTYPES, DType, f32, f64, i1
 from fly.ir.elementary import cos, log, pow, sin
 from fly.ir.math import exp2, rcp, reduce_sum
+from fly.ir.mlir import ir
 from fly.ir.tape import Call, Entry, Load
 from fly.ir.value import Value, as_value, broadcast, constant, from_elements, select
 

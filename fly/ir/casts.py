@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import math
 
-from mlir import ir
+import numpy as np
 
 from fly.errors import DTypeError
 from fly.ir.context import context, current, emit
-from fly.ir.dtypes import DType, f8e5m2, f16, f32, i1, i8, i16
+from fly.ir.dtypes import DType, f8e5m2, f16, f32, i1, i8, i16, i32
+from fly.ir.math import minimum
+from fly.ir.mlir import ir
 from fly.ir.value import Value, compare, select
+
+# of an 8-bit float: bits of its mantissa, bias of its exponent, the largest number
+_FORMATS = {"f8e4m3": (3, 7, 448.0), "f8e5m2": (2, 15, 57344.0)}
 
 
 def _to_float8(value: Value, target: DType) -> Value:
     """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
-    arch = current().target
-    if not arch.float8:
-        raise DTypeError(f"no conversion to {target} on {arch.arch}: a storage type there; sm_89 and sm_90a convert")
     if value.length is None or value.length % 2:
         raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
+    if not current().target.float8:
+        return _to_float8_bits(value, target)
     attributes = {"to": ir.StringAttr.get(target.name, context())}
     op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
     return Value(op.results[0], target, value.length)
+
+
+def _to_float8_bits(value: Value, target: DType) -> Value:
+    """The same of f32's bits, where the target has no instruction."""
+    mantissa, bias, largest = _FORMATS[target.name]
+    drop = 23 - mantissa  # bits of f32's mantissa
+    bits = value.bitcast(i32)
+    size = bits & 0x7FFFFFFF
+    magnitude = minimum(size.bitcast(f32), largest)
+    cut = magnitude.bitcast(i32)
+    even = cut + ((cut >> drop) & 1) + ((1 << drop - 1) - 1)
+    normal = (even >> drop) - ((127 - bias) << mantissa)
+    # multiples of the smallest number: f32 rounds to them where they are its last bit
+    unit = 2.0 ** (23 + 1 - bias - mantissa)
+    subnormal = (magnitude + unit).bitcast(i32) - int(np.float32(unit).view(np.int32))
+    number = select(magnitude < 2.0 ** (1 - bias), subnormal, normal)
+    number = select(size > 0x7F800000, 0x7F, number) | ((bits >> 24) & 0x80)
+    return number.to(i8).bitcast(target)
 
 
 def _from_float8(value: Value) -> Value:

@@ -8,25 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import TraceError, author_frame
+from fly.ir.mlir import ir
+from fly.locks import lock_of_process
 
 # MLIR objects of one context may not be built from two threads at once; every trace and every pass holds this.
-LOCK = threading.RLock()
+LOCK = lock_of_process()
 
 _active = threading.local()
+_made: list[ir.Context] = []
+_making = threading.Lock()  # not `LOCK`: what asks for the context first may hold a lock that a trace waits for
 
 
-@functools.cache
 def context() -> ir.Context:
     """The one MLIR context, with the `fly` dialect loaded."""
-    from fly.ir import dialect
+    if not _made:
+        from fly.ir import dialect
 
-    ctx = ir.Context()
-    ctx.enable_multithreading(False)
-    dialect.load(ctx)
-    return ctx
+        with _making:
+            if not _made:  # two threads that compile first would each have one, and mix what is of both
+                ctx = ir.Context()
+                ctx.enable_multithreading(False)
+                dialect.load(ctx)
+                _made.append(ctx)
+    return _made[0]
 
 
 @functools.cache
@@ -75,11 +80,11 @@ def current() -> Trace:
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[Trace]:
-    """Make `trace` the current one; MLIR's context is entered for the duration."""
+def tracing(target: Any, block: tuple[int, int, int]) -> Iterator[Trace]:
+    """A new `Trace` as the current one; MLIR's context is entered for the duration."""
     with LOCK, context():
         previous = getattr(_active, "trace", None)
-        _active.trace = trace
+        trace = _active.trace = Trace(target, block)
         try:
             yield trace
         finally:

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar, cast
 
-from mlir import ir
-
 from fly.errors import CarryError, ControlFlowError, DTypeError, author_frame, author_location
 from fly.ir import pytree
 from fly.ir.context import caller_location, current, emit
 from fly.ir.dtypes import i1
+from fly.ir.mlir import ir
 from fly.ir.value import Number, Value, as_value, unify
 
 _NOTHING = object()

@@ -40,8 +40,7 @@ import functools
 import sys
 import types
 
-from mlir import ir
-from mlir.dialects import irdl
+from fly.ir.mlir import ir, irdl
 
 _IRDL = """
 irdl.dialect @fly {

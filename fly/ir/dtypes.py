@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlir import ir
-
 from fly.errors import DTypeError
 from fly.ir.context import context
+from fly.ir.mlir import ir
 
 if TYPE_CHECKING:
     from fly.ir.value import Value  # it needs this module
@@ -68,10 +67,10 @@ def _int(bits: int) -> DType:
 
 
 i1, i8, i16, i32, i64 = (_int(bits) for bits in (1, 8, 16, 32, 64))
-f16 = DType("f16", 16, "float", ir.F16Type.get)
-bf16 = DType("bf16", 16, "float", ir.BF16Type.get)
-f32 = DType("f32", 32, "float", ir.F32Type.get)
-f64 = DType("f64", 64, "float", ir.F64Type.get)
+f16 = DType("f16", 16, "float", lambda: ir.F16Type.get())
+bf16 = DType("bf16", 16, "float", lambda: ir.BF16Type.get())
+f32 = DType("f32", 32, "float", lambda: ir.F32Type.get())
+f64 = DType("f64", 64, "float", lambda: ir.F64Type.get())
 # Storage types without arithmetic, which LLVM knows as bytes.
 f8e4m3, f8e5m2 = (DType(name, 8, "float8", i8._make) for name in ("f8e4m3", "f8e5m2"))
 

@@ -212,6 +212,19 @@ def absolute(x: Any) -> Value:
     return _unary("math.absf", x) if x.dtype.is_float else select(x < 0, -x, x)
 
 
+def divide_unsigned(a: Any, b: Any) -> Value:
+    """a // b of integers whose bits are numbers without a sign. On AMD the fewer bits the compiler knows them to
+    have, the fewer instructions: least below 2**22.
+
+    Raises:
+        DTypeError: not integers of one type.
+    """
+    a, b = unify(a, b)
+    if not a.dtype.is_int:
+        raise DTypeError(f"divide_unsigned takes integers, not {a!r}")
+    return binary("arith.divui", a, b)
+
+
 @overload
 def ceil_div(a: int, b: int) -> int: ...
 @overload

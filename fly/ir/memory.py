@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, i1, i8, i32, i64
+from fly.ir.mlir import ir
 from fly.ir.value import Traced, Value
 
 SPACES = {"global": 1, "shared": 3}

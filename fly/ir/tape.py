@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
-
-from mlir import ir
+from typing import Any, TypeAlias, TypeVar, cast
 
 from fly.ir.context import current
+from fly.ir.mlir import ir
 from fly.ir.value import Value
 
 _Function = TypeVar("_Function", bound=Callable[..., Value])
@@ -36,7 +35,7 @@ class Load:
     value: Value
 
 
-Entry = ir.Operation | Call | Load
+Entry: TypeAlias = "ir.Operation | Call | Load"
 
 
 def primitive(function: _Function) -> _Function:

@@ -12,11 +12,10 @@ import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
-from mlir import ir
-
 from fly.errors import DTypeError, ShapeError, StaticValueError
 from fly.ir.context import context, emit
 from fly.ir.dtypes import DType, dtype, f32, i1, i32
+from fly.ir.mlir import ir
 
 Number = int | float | bool
 

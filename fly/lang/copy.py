@@ -16,7 +16,7 @@ from fly.errors import ShapeError
 from fly.ir import memory
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
-from fly.ir.dtypes import DType, i32
+from fly.ir.dtypes import DType, f32, i16, i32
 from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, select, shuffle
 from fly.lang.ids import linear_thread, wave_id
@@ -73,7 +73,7 @@ class _Copy:
         self.row = thread // lanes_per_row
         self.column = (thread % lanes_per_row) * vector
         self._unit_rows = unit
-        self._tile_rows = rows * unit
+        self.tile_rows = rows * unit
         self._plan_runs(lanes_per_row, unit)
 
     def _plan_runs(self, lanes_per_row: int, unit: int) -> None:
@@ -83,13 +83,13 @@ class _Copy:
         """
         passes = range(self.passes)
         self._unit, self._first_units = self.row, [p * self.rows_per_pass for p in passes]
-        self._run_rows, self._runs, self._run_of_pass = self._tile_rows, [0], [0] * self.passes
-        if not isinstance(self.source, PagedRows) or self.scattered or self._tile_rows <= self.source.page_size:
+        self._run_rows, self._runs, self._run_of_pass = self.tile_rows, [0], [0] * self.passes
+        if not isinstance(self.source, PagedRows) or self.scattered or self.tile_rows <= self.source.page_size:
             return
         self._run_rows = self.source.page_size
         units = self._run_rows // unit
         if units >= self.rows_per_pass:
-            self._runs = list(range(0, self._tile_rows, self._run_rows))
+            self._runs = list(range(0, self.tile_rows, self._run_rows))
             self._run_of_pass = [first // units for first in self._first_units]
             self._first_units = [first % units for first in self._first_units]
             return
@@ -108,9 +108,11 @@ class _Copy:
         """Whether every row of the source is found alone."""
         return isinstance(self.source, PagedRows) and self.source.scattered
 
-    def _own_rows(self) -> list[Value]:
-        """The rows of a tile that this thread takes, pass after pass; where rows are scattered."""
+    def own_rows(self) -> list[Value]:
+        """The rows of a tile that this thread takes, pass after pass."""
         first = [(self._unit + units) * self._unit_rows for units in self._first_units]
+        runs = [self._runs[run] for run in self._run_of_pass]
+        first = [row + run if isinstance(run, Value) or run else row for row, run in zip(first, runs, strict=True)]
         return [row + r for row in first for r in range(self._unit_rows)]
 
     def locate(self, tile: Any) -> Located:
@@ -121,21 +123,21 @@ class _Copy:
         if not isinstance(self.source, PagedRows):
             return ()
         if self.scattered:
-            return tuple(self.source.page_of(tile * self._tile_rows + row) for row in self._own_rows())
-        return tuple(self.source.page(tile * self._tile_rows + run) for run in self._runs)
+            return tuple(self.source.page_of(tile * self.tile_rows + row) for row in self.own_rows())
+        return tuple(self.source.page(tile * self.tile_rows + run) for run in self._runs)
 
     def _windows(self, tile: Any, located: Located | None) -> list[Window]:
         """The runs of a tile."""
         if not isinstance(self.source, PagedRows):
-            return [self.source.tile(tile, self._tile_rows)]
+            return [self.source.tile(tile, self.tile_rows)]
         pages = self.locate(tile) if located is None else located
-        first = tile * self._tile_rows
+        first = tile * self.tile_rows
         return [self.source.window(page, first + run, self._run_rows) for page, run in zip(pages, self._runs)]
 
     def _found(self, tile: Any, located: Located | None) -> list[tuple[Pointer, Value]]:
         """Of each of the thread's rows, which are scattered: its address, and whether it exists."""
         pages = self.locate(tile) if located is None else located
-        rows = (tile * self._tile_rows + row for row in self._own_rows())
+        rows = (tile * self.tile_rows + row for row in self.own_rows())
         assert isinstance(self.source, PagedRows)
         return [self.source.row(row, page) for row, page in zip(rows, pages, strict=True)]
 
@@ -171,12 +173,16 @@ class _Copy:
     def _words(self) -> tuple[DType, int, int]:
         """(dtype, how many, alignment in bytes) of what a vector is loaded as."""
         dtype, count = self.source.dtype, self.vector
-        align = min(self.source.alignment, count * dtype.bytes)
-        return (i32, count * dtype.bytes // i32.bytes, align) if count > 1 else (dtype, count, align)
+        size = count * dtype.bytes
+        align = min(self.source.alignment, size)
+        if size % i32.bytes:
+            # of 8-bit elements, two; of others, one
+            return (i16, 1, align) if count > 1 else (dtype, count, align)
+        return (i32, size // i32.bytes, align) if count > 1 else (dtype, count, align)
 
 
 class RowCopy(_Copy):
-    """Tiles of `layout.rows` rows, kept as rows.
+    """Tiles of `layout.rows` rows, kept as rows, of the source's elements or, through registers, converted ones.
 
     `asynchronous` copies go past the registers (the target must have copies of that width).
     """
@@ -275,15 +281,27 @@ class RowCopy(_Copy):
                 tokens.append(copy_async(target, source, inside, self.vector * bytes_))
         return join(tokens)
 
-    def land(self, in_flight: Any, destination: SharedTile) -> None:
-        """Complete a tile in shared memory; other threads need a barrier to see it."""
+    def land(self, in_flight: Any, destination: SharedTile, factors: Sequence[Value] = ()) -> None:
+        """Complete a tile in shared memory; other threads need a barrier to see it.
+
+        `factors`: f32 of each of `own_rows`, which elements in registers are multiplied by before they are rounded.
+        """
         if isinstance(in_flight, Token):
             wait(in_flight)
             return
-        align = min(16, self.vector * self.source.dtype.bytes)
-        for value, (base, add) in zip(in_flight, self._places, strict=True):
+        align = min(16, self.vector * destination.dtype.bytes)
+        for i, (value, (base, add)) in enumerate(zip(in_flight, self._places, strict=True)):
             value = value.bitcast(self.source.dtype)
+            value = _times(value, factors[i % self.passes] if factors else None).to(destination.dtype)
             memory.store(value, destination.pointer.offset(base).offset(add), align=align)
+
+
+def _times(values: Value, factor: Value | None) -> Value:
+    """Elements times a factor, in f32, or as they are."""
+    if factor is None:
+        return values
+    scaled: Value = values.to(f32) * factor
+    return scaled
 
 
 def copy_async(target: Pointer, source: Pointer, inside: Value, bytes_: int) -> Token:
@@ -295,8 +313,9 @@ def copy_async(target: Pointer, source: Pointer, inside: Value, bytes_: int) -> 
 class TransposedCopy(_Copy):
     """Tiles stored column by column: source row r becomes column `slot_of(r)` of the shared tile.
 
-    Every thread takes 4 adjacent rows of `vector` columns and turns them in registers, so that it can store 4
-    elements at a time. Within each group of `group` rows, 4-row pieces go to `slot_of_piece`.
+    Every thread takes 4 adjacent rows of `vector` columns, converts them where the tile's elements are others, and
+    turns them in registers, so that it can store 4 elements at a time. Within each group of `group` rows, 4-row
+    pieces go to `slot_of_piece`.
     """
 
     PIECE = 4
@@ -346,10 +365,13 @@ class TransposedCopy(_Copy):
             for run, (offsets, step, _) in zip(runs, self._pieces)
         )
 
-    def land(self, in_flight: Any, destination: SharedTile) -> None:
-        """Turn what was loaded and store it; other threads need a barrier to see it."""
-        for words, (_, _, places) in zip(in_flight, self._pieces, strict=True):
-            rows = [word.bitcast(self.source.dtype) for word in words]
+    def land(self, in_flight: Any, destination: SharedTile, factors: Sequence[Value] = ()) -> None:
+        """Turn what was loaded and store it; other threads need a barrier to see it. `factors`: as of `RowCopy`."""
+        for i, (words, (_, _, places)) in enumerate(zip(in_flight, self._pieces, strict=True)):
+            first = i % self.passes * self.PIECE
+            mine = factors[first : first + self.PIECE] if factors else (None,) * self.PIECE
+            scaled = [_times(word.bitcast(self.source.dtype), f) for word, f in zip(words, mine, strict=True)]
+            rows = [row.to(destination.dtype) for row in scaled]
             for column, base in enumerate(places):
                 pairs = [shuffle(rows[i], rows[i + 1], [column, self.vector + column]) for i in (0, 2)]
                 piece = shuffle(pairs[0], pairs[1], [0, 1, 2, 3])

@@ -10,14 +10,13 @@ import functools
 import operator
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import DTypeError, MessageError, ShapeError, author_location
 from fly.ir import pytree
 from fly.ir.context import LOCK, context, current, emit, unknown_location
 from fly.ir.control import when
 from fly.ir.dtypes import f32, i1, i32, i64
 from fly.ir.memory import Pointer, i64_attribute, load, pointer_type, store, string_attribute
+from fly.ir.mlir import ir
 from fly.ir.value import Value, concat, from_elements
 from fly.lang.ids import block_dim, block_id, thread_id
 from fly.lang.messages import CAPACITY, DROPPED, FAILED, HEADER_BYTES, USED, Logged, Message, to_text

@@ -141,6 +141,11 @@ class DirectCopy(_LineCopy):
         base = source.row(wide(first) - lead * self.layout.rows).offset(-self._bias)
         return CopyPosition(base, bytes_ + (self._step * (lead + self.group) + self._bias))
 
+    def alone(self, first: Any) -> CopyPosition:
+        """The tile of the rows from `first` on as tile 0 of a group: it alone is less than 2**31 bytes long."""
+        window = self.source.window(first, self.layout.rows)
+        return CopyPosition(window.base.offset(-self._bias), window.bound + (self._step * self.group + self._bias))
+
     def next(self, at: CopyPosition) -> CopyPosition:
         """The next group."""
         step = self._step * self.group

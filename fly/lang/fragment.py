@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
-from mlir import ir
-
 from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, current, emit
 from fly.ir.dtypes import DType, dtype, f32, i32
 from fly.ir.math import absolute, fma, maximum, minimum, reduce_max, reduce_sum
 from fly.ir.memory import Pointer, load, load_bounded
+from fly.ir.mlir import ir
 from fly.ir.value import Number, Value, broadcast, compare, concat, constant, from_elements, select
 from fly.lang.ids import lane_of
 from fly.lang.lanes import evaluate, linear_layout

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mlir import ir
-from mlir.dialects import func
-
 from fly.errors import TraceError
 from fly.ir.context import current, emit
 from fly.ir.dtypes import i32
 from fly.ir.memory import string_attribute
+from fly.ir.mlir import func, ir
+from fly.ir.pytree import leaves, unflatten
 from fly.ir.value import Value
 from fly.lang.tensor import Tensor
 
@@ -58,6 +57,15 @@ def remade(given: Value) -> Value:
     compiler alone is told so.
     """
     return given.with_ir(emit("fly.reread", [given.ir], [given.ir.type]).results[0])
+
+
+def early(tree: Any) -> Any:
+    """The same values, computed where this is said at the latest, and not where they are needed first.
+
+    For what can be done while a wave waits. Takes what a loop may carry: of its leaves, integers and pointers are the
+    same in every lane of a wave. AMD's compiler alone is told so.
+    """
+    return unflatten(tree, [emit("fly.reread", [leaf.ir], [leaf.ir.type]).results[0] for leaf in leaves(tree)])
 
 
 def _reread(given: Any) -> Any:

@@ -9,13 +9,12 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import ArgumentError, CompileError, ControlFlowError, KernelDefinitionError, ShapeError, TargetError
 from fly.ir import memory
-from fly.ir.context import Trace, current, tracing
+from fly.ir.context import current, tracing
 from fly.ir.dtypes import DType, dtype, i32, i64
 from fly.ir.memory import i64_attribute
+from fly.ir.mlir import ir
 from fly.ir.value import Value
 from fly.lang.signature import REQUIRED, Parameter, ScalarSpec, Signature, Spec, TensorMapSpec
 from fly.lang.tensor import Tensor
@@ -110,7 +109,7 @@ class Kernel:
         statics = self.bind_statics(statics)
         if not target.hopper and any(isinstance(spec, TensorMapSpec) for spec in specs):
             raise TargetError(f"{target.arch} cannot copy through tensor maps; sm_90a can (kernel {self.name})")
-        with tracing(Trace(target, block)) as trace:
+        with tracing(target, block) as trace:
             fields = self.signature.flatten(specs)
             argument_types = [_field_type(field.kind) for field in fields]
             code = self.function.__code__

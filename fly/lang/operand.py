@@ -104,12 +104,17 @@ def operand_coordinates(
 
 
 class OperandLoader:
-    """Loads operands from tiles of one layout; the per-lane address is computed once, when this is made."""
+    """Loads operands from tiles of one layout; the per-lane address is computed once, when this is made.
 
-    def __init__(self, plan: OperandPlan, layout: SwizzledTile | PaddedTile):
+    `first`: a traced (row, column) that is added to every place; see `LaneAddress`.
+    """
+
+    def __init__(
+        self, plan: OperandPlan, layout: SwizzledTile | PaddedTile, first: tuple[Value, Value] | None = None
+    ):
         self.plan = plan
         self.layout = layout
-        self._addresses = [LaneAddress(layout, step.row, step.column) for step in plan.steps]
+        self._addresses = [LaneAddress(layout, step.row, step.column, first) for step in plan.steps]
 
     def prepare(self, row: int, column: int) -> None:
         """Compute what a later `load` at this static offset needs, here rather than there (outside a loop)."""

@@ -7,11 +7,12 @@ through as many steps as their delays differ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fly.errors import PipelineError
+from fly.ir.control import cond
 from fly.ir.control import range as run_time_range
 from fly.ir.value import Value
 
@@ -23,7 +24,8 @@ class Stage:
     `takes` and `gives` name, separated by spaces, the values that it gets (in this order) and returns (one value, or
     a tuple for several names). A name that the pipeline starts with is a running value: the stage gets what the
     stage before left of it. Any other is made for each tile by one stage. Stages are listed by `cluster`.
-    `past_end`: the stage may run for tiles past the last one, because what it makes of them is not used (copies).
+    `past_end`: the stage may run for tiles past the last one, as what it makes of them is not used (copies).
+    `shared`: it also runs for tiles that a wave leaves out (see `Pipeline.run`), because others need what it does.
     """
 
     name: str
@@ -33,25 +35,30 @@ class Stage:
     delay: int = 0
     cluster: int = 0
     past_end: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class PipelineTile:
     """What a stage knows of its tile: `number` (traced i32, or an integer before the loop), and two static facts.
 
-    `slot` is its number modulo the unrolling, `place` that of the step: which tile of the loop's body it is.
+    `slot` is its number modulo the unrolling, `place` that of the step: which tile of the loop's body it is. `last`:
+    there is none behind it.
     """
 
     number: Any
     slot: int
     place: int
+    last: bool = False
 
 
 class Pipeline:
     """A table of stages, checked.
 
     `unroll` steps make one turn of the loop; with more than one, buffers can be chosen at compile time by
-    `tile.slot`. `boundary(cluster)` is called at the end of every cluster of every step, first to last.
+    `tile.slot`. `boundary(cluster, step)` is called at the end of every cluster of every step, first to last; `step`
+    counts those before the loop, and is None from there on. `spares`: `run` is told which waves
+    have no part in the last tile.
 
     Raises:
         PipelineError: stages out of order, a name given twice, or a value taken that is not there yet.
@@ -63,7 +70,8 @@ class Pipeline:
         *,
         running: tuple[str, ...] = (),
         unroll: int = 1,
-        boundary: Callable[[int], None] | None = None,
+        boundary: Callable[[int, int | None], None] | None = None,
+        spares: bool = False,
     ):
         if not stages:
             raise PipelineError("a pipeline needs at least one stage")
@@ -73,6 +81,7 @@ class Pipeline:
         self.running = running
         self.unroll = unroll
         self.boundary = boundary
+        self.spares = spares
         self.clusters = 1 + max(stage.cluster for stage in stages)
         self.depth = max(stage.delay for stage in stages)
         self._lead = min((stage.delay for stage in stages if not stage.past_end), default=0)
@@ -146,15 +155,20 @@ class Pipeline:
                 return (stage.delay - self.depth) % self.unroll
         raise PipelineError(f"no stage is named {name!r}; there is {', '.join(s.name for s in self.stages)}")
 
-    def run(self, tiles: Any, **running: Any) -> dict[str, Any]:
+    def run(self, tiles: Any, *, spare: Callable[[], Value] | None = None, **running: Any) -> dict[str, Any]:
         """Emit the pipeline for `tiles` (static or traced i32) tiles; returns the running values after the last.
 
-        There are at least `fewest` tiles, and from there on they come in turns of `unroll`: stages see the tiles
-        that this adds, with their numbers, and must make nothing of them.
+        There are at least `fewest` tiles (`tiles` is more than `fewest` - `unroll`), and from there on they come in
+        turns of `unroll`: stages see the tiles that this adds, with their numbers, and must make nothing of them.
+        Where `spare()` (i1, the same in a wave, asked for behind the loop) holds, only stages that are `shared` run
+        in the steps that have none but the last tile; what the others made of it before is not used.
 
         Raises:
-            PipelineError: the starting values are not those of the table's `running`.
+            PipelineError: the starting values are not those of the table's `running`, or `spare` is given to a
+                pipeline without `spares`, or not given to one with them.
         """
+        if (spare is not None) != self.spares:
+            raise PipelineError(f"spare is {spare!r}; expected one where the pipeline has spares, and only there")
         if set(running) != set(self.running):
             raise PipelineError(
                 f"the pipeline starts with {', '.join(sorted(running)) or 'nothing'}; its running values are "
@@ -174,9 +188,27 @@ class Pipeline:
                 loop.next(self._turn(turn, past, running))
             past, running = loop.results
         done = turns * self.unroll + self.depth
-        for step in range(self.depth - self._lead):
-            past, running = self._step(done + step, step, past, running, first_delay=self._lead + step + 1)
-        return running
+        if spare is None:
+            return self._finish(range(self.fewest), done, past, running)[1]
+        # the last tile is alone from the step on in which the one before has ended
+        alone = max(stage.delay for stage in self.stages) - 1 - self._lead
+        past, running = self._finish(range(alone), done, past, running)
+        rest = range(alone, self.fewest)
+        ended: dict[str, Any] = cond(
+            spare(),
+            lambda: self._finish(rest, done, past, running, own=False)[1],
+            lambda: self._finish(rest, done, past, running)[1],
+        )
+        return ended
+
+    def _finish(
+        self, steps: Sequence[int], done: Any, past: dict[str, list[Any]], running: dict[str, Any], own: bool = True
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        """Some of the steps behind the loop, of which the first has number `done`; without `own`, shared stages."""
+        for step in steps:
+            first = self._lead + step + 1
+            past, running = self._step(done + step, step, past, running, first_delay=first, own=own)
+        return past, running
 
     @staticmethod
     def _empty(carry: tuple[dict[str, list[Any]], dict[str, Any]]) -> bool:
@@ -198,8 +230,11 @@ class Pipeline:
         running: dict[str, Any],
         first_delay: int = 0,
         last_delay: int | None = None,
+        own: bool = True,
     ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-        """One step: the stages whose delay is in range; `place` counts steps from the loop's first one."""
+        """One step: the stages whose delay is in range; `place` counts steps from the loop's first one. Without
+        `own` only shared ones run.
+        """
         made: dict[str, Any] = {}
         makers = {name: stage for stage in self.stages for name in stage.gives.split()}
         running = dict(running)
@@ -209,8 +244,13 @@ class Pipeline:
                     continue
                 if last_delay is not None and stage.delay > last_delay:
                     continue
+                if not own and not stage.shared:
+                    continue
                 tile = PipelineTile(
-                    number - stage.delay, (place + self.depth - stage.delay) % self.unroll, place % self.unroll
+                    number - stage.delay,
+                    (place + self.depth - stage.delay) % self.unroll,
+                    place % self.unroll,
+                    stage.delay == first_delay > 0,
                 )
                 values = []
                 for name in stage.takes.split():
@@ -230,7 +270,7 @@ class Pipeline:
                 for name, value in zip(names, results, strict=True):
                     (running if name in running else made)[name] = value
             if self.boundary is not None:
-                self.boundary(cluster)
+                self.boundary(cluster, last_delay)
         return {name: self._older(past[name], made, name) for name in self._ages}, running
 
     def _older(self, values: list[Any], made: dict[str, Any], name: str) -> list[Any]:

@@ -139,25 +139,30 @@ def store_conflicts(layout: SwizzledTile, runs: Runs) -> int:
     return bank_conflicts([_BYTES * layout(runs.row(i), runs.column(i)) for i in lanes], _BYTES * runs.length)
 
 
-def load_conflicts(layout: SwizzledTile, plan: OperandPlan) -> int:
+def load_conflicts(layout: SwizzledTile, plan: OperandPlan, banks: int = 32) -> int:
     """The same of the loads of one operand."""
     total = 0
     for step in plan.steps:
         places = (
             (step.row(i) + step.row_offset, step.column(i) + step.column_offset) for i in range(plan.load.lanes)
         )
-        total += bank_conflicts([_BYTES * layout(*place) for place in places], _BYTES * plan.load.run)
+        total += bank_conflicts([_BYTES * layout(*place) for place in places], _BYTES * plan.load.run, banks)
     return total
 
 
 def plan_stored_operand(
-    source: AccumulatorLayout, shape: tuple[int, int], atom: MmaAtom, operand: str, outer: str
+    source: AccumulatorLayout,
+    shape: tuple[int, int],
+    atom: MmaAtom,
+    operand: str,
+    outer: str,
+    read_banks: int = 32,
 ) -> StoredOperand:
     """How accumulators of `shape` (rows, columns), narrowed to 16 bits, become an operand through shared memory.
 
     The first way that the target's loads can fetch and that has no bank conflicts, neither in the stores nor in the
-    loads, by the model of `fly.lang.banks`. Operand "a" or "b" of `atom` has its outer (m or n) dimension along the
-    fragment's `outer`, "rows" or "columns", and its k along the other.
+    loads, by the model of `fly.lang.banks` with so many `read_banks` for these. Operand "a" or "b" of `atom` has its
+    outer (m or n) dimension along the fragment's `outer`, "rows" or "columns", and its k along the other.
 
     Raises:
         ShapeError: the shape is no multiple of the source's tiles and of the operand's, or `outer` is something else.
@@ -175,7 +180,8 @@ def plan_stored_operand(
         if number <= 0 or any(number % multiple for multiple in multiples):
             raise ShapeError(f"{number} {what} of a stored fragment; expected a multiple of {max(multiples)}")
     target = current().target
-    return _plan(source, shape, atom, operand, outer, tuple(target.matrix_loads), tuple(target.lane_swaps))
+    loads, swaps = tuple(target.matrix_loads), tuple(target.lane_swaps)
+    return _plan(source, shape, atom, operand, outer, loads, swaps, read_banks)
 
 
 @functools.lru_cache(maxsize=256)
@@ -187,6 +193,7 @@ def _plan(
     outer: str,
     loads: tuple[MatrixLoad, ...],
     swaps: tuple[int, ...],
+    banks: int = 32,
 ) -> StoredOperand:
     ways = []
     for turned in (False, True):
@@ -202,7 +209,7 @@ def _plan(
     ways.sort(key=lambda way: (-way[3].length, -way[4].load.values))
     for turned, transposed, extents, runs, plan in ways:
         for layout in _layouts(extents, max(runs.length, plan.load.run)):
-            if not store_conflicts(layout, runs) and not load_conflicts(layout, plan):
+            if not store_conflicts(layout, runs) and not load_conflicts(layout, plan, banks):
                 return StoredOperand(source, atom, operand, layout, turned, transposed, runs, plan)
     raise LayoutError(
         f"no shared tile takes {shape[0]} x {shape[1]} accumulators of {source} and gives operand {operand} of "

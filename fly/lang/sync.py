@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlir import ir
-
 from fly.errors import DTypeError, ShapeError, TargetError
 from fly.ir.context import current, emit
 from fly.ir.dialect import token_type
 from fly.ir.dtypes import i1, i32
 from fly.ir.math import maximum
 from fly.ir.memory import i64_attribute, string_attribute
+from fly.ir.mlir import ir
 from fly.ir.value import Traced, Value
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from mlir import ir
-
 from fly.ir.context import context
+from fly.ir.mlir import ir
 from fly.ir.value import Traced
 from fly.lang.signature import TensorMapSpec
 

@@ -86,15 +86,7 @@ class DiskCache:
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(key.encode() + artefact.to_bytes())
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            write_whole(path, key.encode() + artefact.to_bytes())
         except OSError as error:
             self._warn(error)
             return
@@ -138,9 +130,7 @@ class DiskCache:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
-                path.unlink()  # while locked: whoever waits on it sees the file gone and takes a new one
-            os.close(handle)
+            _unlock(path, handle)
 
     def _evict(self) -> None:
         entries = []
@@ -174,6 +164,20 @@ class DiskCache:
         )
 
 
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file, so that whoever reads it finds what was there before or all of this."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 def _remove(path: Path) -> None:
     """What is in an entry's place, if it can be removed: a file, a link, a pipe, or an empty directory."""
     with contextlib.suppress(OSError):
@@ -183,12 +187,33 @@ def _remove(path: Path) -> None:
             path.rmdir()
 
 
-def _lock(path: Path) -> int:
+@contextlib.contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Hold a file's advisory lock, if nobody else does: whether it is held. It goes with a process that dies."""
+    try:
+        handle = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _unlock(path, handle)
+
+
+def _unlock(path: Path, handle: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()  # while locked: whoever waits on it sees the file gone and takes a new one
+    fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
+    os.close(handle)
+
+
+def _lock(path: Path, how: int = fcntl.LOCK_EX) -> int:
     """Open and lock `path`; its previous holder may have removed it while we waited, then try again."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, how)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
         except FileNotFoundError:

@@ -22,7 +22,7 @@ from fly.errors import (
     SharedMemoryError,
     needs_packages,
 )
-from fly.runtime import emulate_cli, profile_cli
+from fly.runtime import emulate_cli, profile_cli, tuned_results
 from fly.runtime.library import Library
 from fly.runtime.object_files import author_code, imported, literal, numbers
 
@@ -83,6 +83,7 @@ def _parser(library: Library) -> argparse.ArgumentParser:
     library.add_call_flags(inspect.add_argument_group("a call", "for which a kernel is chosen where none is named"))
     inspect.set_defaults(run=functools.partial(_inspect, library=library))
     emulate_cli.add_command(commands)
+    tuned_results.add_command(commands)
     library.add_commands(commands)
     profile_cli.add_command(commands, library.CALLS)
     return parser
@@ -118,10 +119,15 @@ def parse_spec(text: str) -> Any:
     return TensorSpec(name, int(rank[:-1]), 16, int(rank[:-1]) > 0)
 
 
-def _kernel(name: str, library: Library) -> Any:
+def kernel_at(name: str, otherwise: str = "") -> Any:
+    """The kernel that `module:kernel` names; `otherwise`: what else would have been accepted.
+
+    Raises:
+        ArgumentError: there is no such module or kernel.
+    """
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ArgumentError(f"kernel {name!r}; expected module:kernel or {_names(library)}")
+        raise ArgumentError(f"kernel {name!r}; expected module:kernel{otherwise}")
     found = getattr(imported(f"kernel {name!r}", module_name), attribute, None)
     if not hasattr(found, "trace"):
         raise ArgumentError(f"kernel {name!r}: {module_name} has no kernel {attribute!r}")
@@ -171,7 +177,7 @@ def _inspect(options: argparse.Namespace, library: Library) -> None:
     elif options.kernel in library.KERNELS:
         kernel, specs, statics, block = library.KERNELS[options.kernel](options.arch, statics)
     else:
-        kernel = _kernel(options.kernel, library)
+        kernel = kernel_at(options.kernel, f" or {_names(library)}")
         specs = [parse_spec(text) for text in (options.args or "").split()]
         block = numbers("--block", "256" if options.block is None else options.block)
     block = dim3(block, "--block")

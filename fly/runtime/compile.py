@@ -20,9 +20,10 @@ from fly.lang.messages import LOG_FIELD, METADATA_KEY
 from fly.lang.signature import Field, ScalarSpec, Spec, TensorMapSpec, TensorSpec
 from fly.runtime.arguments import describe_all
 from fly.runtime.cache import cache_key, get_or_build
-from fly.runtime.device import Dim3, device_for, is_traced
+from fly.runtime.device import Dim3, device_for, is_planned, is_traced
 from fly.runtime.exported import export_metadata
 from fly.runtime.packing import check_block, dim3
+from fly.runtime.prebuilt import Build, folder_in_use
 
 STAGE, TRACED = "stage", "traced"  # in an artefact's metadata: what its binary is, if no machine code
 # what else decides the generated code; the first of each group that is installed counts
@@ -31,7 +32,7 @@ _COMPILER = ("passes", "backends")
 
 
 @functools.cache
-def _toolchain() -> str:
+def toolchain() -> str:
     """Versions of fly, MLIR, LLVM and LLD, and a digest of the compiler's own source."""
     versions = [fly.__version__]
     for names in _TOOLCHAIN:
@@ -68,6 +69,7 @@ def compile_kernel(
         AuthorError: a mistake in the kernel.
         CompileError, SharedMemoryError: see `fly.backends.compile.compile_module`.
     """
+    from fly.ir.context import LOCK
     from fly.lang.debug import messages_of
 
     arch, only_traced = is_traced(target)
@@ -101,12 +103,13 @@ def compile_kernel(
         return whole and said == (kernel.name, target, fields, block) and extra.items() <= artefact.metadata.items()
 
     traced = io.BytesIO()
-    module.operation.write_bytecode(traced)
+    with LOCK:
+        module.operation.write_bytecode(traced)
     key = cache_key(
         {
             "ir": traced.getvalue(),
             "target": target,
-            "toolchain": _toolchain(),
+            "toolchain": toolchain(),
             "linker": config.LLD.get(),
             "arguments": extra["arguments"],
         }
@@ -114,9 +117,24 @@ def compile_kernel(
     return get_or_build(key, build, fits)
 
 
-# What launches compile with: nobody reads their assembly, and to write it takes AMD's code generator as long as the
-# machine code does.
-compile_to_launch = functools.partial(compile_kernel, assembly=False)
+def compile_to_launch(
+    kernel: Any, specs: tuple[Spec, ...], statics: Mapping[str, Any], target: str, block: Dim3
+) -> Artefact:
+    """What launches compile with: `compile_kernel`, or with `FLY_PREBUILT`, what was compiled before.
+
+    There may be no assembly, which nobody reads: to write it takes AMD's code generator as long as the machine code
+    does. A device that runs what is traced always has it traced.
+
+    Raises:
+        MissingBuildError: the folder has no such build.
+        ConfigError: it was made from other sources.
+    """
+    if (arch := is_planned(target)) is not None:
+        return Artefact(kernel.name, arch, b"", "", kernel.signature.flatten(specs), block)
+    folder = folder_in_use()
+    if folder is None or is_traced(target)[1]:
+        return compile_kernel(kernel, specs, statics, target, block, assembly=False)
+    return folder.find(Build(kernel, specs, kernel.bind_statics(statics), target, block))
 
 
 def _as_traced(

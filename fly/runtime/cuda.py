@@ -1,4 +1,4 @@
-"""NVIDIA devices, through the driver API (`cuda-bindings`)."""
+"""NVIDIA devices, through the driver API: that of `cuda-bindings`, or where it is not installed, of ctypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from fly.backends.artefact import Artefact, Resources
 from fly.backends.target import arch_for_capability
-from fly.errors import CompileError, DeviceError, MissingPackageError
+from fly.errors import CompileError, DeviceError
 from fly.runtime.device import Allocation, Dim3
 from fly.runtime.limits import CheckedSizes, Limits
 from fly.runtime.packing import ArgumentSlot, SharedArguments
@@ -29,10 +29,11 @@ _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 @functools.cache
 def _driver() -> Any:
+    """The bindings, whose launches take less of the host's time, or `fly.runtime.cuda_driver`."""
     try:
         return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise MissingPackageError("the CUDA driver", "cuda") from error
+    except ImportError:
+        return importlib.import_module(".cuda_driver", __package__)
 
 
 def call(driver: Any, function: str, *arguments: Any) -> Any:
@@ -43,6 +44,8 @@ def call(driver: Any, function: str, *arguments: Any) -> Any:
     """
     try:
         status, *results = getattr(driver, function)(*arguments)
+    except DeviceError:
+        raise
     except RuntimeError as error:  # how the bindings say that libcuda is missing
         raise DeviceError(f"{function}: the NVIDIA driver cannot be loaded: {error}") from error
     if status != 0:
@@ -75,7 +78,7 @@ def ordinal_of(address: int) -> int:
 class CudaDevice:
     """The NVIDIA GPU `ordinal`, in the driver's count of visible devices, through its primary context.
 
-    `driver` is the module `cuda.bindings.driver` unless one with its functions is given.
+    `driver` is `cuda.bindings.driver` or `fly.runtime.cuda_driver` unless a module with its functions is given.
 
     Raises:
         DeviceError: no driver, or no such device.

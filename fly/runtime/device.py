@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 DeviceKey = tuple[str, int]
 """("cuda", ordinal) for a GPU of either vendor, as torch names them; ("cpu", 0) for host memory."""
 
-_TRACED = ":traced"
+_TRACED, _PLANNED = ":traced", ":planned"
 CPU: DeviceKey = ("cpu", 0)
 Dim3 = tuple[int, int, int]
 _EMULATOR = ("tinygrad", "tqdm")  # what it imports that is not always installed
@@ -68,7 +70,8 @@ class Device(Protocol):
     """Whether launches must be told which memory each tensor spans."""
 
     build: str
-    """What kernels are built for: `target`, or `traced(target)` where a device runs what they are traced to."""
+    """What kernels are built for: `target`, `traced(target)` where a device runs what they are traced to, or
+    `planned(target)` where they are never launched."""
 
     def load(self, artefact: Artefact) -> LoadedKernel:
         """Load a kernel compiled for this device's target; it stays loaded for the life of the process.
@@ -106,6 +109,34 @@ def is_traced(build: str) -> tuple[str, bool]:
     return build.removesuffix(_TRACED), build.endswith(_TRACED)
 
 
+def planned(arch: str) -> str:
+    """What kernels are built for whose launches are bound and never made: there is no code of them."""
+    return arch + _PLANNED
+
+
+def is_planned(build: str) -> str | None:
+    """The architecture, where launches are never made; else None."""
+    return build.removesuffix(_PLANNED) if build.endswith(_PLANNED) else None
+
+
+_instead_of_host: ContextVar[Device | None] = ContextVar("instead_of_host", default=None)
+
+
+@contextmanager
+def instead_of_host(device: Device) -> Iterator[None]:
+    """In this thread, host memory belongs to `device` for a while."""
+    token = _instead_of_host.set(device)
+    try:
+        yield
+    finally:
+        _instead_of_host.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether host memory belongs to another device in this thread for a while (`instead_of_host`)."""
+    return _instead_of_host.get() is not None
+
+
 _devices: dict[tuple[object, ...], Device] = {}
 _lock = threading.Lock()
 
@@ -118,6 +149,8 @@ def device_for(key: DeviceKey) -> Device:
         DeviceError: the device, its driver, or the emulator is missing.
     """
     kind, ordinal = key
+    if kind == "cpu" and (instead := _instead_of_host.get()) is not None:
+        return instead
     name = (kind, config.ARCH.get()) if kind == "cpu" else (kind, ordinal)
     device = _devices.get(name)
     if device is None:
@@ -147,18 +180,18 @@ def _open(kind: str, ordinal: int) -> Device:
         if arch not in known:
             raise DeviceError(f"FLY_ARCH={arch!r}; CPU tensors run on one of {', '.join(known)}")
         if known[arch] == "nvvm":
-            device = importlib.import_module("fly.runtime.simulated").SimulatedDevice(arch)
+            device = importlib.import_module(".simulated", __package__).SimulatedDevice(arch)
             return device
         for module in _EMULATOR:
             if importlib.util.find_spec(module) is None:
                 raise MissingPackageError("emulating a GPU for CPU tensors", module, "; or pass tensors on a GPU")
-        device = importlib.import_module("fly.runtime.emulated").EmulatedDevice(arch)
+        device = importlib.import_module(".emulated", __package__).EmulatedDevice(arch)
         return device
     if kind != "cuda":
         raise DeviceError(f"device {kind}:{ordinal}: kernels run on 'cuda' (NVIDIA or AMD) and 'cpu' tensors")
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.hip:
-        device = importlib.import_module("fly.runtime.hip").HipDevice(ordinal)
+        device = importlib.import_module(".hip", __package__).HipDevice(ordinal)
         return device
-    device = importlib.import_module("fly.runtime.cuda").CudaDevice(ordinal)
+    device = importlib.import_module(".cuda", __package__).CudaDevice(ordinal)
     return device

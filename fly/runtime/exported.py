@@ -139,14 +139,24 @@ def _provide(
 ) -> Artefact:
     """The `Compile` of an exported kernel: its artefact, if the arguments meet what it assumes."""
     for parameter, given, assumed in zip(launchable.signature.parameters, specs, launchable.specs):
-        if not _meets(given, assumed):
+        if not meets(given, assumed):
             raise ArgumentTypeError(
                 f"{launchable.name}: argument {parameter.name!r} is {given}; compiled for {assumed}"
             )
     return launchable.artefact
 
 
-def _meets(given: Spec, assumed: Spec) -> bool:
+def assumptions(artefact: Artefact) -> tuple[Spec, ...]:
+    """What an exported kernel was compiled for, one spec an argument.
+
+    Raises:
+        ArtefactError: the artefact does not say.
+    """
+    return _read_metadata(artefact)[1]
+
+
+def meets(given: Spec, assumed: Spec) -> bool:
+    """Whether an argument is what a kernel was compiled for, or better aligned."""
     if not isinstance(given, TensorSpec) or not isinstance(assumed, TensorSpec):
         return given == assumed
     return (

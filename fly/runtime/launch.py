@@ -10,7 +10,9 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -59,6 +61,39 @@ class Entry:
         return self.layout.pack(*values)
 
 
+@dataclass(frozen=True)
+class Binding:
+    """What one launch is about: enough to compile the same kernel for any target."""
+
+    kernel: KernelLike
+    grid: Dim3
+    block: Dim3
+    specs: tuple[Spec, ...]
+    statics: Mapping[str, Any]
+
+
+_collected: ContextVar[list[Binding] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def bindings() -> Iterator[list[Binding]]:
+    """Collects what this thread binds meanwhile, and launches on a device that is planned (`fly.runtime.planned`)."""
+    found: list[Binding] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def collect_binding(
+    kernel: KernelLike, grid: Dim3, block: Dim3, arguments: Sequence[Argument], statics: Mapping[str, Any]
+) -> None:
+    """Add one to what `bindings` collects, if it does."""
+    if (collected := _collected.get()) is not None:
+        collected.append(Binding(kernel, grid, block, tuple(argument.spec for argument in arguments), statics))
+
+
 class Launcher:
     """One kernel's specialisations, each compiled and loaded on first use; safe under many threads."""
 
@@ -83,7 +118,7 @@ class Launcher:
         grid = dim3(grid, "grid")
         block = dim3(block, "block")
         if len(args) != self._arity:
-            args, statics = self._complete(args, statics)
+            args, statics = self.complete(args, statics)
         values: list[int | float] = []
         try:
             key = (block, collect(args, values), static_key(statics) if statics else ())
@@ -95,6 +130,7 @@ class Launcher:
         if entry is None:
             entry, arguments = self.enter(block, args, statics, compile, key)
             if entry.needs_allocations:
+                collect_binding(self._kernel, grid, block, arguments, statics)
                 allocations = tuple(a.allocation for a in arguments if a.allocation is not None)
         slot = entry.arguments
         try:
@@ -111,7 +147,7 @@ class Launcher:
         """Check everything, compile and load what is not yet; later launches find it under `key`."""
         signature = self._kernel.signature
         check_block(block)
-        args, statics = self._complete(args, statics)
+        args, statics = self.complete(args, statics)
         arguments, place = describe_all(signature, args)
         specs = tuple(argument.spec for argument in arguments)
         statics = self._with_defaults(statics)
@@ -143,8 +179,12 @@ class Launcher:
             self._entries[key] = entry
         return entry, arguments
 
-    def _complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """One value a parameter, from positional and named ones; what remains are static values."""
+    def complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """One value a parameter, from positional and named ones; what remains are static values.
+
+        Raises:
+            ArgumentError: too many arguments, one that is missing, or one that is given twice.
+        """
         name, parameters = self._kernel.name, self._kernel.signature.parameters_for(len(args))
         if len(args) > len(parameters):
             accepted = ", ".join(parameter.name for parameter in parameters)

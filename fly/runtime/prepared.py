@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeGuard, cast
 
 from fly.errors import ArgumentError
 from fly.lang.messages import LOG_FIELD
-from fly.lang.signature import MAX_ALIGNMENT, Spec, TensorMapSpec, TensorSpec
+from fly.lang.signature import MAX_ALIGNMENT, TensorMapSpec, TensorSpec
 from fly.runtime import cuda
 from fly.runtime.arguments import Argument
 from fly.runtime.device import Allocation, Dim3, LoadedKernel
-from fly.runtime.launch import Compile, Entry, KernelLike, launcher_of, stream_handle
+from fly.runtime.launch import Compile, Entry, KernelLike, collect_binding, launcher_of, stream_handle
 from fly.runtime.packing import WORD, ArgumentSlot, SharedArguments, dim3, offsets
 
 
@@ -98,31 +96,6 @@ def _tensor(argument: Argument) -> _Tensor:
     return _Tensor(argument.name, spec.alignment, memory.address - address, memory.nbytes)
 
 
-@dataclass(frozen=True)
-class Binding:
-    """What one call of `bind` was about: enough to compile the same kernel for any target."""
-
-    kernel: KernelLike
-    grid: Dim3
-    block: Dim3
-    specs: tuple[Spec, ...]
-    statics: Mapping[str, Any]
-
-
-_collected: ContextVar[list[Binding] | None] = ContextVar("collected", default=None)
-
-
-@contextmanager
-def bindings() -> Iterator[list[Binding]]:
-    """Collects what this thread binds meanwhile, in order."""
-    found: list[Binding] = []
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
-
-
 def bind(
     kernel: KernelLike,
     grid: int | Sequence[int],
@@ -138,8 +111,7 @@ def bind(
     """
     grid, block = dim3(grid, "grid"), dim3(block, "block")
     entry, arguments = launcher_of(kernel).enter(block, args, statics, compile)
-    if (collected := _collected.get()) is not None:
-        collected.append(Binding(kernel, grid, block, tuple(argument.spec for argument in arguments), statics))
+    collect_binding(kernel, grid, block, arguments, statics)
     packed = entry.pack([value for argument in arguments for value in argument.values])
     starts = offsets(entry.fields)
     # a tensor map starts with its address

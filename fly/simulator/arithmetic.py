@@ -147,6 +147,12 @@ def divide(a: Any, b: Any) -> Any:
     return (quotient + inexact).astype(a.dtype)
 
 
+def divide_unsigned(a: Any, b: Any) -> Any:
+    """Of integers, their bits as numbers without a sign; by zero, zero."""
+    unsigned = np.dtype(f"u{a.dtype}")
+    return divide(a.view(unsigned), b.view(unsigned)).view(a.dtype)
+
+
 def flush(value: Any) -> Any:
     """Subnormals as zeros: what approximate instructions make of them."""
     return np.where(np.abs(value) < np.finfo(np.float32).tiny, value * 0, value)[()].astype(value.dtype)
@@ -234,6 +240,7 @@ EXPRESSIONS: dict[str, str | Callable[[Node], str]] = {
     "arith.shli": _call("np.left_shift"),
     "arith.shrsi": _call("np.right_shift"),
     "arith.divsi": _call("divide"),
+    "arith.divui": _call("divide_unsigned"),
     "arith.maxsi": _call("np.maximum"),
     "arith.minsi": _call("np.minimum"),
     "arith.maxnumf": _call("np.fmax"),
@@ -272,7 +279,21 @@ EXPRESSIONS: dict[str, str | Callable[[Node], str]] = {
 NAMES = {
     function.__name__: function
     for function in (
-        *(bitcast, broadcast, cast, divide, elements, exp2, extract, fma, log2, merge, narrow_pairs, reciprocal),
+        *(
+            bitcast,
+            broadcast,
+            cast,
+            divide,
+            divide_unsigned,
+            elements,
+            exp2,
+            extract,
+            fma,
+            log2,
+            merge,
+            narrow_pairs,
+            reciprocal,
+        ),
         *(rsqrt, select, shuffle, signed_cast, to_integer, truncate, unsigned_cast, widen_pairs),
     )
 }

@@ -145,6 +145,11 @@ class Stores:
     groups: dict[int, list[list[int]]] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
 
+    def number(self) -> int:
+        """Of what no group has: a copy to another block, whose end its mbarrier tells."""
+        self.issued += 1
+        return self.issued
+
     def issue(self, thread: int, place: str) -> int:
         """The number of a new store."""
         self.issued += 1

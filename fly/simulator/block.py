@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fly.simulator.barriers import Mbarrier, NamedBarrier, Registers
+from fly.simulator.clocks import Party
 from fly.simulator.memory import GlobalMemory
 from fly.simulator.program import ROLE_WARPS, Program
 from fly.simulator.report import Finding
@@ -77,12 +78,33 @@ class Copy:
     store: tuple[int, int] | None = None
 
 
+@dataclass
+class Cluster:
+    """Blocks that reach into each other's shared memory, and where all of their threads meet."""
+
+    blocks: list[Block] = field(default_factory=list)
+    meeting: NamedBarrier = field(default_factory=lambda: NamedBarrier(0))
+
+    def block(self, rank: int) -> Block:
+        """The block of a rank.
+
+        Raises:
+            Finding: there is none, or it has ended.
+        """
+        if not 0 <= rank < len(self.blocks):
+            raise Finding("out-of-bounds", f"block {rank} of a cluster of {len(self.blocks)}")
+        if self.blocks[rank].ended:
+            raise Finding("unfinished", f"reaches into block {rank} of the cluster, which has ended")
+        return self.blocks[rank]
+
+
 @dataclass(eq=False)
 class Block:
     """One that runs: `components` are its own of the launch's clocks, which have `time` of them.
 
-    All blocks share `atomics`, what those know who counted at an address, `counts` of what was executed, and
-    `shared_accesses`. Warps of the warpgroups `apart` go on each for itself.
+    `cluster`: its own, where it is alone or one of several; `reached`: of warps of the others, when each last reached
+    into this block, and where in the kernel. All blocks share `atomics`, what those know who counted at an address,
+    `counts` of what was executed, and `shared_accesses`. Warps of the warpgroups `apart` go on each for itself.
     """
 
     program: Program
@@ -99,8 +121,12 @@ class Block:
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
+    cluster: Cluster = field(default_factory=lambda: Cluster())
+    reached: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.cluster.blocks.append(self)
+        self.ended = False
         parts = self.components
         limit, sizes = self.program.target.shared_bytes, self.program.allocations
         self.shared = SharedMemory(limit, sizes, parts.roles, parts.first, parts.readers)
@@ -149,8 +175,16 @@ class Block:
             raise Finding("named-barrier", f"barrier {number}; there are 0 to 15")
         return self.named.setdefault(number, NamedBarrier(number))
 
+    def reach(self, by: Party, place: str) -> None:
+        """A warp of another block of the cluster does something to this one's shared memory."""
+        self.reached[by.component] = by.now, place
+
     def check_end(self) -> None:
         """Raises a Finding where the block ends with something unfinished."""
+        for component, (when, place) in self.reached.items():
+            if self.clocks[:, 0, component].max() < when:
+                what = f"reaches into block {self.index} of the cluster, which may have ended"
+                raise Finding("unfinished", what, location=place)
         for barrier in self.mbarriers.values():
             if barrier.bytes:
                 what = f"the block ends while {barrier.name} expects {barrier.bytes} bytes"
@@ -160,5 +194,5 @@ class Block:
         """Let go of what is large: blocks and roles are circles, which wait for the garbage collector."""
         for role in self.roles:
             role.close()
-        self.roles, self.copies = [], []
+        self.roles, self.copies, self.ended = [], [], True
         del self.shared, self.clocks

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fly.simulator.block import Block, Components, Copy
+from fly.errors import LaunchError
+from fly.simulator.block import Block, Cluster, Components, Copy
 from fly.simulator.memory import GlobalMemory, Region
 from fly.simulator.program import Program
 from fly.simulator.report import Finding, Together, error
@@ -104,13 +105,18 @@ class Launch:
         self.counts.clear()
         self.shared_accesses.clear()
         waiting = ((x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(self.grid))))
-        free = list(range(RESIDENT))
+        blocks = self.program.cluster
+        if self.grid[0] % blocks:
+            raise LaunchError(f"{self.program.name}: {self.grid[0]} blocks along x in clusters of {blocks}")
+        clusters = zip(*[waiting] * blocks, strict=True)
+        free = list(range(max(RESIDENT, blocks)))
         live: list[Block] = []
         try:
             with np.errstate(all="ignore"):
                 while True:
-                    for index in itertools.islice(waiting, len(free)):
-                        live.append(self._start(index, free.pop(0)))
+                    for cluster in itertools.islice(clusters, len(free) // self.program.cluster):
+                        together = Cluster()
+                        live += [self._start(index, free.pop(0), together) for index in cluster]
                     if not live:
                         return
                     self._step(live)
@@ -137,12 +143,12 @@ class Launch:
                 values.append(np.int64(value) if isinstance(value, int) else value)
         return values
 
-    def _start(self, index: tuple[int, int, int], place: int) -> Block:
-        time = 1 + RESIDENT * self._per_block
+    def _start(self, index: tuple[int, int, int], place: int, cluster: Cluster) -> Block:
+        time = 1 + max(RESIDENT, self.program.cluster) * self._per_block
         components = Components(1 + place * self._per_block, self.program.warps, self.program.roles)
         shared = self.memory, self.policy, components, time, self.atomics, self.counts
         accesses = self.shared_accesses if self.observe_shared else None
-        block = Block(self.program, index, self.grid, *shared, accesses, self.apart)
+        block = Block(self.program, index, self.grid, *shared, accesses, self.apart, cluster=cluster)
         for role in block.roles:
             role.start(self.program.translated.run(role, *self.values))
         return block

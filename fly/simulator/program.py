@@ -16,7 +16,7 @@ from fly.backends.nvvm import dialect
 from fly.backends.target import Target
 from fly.errors import SimulatorError
 from fly.ir.context import LOCK, context
-from fly.passes.walk import kernel_function
+from fly.passes.walk import integer, kernel_function
 
 if TYPE_CHECKING:
     from fly.simulator.translate import Translated
@@ -67,7 +67,7 @@ class Node:
 class Program:
     """A kernel: its operations, and as many arguments of its function as there are flat ones.
 
-    `locations`: the author's file and line of each operation, "" where there is none.
+    `locations`: the author's file and line of each operation, "" where there is none. `cluster`: blocks of one.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Program:
     argument_types: tuple[Type, ...]
     nodes: tuple[Node, ...]
     locations: tuple[str, ...]
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -155,6 +156,7 @@ class _Reader:
             argument_types=self.types_of(arguments),
             nodes=nodes,
             locations=tuple(self.locations),
+            cluster=integer(function, "fly.cluster") if "fly.cluster" in function.attributes else 1,
         )
 
     def number(self, value: ir.Value) -> int:

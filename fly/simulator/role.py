@@ -174,6 +174,16 @@ class Role(Warps):
             told[warps] = barrier.held
         return told[arrivals[0][2][0]] if len(arrivals) == 1 else told[self.warp_of]
 
+    def cluster_sync(self, node: Node, m: Mask) -> Waiting:
+        """All threads of all blocks of the cluster."""
+        yield from self.pause()
+        warps, barrier = self.whole_warps(m, "a cluster's barrier"), self.block.cluster.meeting
+        generation, everybody = barrier.generation, self.block.program.threads * self.block.program.cluster
+        barrier.arrive(self.wave * len(warps), everybody, self.released(warps))
+        if barrier.generation == generation:
+            yield (lambda: barrier.generation != generation), lambda: f"its cluster, {barrier}"
+        self.learn(warps, barrier.done)
+
     def setmaxnreg(self, node: Node, m: Mask, *, action: str, registers: int) -> Waiting:
         if m is not None or not self.alone:
             self.whole(m, "setmaxnreg")
@@ -208,22 +218,26 @@ class Role(Warps):
         place = self.uniform(m, address, "an mbarrier's address")
         self.block.make_mbarrier(place, self.uniform(m, arrivals, "a count"), (party.component, party.now))
 
-    def _each_mbarrier(self, m: Mask, address: Any) -> Iterator[tuple[Mbarrier, int, int]]:
-        """(mbarrier, warp, lanes) of each warp of the mask."""
+    def _each_mbarrier(self, m: Mask, address: Any, rank: Any = None) -> Iterator[tuple[Mbarrier, int, int]]:
+        """(mbarrier, warp, lanes) of each warp of the mask; in another block of the cluster with a `rank`."""
         for warp in self.active_warps(m):
             inside = self.inside_warp(m, warp)
-            place = self.uniform(inside, address, "an mbarrier's address")
-            yield self.block.mbarrier(place, self.clocks[warp, 0]), warp, int(np.count_nonzero(inside))
+            place, block = self.uniform(inside, address, "an mbarrier's address"), self.block
+            if rank is not None:
+                block = block.cluster.block(self.uniform(inside, rank, "a rank"))
+                place = self.block.shared.same_place(place, block.shared)
+                block.reach(self.party(warp, None), self.place)
+            yield block.mbarrier(place, self.clocks[warp, 0]), warp, int(np.count_nonzero(inside))
 
-    def mbarrier_arrive(self, node: Node, m: Mask, address: Any) -> Waiting:
+    def mbarrier_arrive(self, node: Node, m: Mask, address: Any, rank: Any = None) -> Waiting:
         yield from self.pause()
-        for barrier, warp, lanes in self._each_mbarrier(m, address):
+        for barrier, warp, lanes in self._each_mbarrier(m, address, rank):
             barrier.arrive(lanes, self.released([warp]))
             barrier.advance()
 
-    def mbarrier_arrive_expect(self, node: Node, m: Mask, address: Any, count: Any) -> Waiting:
+    def mbarrier_arrive_expect(self, node: Node, m: Mask, address: Any, count: Any, rank: Any = None) -> Waiting:
         yield from self.pause()
-        for barrier, warp, lanes in self._each_mbarrier(m, address):
+        for barrier, warp, lanes in self._each_mbarrier(m, address, rank):
             barrier.place = self.place
             barrier.expect(lanes * self.uniform(self.inside_warp(m, warp), count, "a byte count"))
             barrier.arrive(lanes, self.released([warp]))
@@ -275,6 +289,43 @@ class Role(Warps):
         from fly.simulator.block import Copy
 
         self.block.copies.append(Copy(self.block, self, self.place, land, store))
+
+    def copy_at(
+        self, node: Node, m: Mask, destination: Any, source: Any, count: Any, mbarrier: Any, rank: Any
+    ) -> Waiting:
+        """From this block's shared memory to that of another block of the cluster."""
+        yield from self.pause()
+        warp, own = self._one_lane(m), self.block
+        numbers = (destination, source, count, mbarrier, rank)
+        to, at, size, arrives, whose = (self.uniform(m, x, "an operand of a copy") for x in numbers)
+        if (to | at | size) % 16 or size <= 0:
+            raise Finding("misaligned", f"a copy of {size} bytes from {at:#x} to {to:#x}; expected multiples of 16")
+        other, clocks = own.cluster.block(whose), self.clocks[warp].copy()
+        own.shared.buffer(at, at + size)
+        there = own.shared.same_place(to, other.shared)
+        other.reach(self.party(warp, None), self.place)
+        other.shared.buffer(there, there + size)
+        barrier = other.mbarrier(own.shared.same_place(arrives, other.shared), clocks[0])
+        barrier.check_visible(clocks)
+        words = words_between(at, at + size)
+        own.shared.check_read(words, clocks[0], clocks[1])
+        # it has read its source when it lands: who waits for that may write there again
+        reader, number = own.components.stores(self.first_warp + warp), self.stored[warp].number()
+        own.shared.shadow.read(words, reader, number)
+        other.shared.announce(
+            words_between(there, there + size), clocks[0], clocks[1], barrier.component, barrier.phase + 1
+        )
+        own.counts.update({"copies between blocks": 1, "bytes between blocks": size})
+        known = clocks.copy()
+        known[0, reader] = number
+
+        def land() -> None:
+            own.cluster.block(whose)
+            other.shared.bytes[there : there + size] = own.shared.bytes[at : at + size]
+            barrier.landed(size, known)
+            barrier.advance()
+
+        self._start_copy(land)
 
     def _box(self, tensor_map: TensorMap, place: int, corner: list[int]) -> slice:
         """The words of shared memory that a box at a place takes."""

@@ -88,6 +88,18 @@ class SharedMemory:
             raise Finding("out-of-bounds", f"{text}, and there are no buffers")
         raise Finding("out-of-bounds", f"{text}, byte {low - near.start} of {near.name!r}, which has {near.bytes}")
 
+    def same_place(self, address: int, other: SharedMemory) -> int:
+        """The address in another block's memory of what is at an address of this one's.
+
+        Raises:
+            Finding: no buffer is there, or the other block has not come to it.
+        """
+        buffer = self.buffer(address, address + 1)
+        place = next(place for place, found in self.places.items() if found is buffer)
+        if place not in other.places:
+            raise Finding("out-of-bounds", f"{buffer.name!r}, which the other block of the cluster does not have yet")
+        return other.places[place].start + address - buffer.start
+
     def named(self, address: int) -> str:
         """An address for a message: the byte of a buffer."""
         for buffer in self.buffers:

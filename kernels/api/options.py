@@ -19,6 +19,7 @@ from ..arguments.callers import Caller
 from ..arguments.checks import Checks, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW, probability_of
+from ..problem.contract import HEAD_DIMS
 from .conversions import HINTS, check_dense, splits_of, window_of
 from .rows import padded_dim, ready
 from .torch_ops import attention
@@ -32,8 +33,9 @@ class Extras(TypedDict, total=False):
     `seqused_q`, `seqused_k` ((B,) int32: tokens of each sequence that count), `page_table` ((B, max pages) int32,
     packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
     all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
-    `k_descale`, `v_descale` ((B, Hkv) float32, or one number as () or (1,): what float8_e4m3fn values are multiplied
-    by, 1 by default).
+    `k_descale`, `v_descale` ((B, Hkv) or (Hkv,) float32, or one number as () or (1,), beside 16-bit q also by key:
+    what float8_e4m3fn values are multiplied by, 1 by default), `fp8_accumulate` (fly's own: "float32", the default,
+    or "fast", FlashAttention-3's sums of 8-bit products, see `flydsl_flash_attn_func`).
     Hints, which are checked and change nothing: `pack_gqa` (the kernel decides which query heads share a block),
     `sm_margin` (kernels use the whole device), `scheduler_metadata` (blocks are scheduled on the device).
     The others raise `UnsupportedError` when they are not at FlashAttention's default.
@@ -48,6 +50,7 @@ class Extras(TypedDict, total=False):
     q_descale: torch.Tensor | None
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
+    fp8_accumulate: str
     qv: torch.Tensor | None
     attention_chunk: int
     pack_gqa: bool | None
@@ -71,10 +74,11 @@ AVAILABLE: Mapping[str, str] = {
     "cu_seqlens_k_new": "cu_seqlens_k_new",
     **{theirs: ours for feature in FEATURES for theirs, ours in feature.flash_attention.items()},
 }
-DENSE = ("num_splits", "split_keys", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *DESCALES)
+OF_FP8 = (*DESCALES, "fp8_accumulate")
+DENSE = ("num_splits", "split_keys", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *OF_FP8)
 PACKED = (*DENSE, "page_table")
 OF_PACKED_CACHE = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new")
-CACHE = ("split_keys", "page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *DESCALES)
+CACHE = ("split_keys", "page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *OF_FP8)
 
 WHOLE = ("attention_chunk", "split_keys", "max_seqlen_q")  # those that are integers, besides num_splits
 OFF_AT_0 = ("attention_chunk", "split_keys")
@@ -128,10 +132,10 @@ def options_of(
         ArgumentTypeError, ArgumentError: a keyword that no FlashAttention has, or a value that is none.
     """
     options: dict[str, Any] = {"num_kv_splits": num_splits}
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
-        if flag is not True and flag is not False:
-            Checks(caller.function).flag(name, flag)
-    if deterministic:
+    if causal is not True and causal is not False:
+        Checks(caller.function).flag("causal", causal)
+    if deterministic is not False:
+        Checks(caller.function).flag("deterministic", deterministic)
         options["deterministic"] = True
     if not isinstance(dropout_p, float) or dropout_p:
         options["dropout_p"] = probability_of(Checks(caller.function), dropout_p)
@@ -231,15 +235,16 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
     return ready(tensor, padded_dim(tensor.shape[-1]))
 
 
-def _needs_copies(q: Any, k: Any, v: Any) -> bool:
+def needs_copies(q: Any, k: Any, v: Any) -> bool:
     """Whether kernels do not take these tensors as they are; not of what no copy makes better."""
     if v is None:  # stacked: one head dimension
         v = q if k is None else k
         k = v
     try:
-        head_dim, value_dim = q.size(-1), v.size(-1)
-        if head_dim == padded_dim(head_dim) and value_dim == padded_dim(value_dim):
-            if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        # a whole shape is read in the time of half a size
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        if head_dim % HEAD_DIMS.step == 0 == value_dim % HEAD_DIMS.step:
+            if q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
                 return False
         elif not 0 < head_dim == k.size(-1) or not value_dim:
             return False
@@ -266,7 +271,7 @@ def attend(
     Head dimensions that the kernels do not have are padded with zeros in copies, and out is a view of a wider
     tensor then, both as in FlashAttention-2. Returns (out, lse or None); errors name the `caller`.
     """
-    if not _needs_copies(q, k, v):
+    if not needs_copies(q, k, v):
         return attention(caller, q, k, v, causal, options, out, return_lse)
     head_dim = q.shape[-1]
     value_dim = head_dim if v is None else v.shape[-1]

@@ -26,14 +26,14 @@ from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
 from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
-from ..problem.catalogue import DIFFERENTIABLE, FEATURES
+from ..problem.catalogue import DIFFERENTIABLE, FEATURES, FP8_SUMS
 from ..problem.dropout_mask import random_state
 from .rows import padded_dim, ready
 
 F = TypeVar("F")
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, bool causal"
-_DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0"}
+_DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0", "str": f'"{FP8_SUMS[0]}"'}
 _OPTIONS = {
     "softmax_scale": "float? softmax_scale=None",
     "return_lse": "bool return_lse=False",
@@ -66,12 +66,35 @@ torch.library.define(
     "fly::append_to_cache",
     "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, "
     "Tensor cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
-    "bool rotary_interleaved, *, bool rotate_each_query, str? caller=None) -> Tensor",
+    "bool rotary_interleaved, *, bool rotate_each_query, Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None, "
+    "str? caller=None) -> Tensor",
 )
 
 
+# of modes such as selective checkpointing's
 _active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _register_fake: Callable[[str], Callable[[F], F]] = torch.library.register_fake
+
+
+def is_seen() -> bool:
+    """Whether a compiler, or a mode that counts or keeps operations, has to see what is called as an operation."""
+    return torch.compiler.is_compiling() or bool(_active_modes())
+
+
+def eager(
+    caller: Caller,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    causal: bool,
+    options: Mapping[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`flydsl_flash_attn_func` with these keywords; errors have the `caller`'s names."""
+    try:
+        return flydsl_flash_attn_func(q, k, v, causal, **options)
+    except FlyError as error:
+        caller.tell(error)
+        raise
 
 
 def attention(
@@ -88,13 +111,8 @@ def attention(
 
     `options`: its keywords that are tensors or numbers. Returns (out, lse or None); errors have the `caller`'s names.
     """
-    # modes: those that count or keep operations, as selective checkpointing does
-    if not (torch.compiler.is_compiling() or _active_modes()):
-        try:
-            result = flydsl_flash_attn_func(q, k, v, causal, out=out, return_lse=return_lse, **options)
-        except FlyError as error:
-            caller.tell(error)
-            raise
+    if not is_seen():
+        result = eager(caller, q, k, v, causal, {**options, "out": out, "return_lse": return_lse})
         return result if isinstance(result, tuple) else (result, None)
     if options.get("dropout_p") and options.get("rng_state") is None:
         # outside of the operation, whose results are a function of its arguments
@@ -120,7 +138,7 @@ def gradients(
     options: Mapping[str, Any],
 ) -> torch.Tensor:
     """`_written`, and the same as an operation where a compiler or a mode has to see it."""
-    if torch.compiler.is_compiling() or _active_modes():
+    if is_seen():
         delta: torch.Tensor = torch.ops.fly.flash_attn_backward_out(
             **given, causal=causal, **results, **options, caller=caller.key
         )
@@ -269,7 +287,9 @@ def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     options = {name: value for name, value in named.items() if name in _OPTIONS}
     with _in_names_of(named["caller"]):
         ATTENTION.have_gradients({name: options[name] for name in options if needed.get(name)}, DIFFERENTIABLE)
-        check_8_bits(named["q"].dtype)
+        for name in INPUTS:
+            if named[name] is not None:
+                check_8_bits(named[name].dtype, name)
         check_features(f.name for f in FEATURES for name in f.keywords if isinstance(options.get(name), torch.Tensor))
         if not named["return_lse"]:
             ATTENTION.fail(f"{arg.return_lse} is False where a gradient is needed: pass True", UnsupportedError)

@@ -103,7 +103,9 @@ def _names(*same: str, **others: str) -> dict[str, str]:
     return {name: name for name in same} | others
 
 
-_SCORES = _names("softmax_scale", "causal", "window_size", "softcap", "q_descale", "k_descale", "v_descale")
+_SCORES = _names(
+    "softmax_scale", "causal", "window_size", "softcap", "q_descale", "k_descale", "v_descale", "fp8_accumulate"
+)
 _COMMON = _SCORES | _names(
     "alibi_slopes",
     "attention_chunk",
@@ -132,7 +134,7 @@ _CACHE = _COMMON | _names(
 )
 _APPEND = _names(
     *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx"),
-    *("cache_leftpad", "block_table", "rotary_interleaved"),
+    *("cache_leftpad", "block_table", "rotary_interleaved", "k_descale", "v_descale"),
 )
 
 
@@ -173,12 +175,27 @@ TRANSFORMERS = Caller(
         softmax_scale="scaling",
         window_size="sliding_window",
         dropout_p="dropout",
+        cu_seqlens_q="cu_seq_lens_q",
+        cu_seqlens_kv="cu_seq_lens_k",
+        max_seqlen_q="max_length_q",
+        max_seqlen_kv="max_length_k",
     ),
 )
 _SDPA = _names(
     "dropout_p", q="query", k="key", v="value", causal="is_causal", softmax_scale="scale", bias="attn_mask"
 )
 DIFFUSERS = Caller("diffusers' attention", _SDPA)
+CASCADE = Caller("cascade_attention", {}, behind="cascade_attention")  # whose names of its arguments are the same
+PREFIX = Caller(
+    "cascade_attention",
+    _names("q", "softmax_scale", "softcap", k="prefix_k", v="prefix_v")
+    | {"block_table": "prefix_block_table", "seqused_kv": "prefix_seqlen"},
+)
+FLEX = Caller(
+    "flex_attention",
+    _names("score_mod", "block_mask", q="query", k="key", v="value", softmax_scale="scale")
+    | {"aux_tensors": "a tensor that score_mod or mask_mod captures"},
+)
 TORCH = Caller(
     "torch's flash attention",
     _SDPA

@@ -53,8 +53,9 @@ def translated(given: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, 
         ATTENTION.fail(f"kv_cache_layout must be one of {', '.join(LAYOUTS)}, got {written(layout)}")
     if layout == "vectorized":
         ATTENTION.fail(
-            'kv_cache_layout="vectorized" is not available: pass pages (pages, page_size, Hkv, D), such as '
-            "k.permute(0, 3, 1, 2, 4).flatten(3) and v.permute(0, 2, 4, 1, 3).flatten(1, 2)",
+            'kv_cache_layout="vectorized" is not available, which has no row of a token in one piece, as the kernels '
+            "load them: pass pages (pages, page_size, Hkv, D), such as k.permute(0, 3, 1, 2, 4).flatten(3) and "
+            "v.permute(0, 2, 4, 1, 3).flatten(1, 2)",
             UnsupportedError,
         )
     if layout == "linear3d":

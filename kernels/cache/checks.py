@@ -5,7 +5,7 @@ Every check names the argument, the value and what is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,19 @@ from fly.errors import ArgumentTypeError, UnsupportedError
 
 from ..arguments.callers import arg
 from ..arguments.checks import Checks, overlaps_itself, shares_memory
-from .rotary import DIM_STEP
+from .rotary import DIM_STEP, VECTOR
 
 CHECKS = Checks("append_to_cache")
 DTYPES = (torch.bfloat16, torch.float16)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTISED = torch.float8_e4m3fn
+EIGHT_BITS = (QUANTISED, torch.float8_e5m2)
 MAX_HEAD_DIM = 1024
 MAX_ROWS = 2**31 - 2**16  # tokens times heads of a sequence: rows are counted in 32 bits
 HEAD_TENSORS = ("q", "k_cache", "v_cache", "k", "v")
 TABLES = ("rotary_cos", "rotary_sin")
 INDICES = ("cache_batch_idx", "cache_leftpad")
+CACHES = ("k_cache", "v_cache")
+SCALES = ("k_descale", "v_descale")
 
 Arguments = Mapping[str, Any]
 """The arguments of `append_to_cache` that hold tensors, all of them, by name."""
@@ -43,19 +46,23 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
     shapes = dict.fromkeys(("k_cache", "v_cache"), cache) | {"q": "(B, Sq, H, D)"}
     if isinstance(given["q"], torch.Tensor) and given["q"].dtype in EIGHT_BITS:
         CHECKS.fail(
-            f"q has dtype {given['q'].dtype}, and appending 8-bit keys is not available: write them into k_cache and "
-            "v_cache",
+            f"q has dtype {given['q'].dtype}, and only 16-bit keys are appended, to caches of 16 or 8 bits: write "
+            "8-bit ones into k_cache and v_cache",
             UnsupportedError,
         )
     for name in HEAD_TENSORS:
         if given[name] is not None or name not in ("k", "v"):
-            CHECKS.tensor(name, given[name], DTYPES, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
+            dtypes = (*DTYPES, QUANTISED) if name in CACHES else DTYPES
+            CHECKS.tensor(name, given[name], dtypes, 4, shapes.get(name, "(B, S_new, Hkv, D)"))
             CHECKS.unit_last_stride(name, given[name])
     for name in TABLES:
         if given[name] is not None:
             CHECKS.tensor(name, given[name], DTYPES, 2, "(positions, rotary_dim / 2)")
             CHECKS.unit_last_stride(name, given[name])
+    quantised = all(given[name].dtype is QUANTISED for name in CACHES)
     for name in (*HEAD_TENSORS, *TABLES):
+        if quantised and name in CACHES:
+            continue
         if given[name] is not None and given[name].dtype != given["q"].dtype:
             CHECKS.fail(f"{name} must have q's dtype {given['q'].dtype}, got {given[name].dtype}", ArgumentTypeError)
     _check_per_sequence(given)
@@ -63,6 +70,7 @@ def check_append(given: Arguments, interleaved: object, each_query: object) -> N
         if isinstance(value, torch.Tensor) and value.device != given["q"].device:
             CHECKS.fail(f"{name} must be on q's device {given['q'].device}, got {value.device}")
     _check_shapes(given, paged)
+    _check_scales(given, quantised)
     if given["rotary_cos"] is not None and given["rotary_sin"] is not None:
         _check_tables(given["rotary_cos"], given["rotary_sin"], given["q"].shape[-1])
 
@@ -130,6 +138,39 @@ def _check_shapes(given: Arguments, paged: bool) -> None:
             )
 
 
+def _check_scales(given: Arguments, quantised: bool) -> None:
+    """Caches of 8 bits, and their scales."""
+    for name, cache in zip(SCALES, (given[name] for name in CACHES)):
+        if quantised and cache.shape[-1] % VECTOR:
+            what = f"{cache_of(name)} of 8 bits must have a head_dim in steps of {VECTOR}"
+            CHECKS.fail(f"{what}, got {cache.shape[-1]}")
+        scales = given[name]
+        if scales is None:
+            continue
+        if not quantised:
+            CHECKS.fail(f"{name} is for caches of 8 bits, got {cache_of(name)} of {cache.dtype}: leave it out")
+        CHECKS.plain(name, scales)
+        CHECKS.dtype(name, scales, (torch.float32,))
+        of_heads, of_keys = (len(given["q"]), cache.shape[2]), tuple(cache.shape[:-1])
+        if scales.shape not in ((), (1,), (cache.shape[2],), of_heads, of_keys):
+            CHECKS.fail(
+                f"{name} must have shape (), (1,), (Hkv,) or (B, Hkv) = {of_heads}, or be written by key and head, "
+                f"{cache_of(name)}'s {of_keys}; got {tuple(scales.shape)}"
+            )
+        if scales.dim() == 3 and scales.numel() and overlaps_itself(scales):
+            CHECKS.fail(f"{name} must not overlap itself, got shape {of_keys} with strides {scales.stride()}")
+
+
+def cache_of(scales: str) -> str:
+    """The cache that scales are of, by name."""
+    return CACHES[SCALES.index(scales)]
+
+
+def written_scales(given: Arguments) -> list[str]:
+    """The names of scales by key, which an append writes."""
+    return [name for name in SCALES if given[name] is not None and given[name].dim() == 3]
+
+
 def _check_tables(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:
     if cos.shape != sin.shape:
         CHECKS.fail(f"rotary_cos and rotary_sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
@@ -151,10 +192,10 @@ def check_gradients(given: Arguments) -> None:
     CHECKS.no_gradients(given)
 
 
-def check_memory(given: Arguments) -> None:
-    """What is written shares no memory with anything else; interleaved views are fine."""
+def check_memory(given: Arguments, scales: Sequence[str]) -> None:
+    """What is written, `scales` among it, shares no memory with anything else; interleaved views are fine."""
     named = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    for name in ("k_cache", "v_cache"):
+    for name in (*CACHES, *scales):
         cache = named.pop(name)
         for other, tensor in named.items():
             if shares_memory(cache, tensor):

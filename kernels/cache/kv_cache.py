@@ -18,7 +18,7 @@ written, nor is one whose entry does not exist; `device_values` says so, where i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,8 @@ from ..call.plan import Plans
 from ..problem.contract import Launch, Tensors
 from ..work.steps import Steps, bind_kernel
 from ..work.tile_scheduler import fold_grid, slice_of_block
-from .checks import CHECKS, check_append, check_gradients, check_length, check_memory
+from .checks import CHECKS, SCALES, check_append, check_gradients, check_length, check_memory, written_scales
+from .quantised import Quantised
 from .rotary import VECTOR, Rotary
 
 THREADS = 256
@@ -137,6 +138,8 @@ def rotate_and_append(
     cache_seqlens: fly.Tensor,
     cache_batch_idx: fly.Tensor | None,
     block_table: fly.Tensor | None,
+    k_descale: fly.Tensor | None,
+    v_descale: fly.Tensor | None,
     *,
     head_dim: int,
     head_dim_v: int,
@@ -146,6 +149,8 @@ def rotate_and_append(
 ) -> None:
     """The module's formulas; without `rotary` there are no q, tables and result, and k is appended as it is.
 
+    To caches of 8 bits rows are appended divided by their scales, see `Quantised`.
+
     Grid: (blocks of k's rows, then of v's, then of q's; sequences), or `folded`: spare blocks write what those of the
     last sequence do. A thread has 16 bytes of one row. Rotated dimensions of a query whose position the tables do
     not have become NaN.
@@ -153,6 +158,7 @@ def rotate_and_append(
     batch = slice_of_block(k.shape[0])[0] if folded else fly.block_id.y
     length = cache_seqlens.load(batch)
     heads_k, heads_v = Heads(head_dim), Heads(head_dim_v)
+    maxima = Quantised.room((k_descale, v_descale), THREADS)
 
     def target(cache: fly.Tensor, token: fly.Value) -> tuple[fly.Value, fly.Value, fly.Value]:
         entry, row, exists = cache_place(cache, batch, length + token, cache_batch_idx, block_table)
@@ -168,28 +174,37 @@ def rotate_and_append(
     block = fly.block_id.x
     end_k = heads_k.blocks(k.shape[1], k.shape[2])
     end_v = end_k + heads_v.blocks(v.shape[1], v.shape[2])
+
+    def row_of(heads: Heads, new: fly.Tensor, token: Any, head: Any, column: Any, turns: bool) -> tuple[Any, Any]:
+        """A new row, and what makes the thread's piece of it."""
+        source = heads.row(new, batch, token, head)
+        if rotary is None or not turns:
+            return source, partial(source.load_inside, 0, column, VECTOR)
+        return source, lambda: rotary.piece(source, column, *angles(length + token))
+
+    def append(
+        heads: Heads, new: fly.Tensor, cache: fly.Tensor, scales: fly.Tensor | None, block: fly.Value, turns: bool
+    ) -> None:
+        """The block's rows of k, which it `turns`, or of v."""
+        token, head, column, exists = heads.place(new, block)
+        if cache.dtype is not new.dtype:
+            if turns and cos is not None:
+                # a row's largest element is looked for, and angles loaded, before it is known where the row goes
+                exists = exists & fly.compare("ult", length + token, cos.shape[0])
+            quantised = Quantised(cache, scales, heads.lanes, VECTOR, maxima)
+            piece = lambda: row_of(heads, new, token, head, column, turns)[1]()  # noqa: E731
+            quantised.store(piece, exists, (batch, head), lambda: target(cache, token), column)
+            return
+        with fly.when(exists):
+            entry, row, writable = target(cache, token)
+            with fly.when(writable):
+                source, whole = row_of(heads, new, token, head, column, turns)
+                heads.store(whole, source, cache, (entry, row, head), column)
+
     with fly.when(block < end_k):
-        token, head, column, exists = heads_k.place(k, block)
-        with fly.when(exists):
-            entry, row, writable = target(k_cache, token)
-            with fly.when(writable):
-                source = heads_k.row(k, batch, token, head)
-
-                def piece() -> fly.Value:
-                    if rotary is None:
-                        return source.load_inside(0, column, VECTOR)
-                    return rotary.piece(source, column, *angles(length + token))
-
-                heads_k.store(piece, source, k_cache, (entry, row, head), column)
-
+        append(heads_k, k, k_cache, k_descale, block, turns=True)
     with fly.when((block >= end_k) & (block < end_v)):
-        token, head, column, exists = heads_v.place(v, block - end_k)
-        with fly.when(exists):
-            entry, row, writable = target(v_cache, token)
-            with fly.when(writable):
-                source = heads_v.row(v, batch, token, head)
-                whole = partial(source.load_inside, 0, column, VECTOR)
-                heads_v.store(whole, source, v_cache, (entry, row, head), column)
+        append(heads_v, v, v_cache, v_descale, block - end_k, turns=False)
 
     if rotary is None:
         return
@@ -240,6 +255,8 @@ def append_to_cache(
     rotary_interleaved: bool = True,
     *,
     rotate_each_query: bool = True,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write new keys and values into a KV cache, and rotate them and the queries by their positions.
 
@@ -253,7 +270,8 @@ def append_to_cache(
             contiguous, other strides are free.
         k_cache, v_cache: (B_cache, S_cache, Hkv, D), or with a `block_table` pages (num_pages, page_size, Hkv, D) of
             any size; changed in place. The head dimension of v and v_cache may be another one. All tensors have q's
-            device, and those with elements of heads q's dtype.
+            device, and those with elements of heads q's dtype; both caches may also be float8_e4m3fn, of head
+            dimensions in steps of 8.
         k, v: (B, S_new, Hkv, D); both or neither. Without them nothing is written and q is the result.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype, rotary_dim 16 to D in steps of 16; both or
             neither, and only with k and v. v is not rotated.
@@ -267,6 +285,10 @@ def append_to_cache(
         rotary_interleaved: pairs are neighbours (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         rotate_each_query: query i is at position cache_seqlens[b] + i, as causal attention and windows need it;
             otherwise all are at cache_seqlens[b].
+        k_descale, v_descale: what values in 8-bit caches are to be multiplied by, positive float32. Of shape (),
+            (1,), (Hkv,) or (B, Hkv) they are given, and new values are divided by them, 1 by default; what is then
+            above 448 becomes 448. Of the shape of the cache without its last dimension, (B_cache, S_cache, Hkv) or
+            (num_pages, page_size, Hkv), they are written: each new row's largest magnitude over 448.
 
     Returns:
         A new tensor with q rotated, or q itself without tables. Rotated dimensions of a query whose position the
@@ -281,7 +303,7 @@ def append_to_cache(
     given = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad, "block_table": block_table,
+        "cache_leftpad": cache_leftpad, "block_table": block_table, "k_descale": k_descale, "v_descale": v_descale,
     }
     # fmt: on
     geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH), _environment(_CHECK_INPUTS)]
@@ -319,8 +341,8 @@ def append_to_cache(
     # what the key does not hold is checked every time
     if needs_gradient and torch.is_grad_enabled():
         check_gradients(given)
-    if _may_overlap(addresses, extents):
-        check_memory(given)
+    if _may_overlap(addresses, extents, scales := written_scales(given)):
+        check_memory(given, scales)
     if isinstance(cache_seqlens, int):
         check_length(cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -338,9 +360,9 @@ def append_to_cache(
     return q if rotated is None else rotated
 
 
-def _may_overlap(addresses: Mapping[str, int], extents: Mapping[str, int]) -> bool:
-    """Whether a cache lies within the span of another tensor."""
-    for cache in ("k_cache", "v_cache"):
+def _may_overlap(addresses: Mapping[str, int], extents: Mapping[str, int], written: Sequence[str]) -> bool:
+    """Whether a cache, or scales that are `written`, lie within the span of another tensor."""
+    for cache in ("k_cache", "v_cache", *written):
         start = addresses[cache]
         end = start + extents[cache]
         for name, address in addresses.items():
@@ -368,6 +390,8 @@ def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | 
     }
     grid, fold = fold_grid((blocks, batch, 1))
     called = {"cos": "rotary_cos", "sin": "rotary_sin"}
-    arguments = {**tensors, "q": q}
+    sizes = (batch, kv_heads)
+    scales = {n: x.expand(sizes) for n in SCALES if (x := tensors[n]) is not None and x.dim() < 3}
+    arguments = {**tensors, **scales, "q": q}
     kernel = bind_kernel(rotate_and_append, grid, THREADS, arguments, {**statics, **fold}, called=called)
     return Steps((kernel,)).launch()

@@ -16,6 +16,7 @@ from fly.errors import ArgumentError
 
 from ..arguments.checks import Checks, is_dense
 from ..call import device_values
+from .checks import SCALES
 
 NOWHERE = -1  # an entry, and a position, that no cache has
 
@@ -152,6 +153,10 @@ def append_packed(
         entries = torch.where(of.used, entries, NOWHERE)
         positions = torch.where(of.used, positions, NOWHERE)
         places = {"cache_seqlens": positions, "cache_batch_idx": entries, "cache_leftpad": None}
+        for name in SCALES:
+            scales = given[name]
+            if isinstance(scales, torch.Tensor) and scales.dim() == 2:  # by sequence
+                places[name] = scales[of.sequence.long()]
         return append(True, {**given, "q": q, "k": k, "v": v, **places})
 
     new = tokens(k, cu_seqlens_k_new)

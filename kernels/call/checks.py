@@ -102,9 +102,12 @@ def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
                 ArgumentTypeError,
             )
+    if q.dtype.itemsize == 2 and k.dtype == v.dtype == torch.float8_e4m3fn:
+        return
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}, got {tensor.dtype}", ArgumentTypeError)
+            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if tensor.dtype in OUT_DTYPES else ""
+            fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}{other}, got {tensor.dtype}", ArgumentTypeError)
 
 
 def check_out(out: Any, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..problem.catalogue import FEATURES, OPERANDS
 from ..problem.features import Features
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STATIC = tuple(field.name for field in fields(Features))
 AUX_DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int16, torch.int8)
 
 
@@ -36,6 +37,11 @@ class CallArguments:
 
     def __getitem__(self, keyword: str) -> Any:
         return self.options[keyword]
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether k and v have 8 bits and q has more."""
+        return self.k.element_size() < self.q.element_size()
 
     @property
     def device(self) -> torch.device:
@@ -125,6 +131,6 @@ def check_features(call: CallArguments) -> tuple[Features, dict[str, Any], tuple
         if feature.check is not None:
             found |= feature.check(call)
     operands = {name: found[name] for name in OPERANDS if name in found}
-    static = {name: value for name, value in found.items() if name not in operands}
+    static = {name: value for name, value in found.items() if name in STATIC}
     wanted = tuple(feature.name for feature in FEATURES if feature.used_by(found))
     return Features(tuple(operands), **static), operands, wanted

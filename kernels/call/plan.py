@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fly.errors import UnsupportedError
+from fly.errors import MissingBuildError, UnsupportedError
 from fly.runtime.device import device_of
 
 from .. import dispatch
@@ -35,7 +36,7 @@ class Kind:
 
     `operands`: numbers that kernels take, and of tensors (sizes, strides) as kernels take them. `empty`: as of
     `Call`. `kept`: the names of what a gradient needs besides inputs, out and lse first. `backward`: launches of the
-    backward pass, by what decides them besides (`call.gradients`).
+    backward pass, by what decides them besides (`call.gradients`), and `repeated`: a shorter way to some of them.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Kind:
     empty: bool
     kept: tuple[str, ...]
     backward: dict[Any, Any] = field(default_factory=dict)
+    repeated: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(call: Call) -> Kind:
@@ -105,7 +107,21 @@ def plan_of(call: Call) -> Plan:
     except UnsupportedError as error:
         OWN.tell(error)
         raise
+    except MissingBuildError as error:
+        error.add_note(entry_of(request))
+        raise
     return Plan.of(call, launch)
+
+
+def entry_of(request: Request, backward: bool = False) -> str:
+    """A call as an entry of a spec, which describes it to `python -m fly prebuild`."""
+    sizes = ("head_dim", "head_dim_v", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads", "num_kv_splits")
+    named = {name: getattr(request, name) for name in (*sizes, "alignment", "dtype", "causal")}
+    features = [name for name in request.features if name not in ("packed", "split_kv", "debug_counts")]
+    named |= {"packed": "packed" in request.features, "feature": features, "tuning": [*request.tuning]}
+    named |= {"lse": request.return_lse, "backward": backward}
+    given = {name: value for name, value in named.items() if value or name == "causal"}
+    return "\n".join(["[[call]]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())])
 
 
 def _fill(sinks: bool, tensors: Tensors, stream: int | None) -> None:

@@ -158,19 +158,65 @@ _AMD = {
     224: _Rows((128, 32, 4), (128, 32, 4), vector=4),
     256: _Rows((128, 32, 4), (128, 32, 4)),
 }
+NARROWEST = 16  # rows of what passes by, of a matrix instruction
 TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
+_LENGTHS = {"seqused_q", "seqused_kv"}
+_BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 
-def _rereads(kernel: str, dim: int, causal: bool, features: Features) -> bool:
-    """Whether a build on NVIDIA is one of those that spill otherwise (`python -m benchmarks.registers`)."""
-    operands = features.operands
-    if kernel == "dkdv" and ("seqused_q" in operands or "seqused_kv" in operands):
-        return True
-    if dim != TOGETHER:
-        return dim == 64 and kernel == "dkdv" and not causal and features.drops and features.block_size is not None
-    if kernel == "dkdv":
-        return "bias" in operands if causal else features.score_mod is not None
-    return "attention_chunk" in operands or features.block_size is not None if causal else "alibi_slopes" in operands
+@dataclass(frozen=True)
+class _Build:
+    """What decides whether ptxas spills in a build of `kernel`, as far as it is known from walking all of them.
+
+    `dim`: the padded head dimension; `packed`: sequences are.
+    """
+
+    arch: str
+    kernel: str
+    results: tuple[str, ...]
+    dim: int
+    causal: bool
+    packed: bool
+    features: Features
+
+    @property
+    def rereads(self) -> bool:
+        """Whether it spills (`python -m benchmarks.registers`) unless every tile computes something again."""
+        operands = self.features.operands
+        listed = self.features.block_size is not None
+        if self.kernel == "dkdv" and not _LENGTHS.isdisjoint(operands):
+            return not (self.dim == 256 and self.causal)
+        if self.kernel == "dkdv" and self.dim == 256:
+            return self.causal and "bias" in operands and self.arch == "sm_90a"
+        if self.dim == 256:
+            return self.causal and "bias" in operands and self.arch == "sm_80"
+        if self.dim != TOGETHER:
+            return self.dim == 64 and self.kernel == "dkdv" and not self.causal and self.features.drops and listed
+        if self.kernel == "dkdv":
+            return "bias" in operands if self.causal else self.features.score_mod is not None
+        if self.arch in _BEFORE_HOPPER and self.causal and "alibi_slopes" in operands:
+            return True
+        if self.arch == "sm_80" and self.features.score_mod is not None:
+            return True
+        return "attention_chunk" in operands or listed if self.causal else "alibi_slopes" in operands
+
+    @property
+    def needs_half(self) -> bool:
+        """Whether it spills all the same, unless what passes by comes in tiles of half the rows."""
+        features = self.features
+        if self.kernel == "dkdv" and self.dim == 256 and "dk" in self.results:
+            if self.arch == "sm_90a":
+                return self.causal and features.score_mod is not None
+            dropping = features.drops and features.block_size is not None and self.causal
+            return self.arch == "sm_80" and (self.packed or dropping)
+        if self.kernel == "dkdv":
+            varying = self.packed or not _LENGTHS.isdisjoint(features.operands)
+            return self.arch == "sm_80" and self.dim in (64, TOGETHER) and self.causal and varying
+        if self.arch not in _BEFORE_HOPPER or self.dim != TOGETHER:
+            return False
+        if self.packed or (self.causal and features.block_size is not None):
+            return True
+        return self.arch == "sm_80" and ("window_left" if self.causal else "alibi_slopes") in features.operands
 
 
 def options_for(
@@ -180,10 +226,12 @@ def options_for(
     causal: bool,
     features: Features = NO_FEATURES,
     of_operands: bool = False,
+    packed: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
     """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
 
-    `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well.
+    `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well;
+    `packed`: whether sequences are.
 
     Raises:
         UnsupportedError: blocks of a block mask that tiles do not divide.
@@ -209,6 +257,9 @@ def options_for(
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
+        built = _Build(target.arch, kernel, results, dim, causal, packed, features)
+        if nvidia and tiles[1] > NARROWEST and built.needs_half:
+            tiles = (tiles[0], tiles[1] // 2, tiles[2])
         if features.block_size is not None:
             queries, keys = features.block_size
             blocks = (keys, queries) if by_keys else (queries, keys)
@@ -222,6 +273,8 @@ def options_for(
         vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
         # modified scores are kept for their derivatives, beside dQ's sums
         crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
+        # with a block mask and dropout at D=64 LLVM spills scalar registers if it may have all vector registers
+        alone = ("dv" in results and not (dim == 64 and listed and features.drops)) or dim > TOGETHER or crowded
         return BackwardOptions(
             head_dim,
             head_dim_v,
@@ -234,8 +287,8 @@ def options_for(
             resident="shared" if nvidia else "registers",
             results=results,
             features=given,
-            rereads=nvidia and _rereads(kernel, dim, causal, features),
-            waves_per_eu=None if nvidia else 1 if "dv" in results or dim > TOGETHER or crowded else 2,
+            rereads=nvidia and built.rereads,
+            waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:

@@ -111,7 +111,7 @@ class Stream:
     """Tiles of a matrix on their way to shared memory, and the products with them.
 
     `copies` are for a ring, which gives the tiles of every step in the same order: one, or two where no load of the
-    target transposes what another load takes as it is.
+    target transposes what another load takes as it is. `dtype`: of tiles in shared memory, if it is not the rows'.
     """
 
     def __init__(
@@ -123,8 +123,10 @@ class Stream:
         *,
         across: bool,
         along: bool,
+        dtype: fly.DType | None = None,
     ) -> None:
         self.link = link
+        dtype = dtype or rows.dtype
         self._copies: list[tuple[Callable[[], Any], fly.SharedTile]] = []
         atom, operand, columns = link.atom, link.column_operand, link.layout.columns
         self.steps = -(-rows.columns // atom.k)
@@ -134,7 +136,7 @@ class Stream:
         if across or transposing is not None:
             granule = max(p.load.granule for p in (plan if across else None, transposing if along else None) if p)
             layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
-            slots = fly.SharedTile.ring(name, layout, rows.dtype, tiling.stages)[0]
+            slots = fly.SharedTile.ring(name, layout, dtype, tiling.stages)[0]
             row_copy = partial(fly.RowCopy, vector=tiling.vector, asynchronous=tiling.asynchronous)
             self._copies.append((partial(row_copy, rows, layout), slots))
         if across:
@@ -150,7 +152,7 @@ class Stream:
             layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
             pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
             vector = min(tiling.vector, _turned_vector(tiling.rows, dims))
-            transposed = fly.SharedTile.ring(f"{name} transposed", layout, rows.dtype, tiling.stages)[0]
+            transposed = fly.SharedTile.ring(f"{name} transposed", layout, dtype, tiling.stages)[0]
             transposed_copy = partial(fly.TransposedCopy, vector=vector, slot_of_piece=pieces)
             self._copies.append((partial(transposed_copy, rows, layout), transposed))
         self._along = fly.OperandLoader(transposing or plan, layout)
@@ -182,6 +184,30 @@ class Stream:
             place = lambda n, t=t: self._place(n, t)  # noqa: E731
             sums = product(self.link, [row[t] for row in operands], self._along, tile, place, sums)
         return sums
+
+
+@dataclass(frozen=True)
+class ScaledCopy:
+    """A copy through registers whose rows are multiplied by `factor_of(row)`, f32, which is loaded with them."""
+
+    copy: Any
+    factor_of: Callable[[fly.Value], fly.Value]
+
+    def locate(self, tile: Any) -> tuple[fly.Value, ...]:
+        """As the copy's."""
+        located: tuple[fly.Value, ...] = self.copy.locate(tile)
+        return located
+
+    def issue(self, tile: Any, destination: fly.SharedTile, located: tuple[fly.Value, ...] | None = None) -> Any:
+        """Set a tile and its factors on their way."""
+        first = tile * self.copy.tile_rows
+        factors = tuple(self.factor_of(first + row) for row in self.copy.own_rows())
+        return self.copy.issue(tile, destination, located), factors
+
+    def land(self, in_flight: Any, destination: fly.SharedTile) -> None:
+        """Store what arrived."""
+        rows, factors = in_flight
+        self.copy.land(rows, destination, factors)
 
 
 @dataclass(frozen=True)
@@ -222,7 +248,8 @@ class KeyValues:
     """K and V tiles on their way through `ring`, and the products with them.
 
     `lag` (0 or 1) is how many tiles V is behind K. `listed`: the number of the tile that a step takes, where it is
-    not the step's own.
+    not the step's own. `dtype`: of tiles in shared memory, if it is not the rows'. `value_factor`: what a row of V is
+    multiplied by before it is rounded, if tiles go through registers.
     """
 
     def __init__(
@@ -233,10 +260,15 @@ class KeyValues:
         tiling: Tiling,
         lag: int = 0,
         listed: Callable[[Any], Any] | None = None,
+        dtype: fly.DType | None = None,
+        value_factor: Callable[[fly.Value], fly.Value] | None = None,
     ):
-        self.k = Stream("k", link, k_rows, tiling, across=True, along=False)
-        self.v = Stream("v", link, v_rows, tiling, across=False, along=True)
-        copies = listed_copies((*self.k.copies(), *self.v.copies()), listed)
+        self.k = Stream("k", link, k_rows, tiling, across=True, along=False, dtype=dtype)
+        self.v = Stream("v", link, v_rows, tiling, across=False, along=True, dtype=dtype)
+        values = self.v.copies()
+        if value_factor is not None:
+            values = [(ScaledCopy(copy, value_factor), slots) for copy, slots in values]
+        copies = listed_copies((*self.k.copies(), *values), listed)
         self.ring = (
             fly.AlternatingTiles(*copies) if tiling.alternate else fly.TileRing(copies, tiling.stages, lags=(0, lag))
         )

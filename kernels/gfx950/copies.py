@@ -100,7 +100,8 @@ class Copies(KeyCopies):
         copy: fly.DirectCopy, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[fly.SharedTile]
     ) -> tuple[fly.Token, fly.CopyPosition]:
         flight = copy.issue(at, tile.place, buffers[tile.slot])
-        return flight, copy.next(at) if tile.place == copy.group - 1 else at
+        # early, or LLVM has two numbers for the base in a loop with copies behind it, and adds them up every turn
+        return flight, fly.early(copy.next(at)) if tile.place == copy.group - 1 else at
 
 
 class PagedCopies(KeyCopies):

@@ -1,9 +1,10 @@
-"""`flash_attn_varlen_func` and `merge_attn_states` as vLLM calls them: its own argument order and keywords.
+"""`flash_attn_varlen_func`, `merge_attn_states` and `reshape_and_cache_flash` as vLLM calls them.
 
 Arguments: https://github.com/vllm-project/flash-attention, vllm_flash_attn/flash_attn_interface.py. What vLLM's
 attention backend passes is there: packed queries, pages of keys with `block_table` and `seqused_k`, results into
 `out`. Whatever `fa_version` says, the result is the one that docs/compatibility.md describes. Those of
-`merge_attn_states` are in https://github.com/vllm-project/vllm, vllm/v1/attention/ops/merge_attn_states.py.
+`merge_attn_states` are in https://github.com/vllm-project/vllm, vllm/v1/attention/ops/merge_attn_states.py, and of
+`reshape_and_cache_flash` in vllm/_custom_ops.py.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from ..arguments.callers import VLLM
 from ..arguments.checks import Checks
 from ..merging import merge_states
 from ..problem.catalogue import NO_WINDOW
+from .ranks import add_ranks
+from .slots import refuse_vectorised, write_slots
 
 FUNCTION = VLLM.function
 CHECKS = Checks(FUNCTION)
 FA_VERSIONS = (2, 3, 4)
+CACHE = Checks("vllm.reshape_and_cache_flash")
+CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
 
 def flash_attn_varlen_func(
@@ -67,8 +72,11 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length.
         out: (total_q, H, D), written and returned.
         s_aux: (H,) sinks. num_splits: parts that keys are split into, 0 takes what suits the device.
-        q_descale, k_descale, v_descale: (B, Hkv) float32 scales of float8_e4m3fn tensors. vLLM passes them with
-            16-bit tensors too, whose scale they are not.
+        q_descale, k_descale, v_descale: (B, Hkv) float32 scales of float8_e4m3fn tensors, those of k and v as
+            `flydsl_flash_attn_func` has them. vLLM passes them with 16-bit tensors too, whose scale they are not.
+        cp_world_size, cp_rank, cp_tot_seqused_k: decode context parallelism: k and v are the keys of one rank of so
+            many, those at the positions cp_rank, cp_rank + cp_world_size and so on of each sequence; seqused_k counts
+            these, and cp_tot_seqused_k (B,) int32 those of all ranks, by which queries are placed.
         scheduler_metadata: a tensor or None; a hint that changes nothing.
         The others are as in `fly_attention.flash_attn_api`.
 
@@ -80,26 +88,25 @@ def flash_attn_varlen_func(
         UnsupportedError: what is not available (a NotImplementedError).
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table, fa_version)
+    if block_table is not None and isinstance(k, torch.Tensor) and k.dim() == 5:
+        refuse_vectorised(CHECKS, "k", k)
     refuse(FUNCTION, "qv", q_v, "q_v")
     if return_attn_probs is not False:
         CHECKS.flag("return_attn_probs", return_attn_probs)
         raise UnsupportedError(f"{FUNCTION}: probabilities are not available: pass return_softmax_lse for the LSE")
-    one_rank = isinstance(cp_world_size, int) and isinstance(cp_rank, int) and cp_world_size == 1 and cp_rank == 0
-    if not one_rank or cp_tot_seqused_k is not None:
-        _refuse_ranks(cp_world_size, cp_rank, cp_tot_seqused_k)
+    world_size, rank = CHECKS.integer("cp_world_size", cp_world_size), CHECKS.integer("cp_rank", cp_rank)
     window = NO_WINDOW if window_size is None else window_size
     extras: dict[str, Any] = {"seqused_k": seqused_k, "learnable_sink": s_aux}
     if scheduler_metadata is not None:
         extras["scheduler_metadata"] = scheduler_metadata
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if isinstance(q, torch.Tensor) and q.element_size() == 1:
-        extras |= scales
-    else:
-        for name, scale in scales.items():
-            if scale is not None:
-                check_dense(FUNCTION, name, scale)
-                if scale.dtype is not torch.float32:
-                    CHECKS.fail(f"{name} has dtype {scale.dtype}; accepted: torch.float32", ArgumentTypeError)
+    for (name, scale), tensor in zip(scales.items(), (q, k, v)):
+        if isinstance(tensor, torch.Tensor) and tensor.element_size() == 1:
+            extras[name] = scale
+        elif scale is not None:
+            check_dense(FUNCTION, name, scale)
+            if scale.dtype is not torch.float32:
+                CHECKS.fail(f"{name} has dtype {scale.dtype}; accepted: torch.float32", ArgumentTypeError)
     options = options_of(
         VLLM,
         PACKED,
@@ -114,6 +121,8 @@ def flash_attn_varlen_func(
         num_splits,
     )
     add_packing(VLLM, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    if cp_tot_seqused_k is not None or (world_size, rank) != (1, 0):
+        causal = add_ranks(CHECKS, options, causal, world_size, rank, cp_tot_seqused_k)
     out, lse = attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
     return out if lse is None else (out, lse)
 
@@ -156,16 +165,54 @@ def merge_attn_states(
             )
 
 
-def _refuse_ranks(cp_world_size: Any, cp_rank: Any, cp_tot_seqused_k: Any) -> None:
-    given = {"cp_world_size": (cp_world_size, 1), "cp_rank": (cp_rank, 0)}
-    wrong = [name for name, (value, alone) in given.items() if CHECKS.integer(name, value) != alone]
-    if cp_tot_seqused_k is not None:
-        wrong.append("cp_tot_seqused_k")
-    if wrong:
-        raise UnsupportedError(
-            f"{FUNCTION}: {wrong[0]} is not available, as context parallelism is not: combine the parts of the ranks "
-            "by their softmax_lse"
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write key and value, (tokens, Hkv, D), to their slots of a cache in pages.
+
+    Args:
+        key_cache, value_cache: (pages, page size, Hkv, D) of any strides, so that the memory may have heads before
+            rows (vLLM's HND) and K and V beside each other.
+        slot_mapping: (slots,) int64 or int32 on key's device, at most as many as tokens: page · page size + row of
+            each token, negative for none. Tokens behind them are padding.
+        kv_cache_dtype: "auto", "float16" or "bfloat16": the cache has key's dtype. k_scale, v_scale: of 8-bit caches,
+            whatever they are here.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
+        UnsupportedError: another kv_cache_dtype, ROCm's SHUFFLE layout.
+    """
+    if kv_cache_dtype not in CACHE_DTYPES:
+        CACHE.fail(
+            f"kv_cache_dtype {kv_cache_dtype!r} is not available; accepted: {', '.join(CACHE_DTYPES)}",
+            UnsupportedError,
         )
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        CACHE.plain(name, cache)
+        if cache.dim() == 5:
+            refuse_vectorised(CACHE, name, cache)
+        if cache.dim() != 4:
+            CACHE.fail(f"{name} must have shape (pages, page size, Hkv, D), got {tuple(cache.shape)}")
+    for name, new in (("key", key), ("value", value)):
+        CACHE.plain(name, new)
+        if new.dim() != 3:
+            CACHE.fail(f"{name} must have shape (tokens, Hkv, D), got {tuple(new.shape)}")
+    CACHE.tensor("slot_mapping", slot_mapping, (torch.int64, torch.int32), 1, "(slots,)")
+    count, device = len(slot_mapping), key.device
+    if count > len(key):
+        CACHE.fail(f"slot_mapping must have at most a slot for each of {len(key)} tokens, got {count}")
+    if count:
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        pages = torch.arange(len(key_cache), **numbers)[None]
+        slots = slot_mapping.to(torch.int32)
+        write_slots(key[:count], value[:count], key_cache, value_cache, slots, torch.zeros(count, **numbers), pages)
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any, fa_version: Any) -> None:

@@ -23,15 +23,15 @@ import torch
 
 from fly.errors import UnsupportedError
 
-from ..cache.kv_cache import append_to_cache
 from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import NO_WINDOW, SPLIT_UNIT
 from ..problem.contract import HEAD_DIMS
 from ..work.tile_scheduler import MAX_SPLITS
+from .slots import write_slots
+from .vllm import CACHE_DTYPES
 
 NAME = "CUSTOM"  # vLLM looks backends up by it
 BASES = "vllm.v1.attention.backend"
-CACHE_DTYPES = ("auto", "float16", "bfloat16")
 LEAST_SPLIT = 2048  # keys of a part of batch-invariant calls: prompts up to here are not split
 
 
@@ -223,13 +223,12 @@ class _Impl:
     def _write(
         self, key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: FlyMetadata
     ) -> None:
-        """New keys and values to their slots: each token is a sequence of its own, and all pages are one's."""
+        """New keys and values to their slots."""
         if self.pages.numel() != len(k_cache) or self.pages.device != k_cache.device:
             self.pages = torch.arange(len(k_cache), dtype=torch.int32, device=k_cache.device)[None]
-        shape = (batch.tokens, 1, self.num_kv_heads, self.head_size)
+        shape = (-1, self.num_kv_heads, self.head_size)
         k, v = (x[: batch.tokens].view(shape) for x in (key, value))
-        places: dict[str, Any] = {"cache_batch_idx": batch.entries, "block_table": self.pages}
-        append_to_cache(k, k_cache, v_cache, k, v, cache_seqlens=batch.slots, **places)
+        write_slots(k, v, k_cache, v_cache, batch.slots, batch.entries, self.pages)
 
 
 def split_for(most_keys: int) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fly
-from fly.errors import ArgumentTypeError
+from fly.errors import ArgumentError, ArgumentTypeError
 
 from ..arguments.callers import arg, written
 from . import scores
@@ -31,6 +31,7 @@ SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
 SPLIT_UNIT = 128  # keys: the tiles of every build for `split_keys` divide it
 WIDE_SOFTCAP = 256.0  # from here on, see `Features.wide_softcap`
 DESCALES = ("q_descale", "k_descale", "v_descale")
+FP8_SUMS = ("float32", "fast")  # how products of 8-bit inputs add up: of `fp8_accumulate`, the first by default
 Found = Mapping[str, Any]
 
 
@@ -46,8 +47,8 @@ class Feature:
     names.
 
     `operands`: what kernels get for it, in order; `numbers`: those that are no tensors. `implied`: operands that
-    another one brings along, which are not asked for then. `check`: a call's keyword arguments, checked, as operands
-    and fields of `Features` by name; nothing where it is not asked for.
+    another one, or another feature, brings along, which are not asked for then. `check`: a call's keyword arguments,
+    checked, as operands and fields of `Features` by name; nothing where it is not asked for.
 
     `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
     tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does. `differentiable`: its
@@ -216,16 +217,38 @@ def _dropout(call: CallArguments) -> Found:
     return {"rng_state": state, "dropped": dropped, "query_heads": call.heads} if dropped else {}
 
 
+def _fp8_cache(call: CallArguments) -> Found:
+    return {"fp8_cache": True} if call.fp8_cache else {}
+
+
 def _descales(call: CallArguments) -> Found:
     found = {}
     for name in DESCALES:
-        if call[name] is not None:
-            scales, shape = call.single(name), (call.batch, call.kv_heads)
-            if scales.shape not in ((), (1,), shape):
-                wanted = f"shape (), (1,) or (B, Hkv) = {shape}"
-                call.checks.fail(f"{arg(name)} must have {wanted}, got {tuple(scales.shape)}")
+        if call[name] is None:
+            continue
+        scales, shape = call.single(name), (call.batch, call.kv_heads)
+        by_key = tuple(call.k.shape[:-1]) if call.fp8_cache and name != "q_descale" else None
+        if call.fp8_cache and name == "q_descale":
+            call.checks.fail(f"{arg(name)} is for {arg.q} of 8 bits, got {arg.q} of {call.q.dtype}: leave it out")
+        if scales.shape in ((), (1,), (call.kv_heads,), shape):
             found[name] = scales.expand(shape)
+        elif scales.shape == by_key:
+            # a batch of one is what packed keys are
+            found[name] = scales if scales.dim() == 3 else scales.unsqueeze(0)
+        else:
+            wanted = f"shape (), (1,), (Hkv,) or (B, Hkv) = {shape}"
+            wanted += "" if by_key is None else f", or one for each key and head, {arg(name[0])}'s {by_key}"
+            call.checks.fail(f"{arg(name)} must have {wanted}, got {tuple(scales.shape)}")
     return found
+
+
+def _fp8_sums(call: CallArguments) -> Found:
+    how = call["fp8_accumulate"]
+    if how not in FP8_SUMS:
+        accepted = " or ".join(map(repr, FP8_SUMS))
+        error = ArgumentError if isinstance(how, str) else ArgumentTypeError
+        call.checks.fail(f"{arg.fp8_accumulate} must be {accepted}, got {written(how)}", error)
+    return {} if how == FP8_SUMS[0] else {"fp8_accumulate": how}
 
 
 def _function(name: str, call: CallArguments) -> Found:
@@ -397,6 +420,13 @@ FEATURES = (
         check=_blocks,
     ),
     Feature(
+        "fp8_cache",
+        f"8-bit {arg('k, v')} with 16-bit {arg.q}",
+        f"convert {arg.k} and {arg.v} to {arg.q}'s dtype",
+        everywhere=False,
+        check=_fp8_cache,
+    ),
+    Feature(
         "descale",
         f"scales of 8-bit inputs ({arg('q_descale, k_descale, v_descale')})",
         f"{arg.softmax_scale} takes a factor of the scores, and out can be multiplied",
@@ -404,7 +434,17 @@ FEATURES = (
         keywords=dict.fromkeys(DESCALES, "Tensor?"),
         flash_attention={name: name for name in DESCALES},
         operands=DESCALES,
+        implied={"k_descale": "fp8_cache", "v_descale": "fp8_cache"},
         check=_descales,
+    ),
+    Feature(
+        "fp8_accumulate",
+        f"sums of 8-bit products with fewer bits ({arg.fp8_accumulate}='fast')",
+        f"{arg.fp8_accumulate}='float32', the default, is at least as exact",
+        everywhere=False,
+        keywords={"fp8_accumulate": "str"},
+        flash_attention={"fp8_accumulate": "fp8_accumulate"},
+        check=_fp8_sums,
     ),
     Feature(
         "score_mod",

@@ -42,7 +42,8 @@ class Request:
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
     v and out, None when it is `head_dim`. `static_features`: what kernels are built with for the features, and
     `aux_tensors`: how many of these their functions have. `deterministic`: gradients are the same bits every time.
-    `operand_gradients`: of a backward pass, which makes gradients of a bias or of auxiliary tensors too.
+    `operand_gradients`: of a backward pass, which makes gradients of a bias or of auxiliary tensors too. `partial`:
+    results of parts of the keys, f32, are left in the workspace (`work.split_combine.Partials`), be it one part.
     """
 
     head_dim: int
@@ -69,6 +70,7 @@ class Request:
     aux_tensors: int = 0
     deterministic: bool = False
     operand_gradients: bool = False
+    partial: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -93,11 +95,19 @@ class Launch:
 
     `run(tensors, stream)` queues it on other tensors of the same shapes, strides, dtypes, alignment and device;
     `stream` is a driver's handle, None for torch's current stream. When `workspace_bytes` is not 0, the tensors
-    have a workspace of so many bytes, 16-byte aligned, whose content does not matter.
+    have a workspace of so many bytes, 16-byte aligned, whose content does not matter. `splits`: how many parts a
+    `partial` request leaves in it, `partials_at` so many bytes from its beginning on.
+
+    `at(addresses, stream)` is the same for who has addresses already: those of the tensors called `names`, in order,
+    in a list that is its own from then on.
     """
 
     run: Callable[[Tensors, int | None], None]
     workspace_bytes: int = 0
+    at: Callable[[list[int], int | None], None] | None = None
+    names: tuple[str, ...] = ()
+    splits: int = 0
+    partials_at: int = 0
 
 
 Prepare = Callable[[Tensors, Request], Launch]

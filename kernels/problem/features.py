@@ -30,6 +30,7 @@ class Features:
     `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
     `one_query`: rows are heads of one query (`work.launch.heads_as_rows`), and `sink` is (Hkv, rows).
     `wide_softcap`: the softcap is so large that `fly.tanh`'s error would show, which is a part of the cap.
+    `fp8_accumulate`: how products of 8-bit inputs add up, None for the default.
     """
 
     operands: tuple[str, ...] = ()
@@ -39,6 +40,7 @@ class Features:
     block_size: tuple[int, int] | None = None
     one_query: bool = False
     wide_softcap: bool = False
+    fp8_accumulate: str | None = None
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""

@@ -107,6 +107,8 @@ class OnlineSoftmax:
         *,
         masked: bool,
         wave: bool = False,
+        offset: float = 0.0,
+        most: float = LAZY_LOG2,
     ) -> tuple[fly.Fragment, Growth]:
         """A step that keeps maxima until a row has grown past its own by `LAZY_LOG2`: (probabilities, `Growth`).
 
@@ -117,7 +119,7 @@ class OnlineSoftmax:
         tile_max = lane_max.reduce_lanes(fly.maximum)
         # a row without any key yet is at -inf: NaN, its distance to a tile that is masked, is no growth
         if margin is None:
-            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > LAZY_LOG2, tile_max)
+            grown = self.maximum.map(lambda old, new: (new - old) * scale_log2 > most, tile_max)
         else:
             grown = self.maximum.map(lambda old, new: new > old + margin, tile_max)
         needed = _in_any_lane(grown)
@@ -126,7 +128,7 @@ class OnlineSoftmax:
         else:
             maximum = self.maximum.map(lambda old, new, g: fly.select(g, new, old), tile_max, grown)
         pivot = _pivot(maximum, masked)
-        probabilities = _probabilities(scores, lane_max, pivot, scale_log2)
+        probabilities = _probabilities(scores, lane_max, pivot, scale_log2, offset)
         return probabilities, Growth(self, maximum, pivot, probabilities.row_sum(), scale_log2, needed)
 
     def factor_to(self, pivot: fly.RowVector, scale_log2: fly.Value) -> fly.RowVector:
@@ -134,15 +136,19 @@ class OnlineSoftmax:
         return self.maximum.map(lambda old, new: fly.exp2((old - new) * scale_log2), pivot)
 
     def finish(
-        self, scale_log2: fly.Value, sink: fly.Value | fly.RowVector | None = None, offset: float = 0.0
+        self,
+        scale_log2: fly.Value,
+        sink: fly.Value | fly.RowVector | None = None,
+        offset: float = 0.0,
+        total: fly.RowVector | None = None,
     ) -> tuple[fly.RowVector, fly.RowVector]:
         """(1 / sum, log-sum-exp): 0 and -inf for rows without keys. The latter is the natural logarithm.
 
-        `scale_log2`, `offset`: those of the steps.
+        `scale_log2`, `offset`: those of the steps. `total`: sums of whole rows that take the place of the own ones.
         `sink`: one more score of every row, or each row's own, in natural units, whose value is zero; rows without
         keys have it too.
         """
-        total = self.total.reduce_lanes(lambda a, b: a + b)
+        total = self.total.reduce_lanes(lambda a, b: a + b) if total is None else total
         empty = self.maximum.map(lambda m: m == -math.inf)
         if sink is not None:
             scaled = self.maximum.map(lambda m: fly.minimum(m * scale_log2 - offset, LARGEST))
@@ -179,10 +185,10 @@ class Growth:
         return OnlineSoftmax(self.maximum, total.map(lambda t, s: t + s, self.sums)), output
 
 
-def margin_of(scale_log2: fly.Value) -> fly.Value:
+def margin_of(scale_log2: fly.Value, most: float = LAZY_LOG2) -> fly.Value:
     """How far raw scores of this scale may grow before a lazy rescale; finite, so that -inf stays below any score."""
     # one lane's number for all of them: ptxas would make it anew in every tile otherwise
-    return fly.first_lane(fly.minimum(fly.rcp(scale_log2) * LAZY_LOG2, LARGEST))
+    return fly.first_lane(fly.minimum(fly.rcp(scale_log2) * most, LARGEST))
 
 
 def _in_any_lane(flags: fly.RowVector) -> fly.Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.backends.target import target
@@ -17,7 +18,9 @@ BLOCK_N = BLOCK_M * CONSUMERS  # keys of a block, unless consumers share them
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
+CLUSTERED = 192  # the largest heads apart whose blocks are in clusters: larger ones have no memory for them
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
+_MOST_SHARED = target("sm_90a").shared_bytes
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Sm90BackwardOptions:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        most = target("sm_90a").shared_bytes
-        if self.shared_bytes > most:
-            raise ShapeError(f"a block of {self.shared_bytes} bytes of shared memory; expected {most} at most")
+        if self.shared_bytes > _MOST_SHARED:
+            raise ShapeError(
+                f"a block of {self.shared_bytes} bytes of shared memory; expected {_MOST_SHARED} at most"
+            )
 
     @property
     def block_n(self) -> int:
@@ -53,8 +57,23 @@ class Sm90BackwardOptions:
         return BLOCK_M if self.apart else BLOCK_N
 
     @property
+    def blocks(self) -> int:
+        """Blocks of a cluster, which see the same tiles of queries; one: there are no clusters."""
+        return 2 if self.apart and max(self.head_dim, self.head_dim_v) <= CLUSTERED else 1
+
+    @property
+    def span(self) -> int:
+        """Keys of a cluster."""
+        return self.block_n * self.blocks
+
+    @property
     def ds_stages(self) -> int:
-        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two barriers."""
+        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two barriers.
+
+        In a cluster there are as many as of Q, and as many for the other block's.
+        """
+        if self.blocks > 1:
+            return self.stages * self.blocks
         return 1 if self.apart else 2
 
     @property
@@ -67,7 +86,7 @@ class Sm90BackwardOptions:
         """What bulk copies fill, by the tensors' names; columns past the head's are zero, as copies fill them."""
         return {
             "q": PanelTile.covering(BLOCK_M, self.head_dim),
-            "k": _in_pieces(PanelTile.covering(self.block_n, self.head_dim), self.pieces),
+            "k": _in_pieces(PanelTile.covering(self.block_n, self._key_columns), self.pieces),
             "v": PanelTile.covering(self.block_n, self.head_dim_v),
             "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
         }
@@ -76,6 +95,18 @@ class Sm90BackwardOptions:
     def ds_tile(self) -> PanelTile:
         """dS, transposed: keys by queries."""
         return PanelTile.widest(self.block_n, BLOCK_M)
+
+    @property
+    def beside_tile(self) -> PanelTile:
+        """Of the other block's keys: the columns that this block makes dQ of."""
+        whole = self.tiles["k"]
+        return replace(whole, columns=whole.columns // self.blocks)
+
+    @property
+    def _key_columns(self) -> int:
+        """Columns of K, of which in a cluster a piece is to be whole lines of some panel."""
+        unit = self.pieces * wgmma.K if self.blocks > 1 else 1
+        return -(-self.head_dim // unit) * unit
 
     @property
     def dq_pieces(self) -> int:
@@ -90,7 +121,7 @@ class Sm90BackwardOptions:
     @property
     def pieces(self) -> int:
         """Products that make dQ."""
-        return CONSUMERS * self.dq_pieces
+        return CONSUMERS * self.blocks * self.dq_pieces
 
     @property
     def dq_columns(self) -> int:
@@ -108,6 +139,7 @@ class Sm90BackwardOptions:
         statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
         slots = {"q": self.stages, "dout": self.dout_stages}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
+        tiles += self.beside_tile.bytes if self.blocks > 1 else 0
         return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics
 
 
@@ -115,7 +147,7 @@ def _in_pieces(tile: PanelTile, pieces: int) -> PanelTile:
     """The tile in panels that none of so many pieces of its columns begins inside of and reaches beyond."""
     piece = tile.columns // pieces
     lines = (replace(tile, swizzle=bytes_) for bytes_ in (128, 64, 32) if bytes_ <= tile.swizzle)
-    return next(t for t in lines if piece % t.panel_columns == 0 or t.panel_columns % piece == 0)
+    return next(t for t in lines if piece % t.panel_columns == 0 or (t.panels == 1 and pieces == CONSUMERS))
 
 
 def slot_bytes(numbers: int) -> int:

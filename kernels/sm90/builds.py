@@ -116,7 +116,7 @@ class Sm90Options:
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers + (self.raw_tile is not None))
+        return WARPGROUP * (1 + self.consumers + self.own_helpers)
 
     @property
     def tiles(self) -> tuple[PanelTile, PanelTile, PanelTile]:
@@ -133,8 +133,33 @@ class Sm90Options:
 
     @property
     def raw_tile(self) -> PanelTile | None:
-        """Of V as it arrives, where a warpgroup transposes it before consumers read it."""
+        """Of V as it arrives, where a warpgroup makes of it what consumers read."""
         return None
+
+    @property
+    def helpers(self) -> int:
+        """How many roles make what consumers read of what arrives."""
+        return int(self.raw_tile is not None)
+
+    @property
+    def helper_warps(self) -> int:
+        """Warps of each of them."""
+        return WARPGROUP // 32
+
+    @property
+    def own_helpers(self) -> int:
+        """How many of them are warpgroups of their own; fewer warps are of the producer's warpgroup."""
+        return self.helpers if self.helper_warps == WARPGROUP // 32 else 0
+
+    @property
+    def raw_key_tile(self) -> PanelTile | None:
+        """The same of K."""
+        return None
+
+    @property
+    def k_stages(self) -> int:
+        """Slots of K that consumers read."""
+        return self.stages
 
     @property
     def v_stages(self) -> int:
@@ -142,15 +167,20 @@ class Sm90Options:
         return self.stages
 
     @property
+    def scales_by_key(self) -> bool:
+        """Whether a warpgroup of the kernel leaves a scale for each key of a slot of K."""
+        return False
+
+    @property
     def copied(self) -> tuple[PanelTile, PanelTile, PanelTile]:
-        """The tiles that bulk copies fill: of Q, of K, and of V as it arrives."""
+        """The tiles that bulk copies fill: of Q, and of K and V as they arrive."""
         q, k, v = self.tiles
-        return q, k, self.raw_tile or v
+        return q, self.raw_key_tile or k, self.raw_tile or v
 
     @property
     def tile_bytes(self) -> int:
         """Shared memory that the rings' slots take; barriers come on top."""
-        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.transposed_bytes
+        return self.tiles[0].bytes * self.q_stages + self.key_bytes * self.stages + self.made_bytes
 
     @property
     def key_bytes(self) -> int:
@@ -164,9 +194,11 @@ class Sm90Options:
         return self.block_n * (self.head_dim + self.head_dim_v) * self.tiles[0].element_bytes
 
     @property
-    def transposed_bytes(self) -> int:
-        """Of the slots of V that is transposed in the kernel."""
-        return 0 if self.raw_tile is None else self.tiles[2].bytes * self.v_stages
+    def made_bytes(self) -> int:
+        """Of the slots that a warpgroup of the kernel fills."""
+        _, k, v = self.tiles
+        made = 0 if self.raw_key_tile is None else k.bytes * self.k_stages
+        return made + (0 if self.raw_tile is None else v.bytes * self.v_stages)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -312,7 +344,8 @@ def _plain_build_for(
             heads // pack, -(-request.seq_len_kv // options.block_n), options.loaded_bytes, units
         )
         splits = request.num_kv_splits or automatic
-        return replace(options, combines=splits > 1 and heads // pack <= MAX_ARRIVALS), splits
+        combines = splits > 1 and heads // pack <= MAX_ARRIVALS and not request.partial
+        return replace(options, combines=combines), splits
     blocks = -(-rows // 128) * (heads // pack)
     splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)

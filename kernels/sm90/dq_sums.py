@@ -13,6 +13,7 @@ from fly.ir import memory
 from fly.ir.dtypes import dtype as dtype_of
 
 from ..problem.scores import LOG2_E
+from ..work.query_tiles import tile_of_all
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
@@ -30,7 +31,7 @@ def place_of(
     """Where this thread's first values of a tile are, of the `index`-th consumer's piece.
 
     `sums`: (B, H, rows, D) f32, `rows` a multiple of `BLOCK_M`; of packed sequences (1, H, rows, D), where
-    `slot_of` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
+    `numbered` says which tiles a sequence has. A piece is its threads' first `PIECE` values,
     thread after thread, then the next ones.
     """
     values = options.dq_columns * 64
@@ -38,9 +39,9 @@ def place_of(
     return at.offset((index * values + fly.thread_id.x % WARPGROUP * PIECE) * 4)
 
 
-def slot_of(queries: Sequence, batch: Any) -> fly.Value | None:
-    """The number of a packed sequence's first tile; those up to the next one's are its own, and are enough."""
-    return None if queries.index is not None else queries.start // BLOCK_M + batch
+def numbered(queries: Sequence, batch: Any, tile: Any) -> tuple[Any, Any]:
+    """(entry, tile) of a sequence's tile among the sums."""
+    return tile_of_all(queries, batch, tile, BLOCK_M)
 
 
 def add(values: fly.Value, place: fly.Pointer) -> None:
@@ -59,20 +60,16 @@ class Sums:
     options: Sm90BackwardOptions
     turns: Turns | None = None
 
-    def _place(self, tile: Any) -> tuple[Any, Any]:
-        """(entry, tile) among the sums."""
-        slot = slot_of(self.queries, self.batch)
-        return (self.batch, tile) if slot is None else (0, slot + tile)
-
     def _of_thread(self, head: Any, tile: Any, index: Any) -> fly.Pointer:
-        entry, number = self._place(tile)
+        entry, number = numbered(self.queries, self.batch, tile)
         return place_of(self.sums, entry, head, number, index, self.options)
 
     def count(self, head: Any, tile: Any) -> fly.Pointer:
         """The count of a tile; see `sm90.turns`."""
         assert self.turns is not None
-        entry, number = self._place(tile)
-        return count_of(self.turns.counts, self.sums, entry, head, number)
+        entry, number = numbered(self.queries, self.batch, tile)
+        blocks, rank = self.options.blocks, self.turns.rank
+        return count_of(self.turns.counts, self.sums, entry, head, number, blocks, rank)
 
     def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
@@ -109,7 +106,7 @@ class Sums:
 
 
 def load(count: int, place: fly.Pointer) -> fly.Value:
-    """So many sums of a thread's accumulators."""
+    """So many of a thread's accumulators."""
     pieces = [
         memory.load(place.offset(i * WARPGROUP * 4), fly.f32, PIECE, align=4 * PIECE) for i in range(0, count, PIECE)
     ]
@@ -117,7 +114,7 @@ def load(count: int, place: fly.Pointer) -> fly.Value:
 
 
 def put(values: fly.Value, place: fly.Pointer) -> None:
-    """A thread's accumulators as the sums, the first ones."""
+    """Store a thread's accumulators, in place of what was there."""
     for i in range(0, len(values), PIECE):
         fly.store(values[i : i + PIECE], place.offset(i * WARPGROUP * 4), align=4 * PIECE)
 
@@ -156,8 +153,7 @@ def round_dq(
     first = tile * BLOCK_M
     count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     with fly.when(first < count):
-        slot = slot_of(queries, batch)
-        entry, at = (batch, tile) if slot is None else (0, slot + tile)
+        entry, at = numbered(queries, batch, tile)
         place = place_of(dq_sums, entry, head, at, index, options)
         factor: Any = scale_log2 * (1 / LOG2_E)
         scaled = load(options.dq_columns // 2, place) * given.scale_kept(factor)
@@ -181,10 +177,9 @@ def clear_unseen(
     queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     tile = fly.block_id.x
     count = queries.length if exists is None else fly.select(exists, queries.length, 0)
-    slot = slot_of(queries, batch)
-    entry, at = (batch, tile) if slot is None else (0, slot + tile)
+    entry, at = numbered(queries, batch, tile)
     with fly.when(tile * BLOCK_M < count):
-        seen = memory.load(count_of(counts, dq_sums, entry, head, at), fly.i32)
+        seen = memory.load(count_of(counts, dq_sums, entry, head, at, options.blocks), fly.i32)
         with fly.when(seen == 0):
             zeros = fly.broadcast(fly.f32(0.0), options.dq_columns // 2)
             store_rounded(zeros, dq, queries, head, tile, warpgroup_id(), options)

@@ -24,13 +24,21 @@ from .walk import Walk
 
 @dataclass(frozen=True)
 class Block:
-    """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's."""
+    """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's.
+
+    `rank`: the block's in its cluster, whose other block has the keys from `first_beside` on.
+    """
 
     batch: fly.Value
     kv_head: fly.Value
     first_key: fly.Value
     keys: Tokens
     queries: Tokens
+    rank: Any = 0
+
+    @property
+    def first_beside(self) -> Any:
+        return self.first_key ^ BLOCK_M
 
     @property
     def shift(self) -> fly.Value | None:
@@ -40,7 +48,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and V; `tiles`: with lists, which one a slot of Q has."""
+    """Shared memory of one block; `arrived`: barriers of K and V; `tiles`: with lists, which one a slot of Q has.
+
+    `beside`: in a cluster, columns of the other block's K, which have a barrier too.
+    """
 
     k: fly.Pointer
     v: fly.Pointer
@@ -51,21 +62,41 @@ class Buffers:
     ds: fly.Pointer
     arrived: Mbarriers
     tiles: fly.SharedMemory | None
+    beside: fly.Pointer | None
 
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> Buffers:
-        warps = CONSUMERS * WARPGROUP // 32
-        return Buffers(
-            fly.alloc_shared("k", options.tiles["k"].bytes, 1024),
-            fly.alloc_shared("v", options.tiles["v"].bytes, 1024),
-            Slots.allocate("q", options.tiles["q"], options.stages, warps),
-            Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
-            Statistics.allocate("lse2", options.numbers, options.stages),
-            Statistics.allocate("delta", options.numbers, options.dout_stages),
-            fly.alloc_shared("ds", options.ds_tile.bytes * options.ds_stages, 1024),
-            Mbarriers.allocate("arrived", 2, 1),
-            fly.SharedMemory("tiles", "i32", options.stages) if options.features.block_size is not None else None,
+        warps, others = CONSUMERS * WARPGROUP // 32, options.blocks - 1
+        # large alignments first, so that small buffers leave no gaps between them
+        k, v, ds = (
+            fly.alloc_shared(name, nbytes, 1024)
+            for name, nbytes in (
+                ("k", options.tiles["k"].bytes),
+                ("v", options.tiles["v"].bytes),
+                ("ds", options.ds_tile.bytes * options.ds_stages),
+            )
         )
+        return Buffers(
+            k,
+            v,
+            beside=fly.alloc_shared("beside", options.beside_tile.bytes, 1024) if others else None,
+            ds=ds,
+            q=Slots.allocate("q", options.tiles["q"], options.stages, warps),
+            dout=Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
+            lse2=Statistics.allocate("lse2", options.numbers, options.stages),
+            delta=Statistics.allocate("delta", options.numbers, options.dout_stages),
+            arrived=Mbarriers.allocate("arrived", 2 + others, 1),
+            tiles=fly.SharedMemory("tiles", "i32", options.stages)
+            if options.features.block_size is not None
+            else None,
+        )
+
+    def kept(self, options: Sm90BackwardOptions, block: Block) -> list[tuple[fly.Pointer, PanelTile, Any]]:
+        """What stays, in the order of `arrived`: where it is, its tile and the first of its keys."""
+        found = [(self.k, options.tiles["k"], block.first_key), (self.v, options.tiles["v"], block.first_key)]
+        if self.beside is not None:
+            found.append((self.beside, options.beside_tile, block.first_beside))
+        return found
 
 
 def produce(
@@ -81,11 +112,12 @@ def produce(
     q, k, v, dout, lse2, delta = maps
     first = block.queries.start
 
-    kept = entry_of(block.keys), block.keys.start + block.first_key, block.kv_head
-
-    def keep(index: int, tensor_map: fly.TensorMap, tile: PanelTile, memory: fly.Pointer) -> None:
+    def keep(index: int, memory: fly.Pointer, tile: PanelTile, first_key: Any) -> None:
+        place = entry_of(block.keys), block.keys.start + first_key, block.kv_head
+        # of the other block's keys, the columns that this one makes
+        column = block.rank * tile.columns if index == 2 else 0
         buffers.arrived.arrive_expecting(index, tile.bytes)
-        copy_tile(tensor_map, tile, memory, [kept], buffers.arrived.at(index))
+        copy_tile(v if index == 1 else k, tile, memory, [place], buffers.arrived.at(index), column)
 
     def load(
         slots: Slots,
@@ -105,8 +137,8 @@ def produce(
         return slots.ring.next(at)
 
     with fly.when(walk.exists):
-        keep(0, k, options.tiles["k"], buffers.k)
-        keep(1, v, options.tiles["v"], buffers.v)
+        for index, kept in enumerate(buffers.kept(options, block)):
+            keep(index, *kept)
         start = Position.start(), Position.start()
         for head, places in (all_heads := fly.range(*heads, carry=start)):
             here = walk.of_head(given, (block.batch, head), block.first_key, block.queries.length, alone)

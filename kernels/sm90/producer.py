@@ -49,7 +49,8 @@ class Slots:
 class Buffers:
     """Shared memory: tiles of Q, K and V, and the ring of what the block works on.
 
-    `numbers`: with a block mask, which key tile is in each slot of K. `raw`: V as it arrives, where it is transposed.
+    `numbers`: with a block mask, which key tile is in each slot of K. `raw_k`, `raw_v`: K and V as they arrive, where
+    a warpgroup makes of them what consumers read; `scales`: f32 by key, of two rounds of K's slots, if it leaves any.
     """
 
     q: Slots
@@ -57,24 +58,45 @@ class Buffers:
     v: Slots
     works: WorkRing
     numbers: fly.SharedMemory | None
-    raw: Slots | None
+    raw_k: Slots | None
+    raw_v: Slots | None
+    scales: fly.SharedMemory | None
 
     @staticmethod
     def allocate(options: Sm90Options) -> Buffers:
         """Of one block."""
         q_tile, k_tile, v_tile = options.tiles
-        raw_tile = options.raw_tile
-        warps = options.consumers * WARPGROUP // 32
-        transposing = 0 if raw_tile is None else WARPGROUP // 32
-        lists = options.features.block_size is not None
+        warps, making = options.consumers * WARPGROUP // 32, options.helper_warps
+        raw_k, raw_v, stages = options.raw_key_tile, options.raw_tile, options.stages
+        # (tile, stages, warps that empty a slot, warps that fill it or 0 for a thread through TMA)
+        rings: dict[str, tuple[PanelTile | None, int, int, int]] = {
+            "q": (q_tile, options.q_stages, warps, 0),
+            "k": (k_tile, options.k_stages, warps, 0 if raw_k is None else making),
+            "v": (v_tile, options.v_stages, warps, 0 if raw_v is None else making),
+            "raw_k": (raw_k, stages, making, 0),
+            "raw_v": (raw_v, stages, making, 0),
+        }
+        tiles = {name: tile for name, (tile, *_) in rings.items() if tile is not None}
+        # all tiles before all barriers, behind which a tile would be moved to its alignment
+        memories = {n: fly.alloc_shared(n, tile.bytes * rings[n][1], 1024) for n, tile in tiles.items()}
+        slots = {n: Slots(memories[n], tile, Ring.allocate(n, *rings[n][1:])) for n, tile in tiles.items()}
+        lists, kept = options.features.block_size is not None, 2 * options.k_stages * options.block_n
         return Buffers(
-            q=Slots.allocate("q", q_tile, options.q_stages, warps),
-            k=Slots.allocate("k", k_tile, options.stages, warps),
-            v=Slots.allocate("v", v_tile, options.v_stages, warps, transposing),
-            works=WorkRing.allocate(warps + transposing, lists),
-            numbers=fly.SharedMemory("numbers", "i32", options.stages) if lists else None,
-            raw=None if raw_tile is None else Slots.allocate("raw", raw_tile, options.stages, transposing),
+            q=slots["q"],
+            k=slots["k"],
+            v=slots["v"],
+            works=WorkRing.allocate(warps + options.helpers * making, lists),
+            numbers=fly.SharedMemory("numbers", "i32", stages) if lists else None,
+            raw_k=slots.get("raw_k"),
+            raw_v=slots.get("raw_v"),
+            scales=fly.SharedMemory("scales", "f32", kept) if options.scales_by_key else None,
         )
+
+    @property
+    def rings(self) -> list[Ring]:
+        """All of them."""
+        slots = (self.q, self.k, self.v, self.raw_k, self.raw_v)
+        return [self.works.ring, *(some.ring for some in slots if some is not None)]
 
 
 def entry_of(tokens: Sequence | PagedSequence) -> Any:
@@ -137,11 +159,11 @@ class Producer:
     def _load_k(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         j, buffers = self._tile(work, j), self.buffers
         note = None if buffers.numbers is None else partial(buffers.numbers.store, j, at.index)
-        return self._load(self.k, buffers.k, at, self._keys(work, j, pages), note=note)
+        return self._load(self.k, buffers.raw_k or buffers.k, at, self._keys(work, j, pages), note=note)
 
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         places = self._keys(work, self._tile(work, j), pages)
-        return self._load(self.v, self.buffers.raw or self.buffers.v, at, places)
+        return self._load(self.v, self.buffers.raw_v or self.buffers.v, at, places)
 
     def _tile(self, work: Work, j: Any) -> Any:
         """Key tile j, or that of step j of a list."""
@@ -198,24 +220,26 @@ def copy_tile(
             tma.load(tensor_map, memory.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
 
 
-def clear_tail(tile: PanelTile, memory: fly.Pointer, rows: fly.Value, barrier: int, index: Any = 0) -> None:
+def clear_tail(
+    tile: PanelTile, memory: fly.Pointer, rows: fly.Value, barrier: int, index: Any = 0, threads: int = WARPGROUP
+) -> None:
     """`clear_rows` from `rows` on, if the tile has any there, by a warpgroup that then meets at a named barrier.
 
     The barrier is number `index` from `barrier` on.
     """
     with fly.when(rows < tile.rows):
-        clear_rows(tile, memory, rows)
-        barrier_sync(index + barrier, WARPGROUP)
+        clear_rows(tile, memory, rows, threads)
+        barrier_sync(index + barrier, threads)
 
 
-def clear_rows(tile: PanelTile, memory: fly.Pointer, first: fly.Value) -> None:
+def clear_rows(tile: PanelTile, memory: fly.Pointer, first: fly.Value, threads: int = WARPGROUP) -> None:
     """Set a tile's rows from `first` on to zero: for values that are no sequence's, as a NaN there times 0 is NaN.
 
     By a warpgroup, which then meets at a barrier.
     """
-    begin = fly.maximum(first, 0) * tile.swizzle + fly.thread_id.x % WARPGROUP * 16
+    begin = fly.maximum(first, 0) * tile.swizzle + fly.thread_id.x % threads * 16
     zero = fly.broadcast(fly.i32(0), 4)
     for panel in range(tile.panels):
-        for offset in fly.range(begin, tile.panel_bytes, WARPGROUP * 16):
+        for offset in fly.range(begin, tile.panel_bytes, threads * 16):
             fly.store(zero, memory.offset(offset + panel * tile.panel_bytes), align=16)
     fence_async_shared()

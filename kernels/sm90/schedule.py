@@ -131,8 +131,15 @@ class Schedule:
         numbers = {"seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx", *PARTIAL} & set(self.given.operands)
         index = existing(batch, self.batch) if numbers else batch
         queries = Sequence.of(self.seq_len, self.cu_seqlens_q, index, self.given.get("seqused_q"), uniform=alone)
+        return queries, self._keys(index)
+
+    def keys_of_sequence(self, batch: fly.Value) -> Sequence | PagedSequence:
+        """Where a sequence's keys lie, for who must know more than a published tile says: entries and pages."""
+        return self._keys(existing(batch, self.batch))
+
+    def _keys(self, index: Any) -> Sequence | PagedSequence:
         sizes = (self.seq_len_kv, self.cu_seqlens_kv, index)
-        return queries, keys_of(self.given, *sizes, None, self.page_size, alone)
+        return keys_of(self.given, *sizes, None, self.page_size, alone)
 
     def _dense_in_use(self, number: fly.Value) -> tuple[fly.Value, Coordinates, Tokens]:
         """Whether the tile is empty, its place, and its sequence's tokens."""

@@ -1,4 +1,4 @@
-"""The transposer of the Hopper kernel's decoding builds on 8 bits: a warpgroup for tiles of V in shared memory.
+"""The transposer of the Hopper kernel's builds on 8 bits that read V as it lies: warps for tiles in shared memory.
 
 WGMMA takes 8-bit operands with k along bytes only, and V's k are keys. So V arrives as it lies in memory, (keys x D),
 in a ring of its own, and the transposer makes of it what consumers read: (D x keys), with keys in the order
@@ -11,6 +11,7 @@ four keys of each dimension that are neighbours in `PAIRS`, which `stmatrix` sto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,17 +22,20 @@ from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import LayoutError
 
 from ..work.tile_scheduler import Work
+from .builds import Sm90Options
+from .fp8_builds import ONES
 from .producer import Buffers, clear_tail
 from .schedule import Schedule
 
 WARPS = WARPGROUP // 32
 KEYS, DIMS = 32, 16  # that four matrices hold: what a warp transposes at a time
+FEW = 2  # of these at a time where a warp has the producer's few registers
 EVEN, ODD = 0x6420, 0x7531  # bytes of two words: those of a pair of dimensions' first, and of its second
 
 
 @dataclass(frozen=True)
 class TileTranspose:
-    """How a warpgroup transposes a tile `raw`, (keys x D) 8-bit, to `transposed`, (D x keys).
+    """How `warps` transpose a tile `raw`, (keys x D) 8-bit, to the first rows of `transposed`, (D x keys).
 
     A warp takes groups of `KEYS` keys, all of their dimensions, or where there are fewer groups than warps a part of
     them. The 8 rows of a matrix are in different banks: those of a stored one are dimensions 0, 2, 4, 6, 9, 11, 13
@@ -40,21 +44,31 @@ class TileTranspose:
 
     raw: PanelTile
     transposed: PanelTile
+    warps: int = WARPS
 
     def __post_init__(self) -> None:
         raw, transposed = self.raw, self.transposed
-        wanted = (raw.columns, raw.rows, 1, 1)
-        if (transposed.rows, transposed.columns, transposed.element_bytes, raw.element_bytes) != wanted:
+        rows = raw.columns, raw.columns + ONES
+        wanted = (raw.rows, 1, 1)
+        if transposed.rows not in rows or (transposed.columns, transposed.element_bytes, raw.element_bytes) != wanted:
             raise LayoutError(f"{raw} cannot become {transposed}; expected its columns as rows, of 8-bit elements")
-        if transposed.panels > 1 or raw.rows % KEYS or raw.columns % (DIMS * self.sharing) or WARPS % self.sharing:
-            raise LayoutError(f"a tile to transpose is {raw}; expected 32, 64 or 128 keys of enough columns")
+        if raw.rows % KEYS or transposed.panel_columns < KEYS or raw.columns % (DIMS * self.sharing):
+            raise LayoutError(f"a tile to transpose is {raw}; expected multiples of {KEYS} keys of enough columns")
 
     @property
     def sharing(self) -> int:
         """Warps that share the dimensions of a group of keys."""
-        return max(1, WARPS * KEYS // self.raw.rows)
+        groups = self.raw.rows // KEYS
+        return next(n for n in (1, 2, 4) if not groups % -(-self.warps // n))
 
-    def load(self, memory: fly.Pointer) -> list[tuple[fly.Value, ...]]:
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """(group, block) of what a warp transposes at a time, counted from its first ones."""
+        return [(group, step) for group in self._groups for step in range(self._blocks)]
+
+    def load(
+        self, memory: fly.Pointer, units: Sequence[tuple[int, int]] | None = None
+    ) -> list[tuple[fly.Value, ...]]:
         """This warp's matrices of the raw tile, four at a time: two halves of 16 keys, and of the next 16."""
         lane, raw = fly.lane_id(), self.raw
         # a lane's row is a key
@@ -62,15 +76,16 @@ class TileTranspose:
         swap = _phase(raw, lane) * 16
         per_panel = raw.panel_columns // DIMS
         words: list[tuple[fly.Value, ...]] = []
-        for group in self._groups:
-            for step in range(self._blocks):
-                block = self._first_block + step
-                panel, column = block // per_panel, block % per_panel * DIMS
-                inside = panel * raw.panel_bytes + group * KEYS * raw.swizzle
-                words.append(load_matrices_transposed(at.offset((column ^ swap) + inside)))
+        for group, step in self.units if units is None else units:
+            block = self._first_block + step
+            panel, column = block // per_panel, block % per_panel * DIMS
+            inside = panel * raw.panel_bytes + group * KEYS * raw.swizzle
+            words.append(load_matrices_transposed(at.offset((column ^ swap) + inside)))
         return words
 
-    def store(self, memory: fly.Pointer, words: list[tuple[fly.Value, ...]]) -> None:
+    def store(
+        self, memory: fly.Pointer, words: list[tuple[fly.Value, ...]], units: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         """What `load` gave, transposed."""
         lane, transposed = fly.lane_id(), self.transposed
         # the rows of matrices: two of each 16 keys, with one of each pair of dimensions
@@ -81,30 +96,27 @@ class TileTranspose:
         of_first = fly.select(lane // 16 == 0, EVEN, ODD)
         of_second = of_first ^ (EVEN ^ ODD)
         keys = matrix // 2 * 16
-        ready = iter(words)
         at = memory.offset((self._first_block * DIMS + dim) * transposed.swizzle)
-        for group in self._groups:
-            column = (self._first_group + group) * KEYS + keys
-            place = at.offset(column ^ (_phase(transposed, dim) * 16))
-            for step in range(self._blocks):
-                pairs = next(ready)
-                four = [
-                    permute_bytes(pairs[i], pairs[i + 1], which) for i in (0, 2) for which in (of_first, of_second)
-                ]
-                store_matrices(place.offset(step * DIMS * transposed.swizzle), four)
+        for (group, step), pairs in zip(self.units if units is None else units, words, strict=True):
+            first = (self._first_group + group) * KEYS
+            panel = first // transposed.panel_columns if transposed.panels > 1 else 0
+            column = (first - panel * transposed.panel_columns + keys) ^ (_phase(transposed, dim) * 16)
+            place = at.offset(panel * transposed.panel_bytes + column)
+            four = [permute_bytes(pairs[i], pairs[i + 1], which) for i in (0, 2) for which in (of_first, of_second)]
+            store_matrices(place.offset(step * DIMS * transposed.swizzle), four)
 
     @property
     def _warp(self) -> fly.Value:
-        return fly.thread_id.x // 32 % WARPS
+        return fly.thread_id.x // 32 % self.warps
 
     @property
     def _first_group(self) -> fly.Value:
-        return self._warp % (WARPS // self.sharing)
+        return self._warp % (self.warps // self.sharing)
 
     @property
     def _groups(self) -> range:
         """Groups that a warp takes, counted from its first."""
-        return range(0, self.raw.rows // KEYS, WARPS // self.sharing)
+        return range(0, self.raw.rows // KEYS, self.warps // self.sharing)
 
     @property
     def _blocks(self) -> int:
@@ -113,7 +125,7 @@ class TileTranspose:
 
     @property
     def _first_block(self) -> Any:
-        return 0 if self.sharing == 1 else self._warp // (WARPS // self.sharing) * self._blocks
+        return 0 if self.sharing == 1 else self._warp // (self.warps // self.sharing) * self._blocks
 
 
 def _phase(tile: PanelTile, row: fly.Value) -> fly.Value:
@@ -123,12 +135,18 @@ def _phase(tile: PanelTile, row: fly.Value) -> fly.Value:
 
 @dataclass(frozen=True)
 class Transposer:
-    """The warpgroup that transposes V's tiles, in the order in which consumers need them."""
+    """The warps that transpose V's tiles, in the order in which consumers need them: a warpgroup, or fewer."""
 
     schedule: Schedule
     buffers: Buffers
     barrier: Any
-    registers: ClassVar[int] = 144  # a thread; with those of the producer and of one consumer no more than 504
+    warps: int
+    registers: ClassVar[int] = 144  # of a warpgroup; with those of the producer and of one consumer no more than 504
+
+    @staticmethod
+    def of(schedule: Schedule, buffers: Buffers, options: Sm90Options, barrier: int, number: int) -> Transposer:
+        """See `flash_attn_sm90.run_block`."""
+        return Transposer(schedule, buffers, barrier, options.helper_warps)
 
     def run(self) -> None:
         """All of the block's tiles."""
@@ -144,15 +162,22 @@ class Transposer:
 
     def _transpose(self, work: Work, j: Any, raw_at: Position, at: Position) -> tuple[Position, Position]:
         """Key tile j."""
-        raw, transposed = self.buffers.raw, self.buffers.v
+        raw, transposed = self.buffers.raw_v, self.buffers.v
         assert raw is not None
-        transpose, memory = TileTranspose(raw.tile, transposed.tile), raw.at(raw_at)
+        transpose, memory = TileTranspose(raw.tile, transposed.tile, self.warps), raw.at(raw_at)
         raw.ring.wait(raw_at)
         if self.schedule.cut_keys:
-            clear_tail(raw.tile, memory, work.keys.keys - j * self.schedule.block_n, self.barrier)
-        words = transpose.load(memory)
-        transposed.ring.claim(at)
-        transpose.store(transposed.at(at), words)
+            clear_tail(
+                raw.tile, memory, work.keys.keys - j * self.schedule.block_n, self.barrier, threads=32 * self.warps
+            )
+        units = transpose.units
+        together = len(units) if self.warps == WARPS else FEW
+        for first in range(0, len(units), together):
+            some = units[first : first + together]
+            words = transpose.load(memory, some)
+            if not first:
+                transposed.ring.claim(at)
+            transpose.store(transposed.at(at), words, some)
         transposed.ring.publish(at)
         raw.ring.release(raw_at)
         return raw.ring.next(raw_at), transposed.ring.next(at)

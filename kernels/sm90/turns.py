@@ -22,60 +22,92 @@ from dataclasses import dataclass
 from typing import Any
 
 import fly
-from fly.backends.nvvm.intrinsics import WARPGROUP, sync_warp
-from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
+from fly.backends.nvvm import cluster
+from fly.backends.nvvm.intrinsics import WARPGROUP, fence_async_shared, sync_warp
+from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring, init_all
 
 from ..problem.contract import Request
 from ..problem.mask import QueryRange, TileRange
 from ..work.tile_scheduler import MAX_GRID_YZ
-from .backward import BLOCK_M, BLOCK_N, CONSUMERS, Sm90BackwardOptions
+from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 
 AHEAD = 2
+_TICKET_BYTES = 16  # that a copy to another block takes at least
 _NEVER = 2**31 - 1
 
 
-def counts_needed(tiles: int, heads: int, sequences: int) -> int:
-    """How many numbers there are, zeros before a launch: for all tiles of queries, and tickets of key heads."""
-    return tiles + heads * sequences
+def counts_needed(tiles: int, heads: int, sequences: int, blocks: int) -> int:
+    """How many numbers there are, zeros before a launch: of tiles of queries and ranks of blocks, and tickets."""
+    return tiles * blocks + heads * sequences
 
 
-def count_of(counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: Any) -> fly.Pointer:
-    """The place of a tile's count, 0 as long as nobody added; `sums`: see `dq_sums.place_of`."""
-    return counts.at((entry * sums.shape[1] + head) * (sums.shape[2] // BLOCK_M) + tile)
+def count_of(
+    counts: fly.Tensor, sums: fly.Tensor, entry: Any, head: Any, tile: Any, blocks: int, rank: Any = 0
+) -> fly.Pointer:
+    """The place of a tile's count, 0 as long as nobody added; `sums`: see `dq_sums.place_of`.
+
+    Each of the `blocks` of a cluster has counts of its own, as it has columns.
+    """
+    return counts.at(_tiles_before(sums, entry, head) * blocks + tile * blocks + rank)
 
 
-def grid(blocks: int, heads: int, sequences: int, units: int) -> tuple[int, int, int]:
-    """(key heads side by side, blocks of keys, sections of so many heads) for a device with `units` multiprocessors.
+def _tiles_before(sums: fly.Tensor, entry: Any, head: Any) -> Any:
+    return (entry * sums.shape[1] + head) * (sums.shape[2] // BLOCK_M)
 
-    Blocks of one head are a step apart, however many multiprocessors are free: so those start blocks of several
-    heads, `AHEAD` times as many as are in work at a time. Sections are not larger, as what a head reads and adds to
-    stays in the level-2 cache as long as it is in work.
+
+def grid(clusters: int, heads: int, sequences: int, blocks: int, units: int) -> tuple[int, int, int]:
+    """(blocks of key heads side by side, clusters of keys, sections of heads) for a device of so many `units`.
+
+    There are `blocks` along x for each head. Blocks of one head are a step apart, however many multiprocessors are
+    free: so those start blocks of several heads, `AHEAD` times as many as are in work at a time. Sections are not
+    larger, as what a head reads and adds to stays in the level-2 cache as long as it is in work.
     """
     slices = heads * sequences
-    beside = max(-(-units // blocks) * AHEAD, -(-slices // MAX_GRID_YZ))
+    beside = max(-(-units // (clusters * blocks)) * AHEAD, -(-slices // MAX_GRID_YZ))
     sections = -(-slices // beside)
-    return -(-slices // sections), blocks, sections
+    return -(-slices // sections) * blocks, clusters, sections
 
 
-def head_of_block(heads: Any, sequences: Any) -> tuple[fly.Value, fly.Value, fly.Value]:
+def head_of_block(heads: Any, sequences: Any, blocks: int) -> tuple[fly.Value, fly.Value, fly.Value]:
     """(key head, sequence, whether the block has any) in such a grid."""
-    place, slices = fly.block_id.z * fly.grid_dim.x + fly.block_id.x, heads * sequences
+    beside, column = (fly.grid_dim.x // blocks, fly.block_id.x // blocks)
+    place, slices = fly.block_id.z * beside + column, heads * sequences
     slice_ = fly.minimum(place, slices - 1)
     sequence = slice_ // heads
     return slice_ - sequence * heads, sequence, place < slices
 
 
-def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value) -> fly.Value:
-    """The number of a block's keys, by its ticket, for all of its threads.
+def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value, blocks: int, rank: Any) -> fly.Value:
+    """The number of a cluster's keys, by its ticket, for all of its threads.
 
-    `slice_`: the key head's number among those of all sequences; `exists`: whether the block has any.
+    `slice_`: the key head's number among those of all sequences; `exists`: whether the block has any. The first block
+    of a cluster takes the ticket, and tells the other one.
     """
-    ticket = fly.SharedMemory("ticket", "i32", 1)
-    place = count_of(counts, sums, sums.shape[0], 0, slice_)
-    with fly.when(fly.thread_id.x == 0):
-        take: Callable[[], fly.Value] = lambda: fly.fetch_add(1, place)  # noqa: E731  # as a function
-        ticket.store(fly.cond(exists, take, lambda: fly.i32(0)), 0)
+    ticket = fly.SharedMemory("ticket", "i32", _TICKET_BYTES // 4, align=_TICKET_BYTES)
+    place = counts.at(_tiles_before(sums, sums.shape[0], 0) * blocks + slice_)
+
+    def take() -> None:
+        number = fly.cond(exists, lambda: fly.fetch_add(1, place), lambda: fly.i32(0))
+        for word in range(_TICKET_BYTES // 4):
+            ticket.store(number, word)
+
+    if blocks == 1:
+        with fly.when(fly.thread_id.x == 0):
+            take()
+        fly.barrier()
+        return fly.first_lane(ticket.load(0))
+    told = Mbarriers.allocate("told", 1, 1)
+    init_all([told])
+    cluster.sync()
+    with fly.when((rank == 0) & (fly.thread_id.x == 0)):
+        take()
+        fence_async_shared()
+        for other in range(1, blocks):
+            cluster.arrive_expecting(told, 0, _TICKET_BYTES, other)
+            cluster.copy(ticket.pointer, ticket.pointer, _TICKET_BYTES, told, 0, other)
     fly.barrier()
+    with fly.when(rank != 0):
+        told.wait(0, 0)
     return fly.first_lane(ticket.load(0))
 
 
@@ -93,17 +125,17 @@ class Neighbours:
     first_after: fly.Value
 
     @staticmethod
-    def of(number: fly.Value, keys: fly.Value, inverse: QueryRange) -> Neighbours:
-        """Of a block that exists, of so many keys."""
+    def of(number: fly.Value, keys: fly.Value, inverse: QueryRange, span: int) -> Neighbours:
+        """Of a block that exists, of `keys` in blocks, or clusters, of `span`."""
 
         def tiles(block: fly.Value) -> TileRange:
-            return inverse.tiles(block * BLOCK_N, BLOCK_N, BLOCK_M)
+            return inverse.tiles(block * span, span, BLOCK_M)
 
         after = number + 1
         return Neighbours(
             number,
             fly.select(number > 0, tiles(number - 1).end, 0),
-            fly.select(after * BLOCK_N < keys, tiles(after).first, _NEVER),
+            fly.select(after * span < keys, tiles(after).first, _NEVER),
         )
 
     def is_first(self, tile: fly.Value) -> fly.Value:
@@ -119,24 +151,26 @@ class Neighbours:
 class Turns:
     """A block's turns, tile by tile.
 
-    `counts`: how many blocks have been at a tile, or had no part in it, see `count_of`. `ring`: tiles whose turn it
-    is, for consumers, with whether the block is their `first`; and `added`: which they have added to.
+    `counts`: how many blocks of this `rank` have been at a tile, or had no part in it, see `count_of`. `ring`: tiles
+    whose turn it is, for consumers, with whether the block is their `first`; and `added`: which they have added to.
     """
 
     counts: fly.Tensor
+    rank: Any
     ring: Ring
     first: fly.SharedMemory
     added: Mbarriers
 
     @staticmethod
-    def allocate(counts: fly.Tensor, options: Sm90BackwardOptions) -> Turns:
+    def allocate(counts: fly.Tensor, rank: Any, options: Sm90BackwardOptions) -> Turns:
         """As many are ahead as tiles of Q are, whose positions are those of turns too."""
-        warps = CONSUMERS * WARPGROUP // 32
+        additions = CONSUMERS * WARPGROUP // 32 * options.dq_pieces
         return Turns(
             counts,
+            rank,
             Ring.allocate("turns", options.stages, 1),
             fly.SharedMemory("first", "i32", options.stages),
-            Mbarriers.allocate("added", options.stages, warps),
+            Mbarriers.allocate("added", options.stages, additions),
         )
 
     @property

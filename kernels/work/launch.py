@@ -16,7 +16,7 @@ from ..problem.contract import Launch, Request, Tensors
 from . import split_combine
 from .split_combine import PARTIALS, Partials
 from .steps import BoundKernel, Steps, bind_kernel
-from .tile_scheduler import automatic_splits, fold_grid, grid
+from .tile_scheduler import FEW_BLOCKS, automatic_splits, fold_grid, grid
 
 
 def split_count(request: Request, device: torch.device, block_m: int, block_n: int) -> int:
@@ -99,7 +99,8 @@ def bind_forward(
             are too many blocks.
     """
     _check_pitch(request, max(block_m, block_n), kernel.name)
-    blocks, fold = fold_grid(grid(request.batch, request.num_heads, request.seq_len, block_m, splits))
+    places = grid(request.batch, request.num_heads, request.seq_len, block_m, splits)
+    blocks, fold = fold_grid(places, FEW_BLOCKS - 1)
 
     def bound(tensors: Tensors, called: Mapping[str, str]) -> BoundKernel:
         arguments, static = {**tensors, "scale_log2": request.scale_log2}, {**statics, **fold}
@@ -119,10 +120,11 @@ def forward_steps(
 
     `bound(tensors, called)` binds the kernel. With split keys its out and lse are partial_out and partial_lse, parts
     of the workspace, and if it `combines`, the call's out and lse are its whole_out and whole_lse. One part of
-    `split_keys` has the same bits without a combination, unless that is what takes a sink in.
+    `split_keys` has the same bits without a combination, unless that is what takes a sink in. Of a `partial` request
+    the parts are what is wanted.
     """
     asked = request.static_features
-    if splits == 1 and not (asked.invariant and "sink" in asked.operands):
+    if splits == 1 and not (request.partial or (asked.invariant and "sink" in asked.operands)):
         return Steps((bound(tensors, {}),))
     partials = Partials.of(tensors["out"], splits)
     memory = tensors.get("workspace")
@@ -131,12 +133,15 @@ def forward_steps(
         memory = torch.empty(partials.bytes, dtype=torch.uint8, device=tensors["q"].device)
     tensors = {**tensors, **dict(zip(PARTIALS, partials.views(memory)))}
     called = dict(zip(("out", "lse"), PARTIALS))
+    places = dict(zip(PARTIALS, (0, partials.lse_offset)))
+    if request.partial:
+        return Steps((bound(tensors, called),), places, partials.bytes, splits=splits)
     kernels = (
         (bound(tensors, called | {"whole_out": "out", "whole_lse": "lse"}),)
         if combines
         else (bound(tensors, called), _combination(tensors, request))
     )
-    return Steps(kernels, dict(zip(PARTIALS, (0, partials.lse_offset))), partials.bytes)
+    return Steps(kernels, places, partials.bytes)
 
 
 def _combination(tensors: Tensors, request: Request) -> BoundKernel:

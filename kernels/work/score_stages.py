@@ -13,6 +13,19 @@ from .tile_scheduler import Work
 
 
 @dataclass(frozen=True)
+class OfHead:
+    """What a head's scores need: `given`, with what is loaded once, and the scale of raw ones, in log2 units."""
+
+    given: BoundFeatures
+    scale_log2: fly.Value
+
+    @property
+    def scale(self) -> fly.Value:
+        """What the softmax multiplies scores by."""
+        return self.given.scale(self.scale_log2)
+
+
+@dataclass(frozen=True)
 class ScoreStages:
     """What is done to raw scores of `rows`, query indices, with tiles of `block_n` keys.
 

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ import fly
 from ..problem.features import NO_FEATURES, Features
 from ..problem.scores import LOG2_E
 from .sequences import Sequence, sequences_of, tokens_of
-from .steps import aligned
+from .steps import PARTIAL_RESULTS, aligned
 from .tile_scheduler import head_of_block, part
 
 THREADS = 256
 VECTOR = 8  # elements of a row that a thread combines
 AT_A_TIME = 4  # splits whose loads are on their way together
 OPERANDS = ("seqused_q", "sink")
-PARTIALS = ("partial_out", "partial_lse")  # what the splits' results are called among a call's tensors
+PARTIALS = (PARTIAL_RESULTS, "partial_lse")  # what the splits' results are called among a call's tensors
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ def split_combine(
 
     partial_out: (S, B, Sq, H, D) or packed (S, total_q, H, D); partial_lse: (S, B, H, Sq) or (S, H, total_q), f32;
     out, lse as in `tile_scheduler`; operands of `features`, which are among `OPERANDS`. Without partial_out and
-    partial_lse, parts lie apart, and more operands are an out and an lse of each. Grid: (row blocks, query heads,
-    sequences), or `folded`. A thread owns `VECTOR` elements of a row, and reads no others' values.
+    partial_lse, parts lie apart, and more operands are an out and an lse of each, or of several (S, ...). Grid:
+    (row blocks, query heads, sequences), or `folded`. A thread owns `VECTOR` elements of a row, and reads no others'
+    values.
     """
     given = features.bind(operands)
     lanes = head_dim // VECTOR
@@ -149,7 +151,8 @@ def split_combine(
         sink = given.sink_of(head, first_row + row)
         if partial_out is None or partial_lse is None:
             outs, lses = given.aux[::2], given.aux[1::2]
-            return combined_apart(outs, lses, lse_in, values_in, origin)
+            several = [x.rank > out.rank for x in outs]
+            return combined_apart(outs, lses, several, lse_in, values_in, sink, origin)
         splits = partial_lse.shape[0]
 
         def lse_of(split: Any) -> fly.Value:
@@ -184,31 +187,57 @@ def combined(
 
     `lse_of`, `values_of`: what a thread loads of a split; `sink`: the row's, or None.
     """
-    for first, state in (loop := fly.range(0, splits, at_a_time, carry=_nothing(sink))):
+    return _normalised(_with_splits(_nothing(sink), splits, lse_of, values_of, at_a_time, origin), sink, origin)
+
+
+def _with_splits(
+    state: State,
+    splits: Any,
+    lse_of: Callable[[Any], fly.Value],
+    values_of: Callable[[Any], fly.Value],
+    at_a_time: int,
+    origin: Origin,
+) -> State:
+    for first, carried in (loop := fly.range(0, splits, at_a_time, carry=state)):
         # loads past the last split are of the last one, whose line is there: they cost no bandwidth
         places = [fly.minimum(first + i, splits - 1) for i in range(at_a_time)]
         values = [values_of(split) for split in places]
         lses = [
             fly.select(first + i < splits, origin.lse(lse_of(split)), -math.inf) for i, split in enumerate(places)
         ]
-        loop.next(*_with(state, lses, values, origin))
-    return _normalised(loop.results, sink, origin)
+        loop.next(*_with(carried, lses, values, origin))
+    results: State = loop.results
+    return results
 
 
 def combined_apart(
     outs: Items[fly.Tensor],
     lses: Items[fly.Tensor],
+    several: Items[bool],
     lse_in: Callable[[fly.Tensor], fly.Value],
     values_in: Callable[[fly.Tensor], fly.Value],
+    sink: fly.Value | None,
     origin: Origin,
 ) -> tuple[fly.Value, fly.Value]:
-    """The same of parts in tensors of their own; `lse_in`, `values_in`: what a thread loads of one."""
-    state = _nothing(None)
-    for first in range(0, len(outs), AT_A_TIME):
-        some = slice(first, first + AT_A_TIME)
-        values = [values_in(x) for x in outs[some]]
-        state = _with(state, [origin.lse(lse_in(x)) for x in lses[some]], values, origin)
-    return _normalised(state, None, origin)
+    """The same of parts in tensors of their own; `lse_in`, `values_in`: what a thread loads of one.
+
+    `several`: which of the tensors hold several parts.
+    """
+    state = _nothing(sink)
+    single = [i for i, more in enumerate(several) if not more]
+    for first in range(0, len(single), AT_A_TIME):
+        some = single[first : first + AT_A_TIME]
+        values = [values_in(outs[i]) for i in some]
+        state = _with(state, [origin.lse(lse_in(lses[i])) for i in some], values, origin)
+    for i in (i for i, more in enumerate(several) if more):
+        lse_of = partial(_of_part, lse_in, lses[i])
+        values_of = partial(_of_part, values_in, outs[i])
+        state = _with_splits(state, lses[i].shape[0], lse_of, values_of, AT_A_TIME, origin)
+    return _normalised(state, sink, origin)
+
+
+def _of_part(load: Callable[[fly.Tensor], fly.Value], parts: fly.Tensor, index: Any) -> fly.Value:
+    return load(part(parts, index))
 
 
 def _nothing(sink: fly.Value | None) -> State:

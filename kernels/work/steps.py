@@ -17,6 +17,7 @@ from fly.runtime.prepared import Prepared, bind, picker, together
 from ..problem.contract import Launch, Tensors
 
 WORKSPACE_ALIGNMENT = 256  # of its parts, in bytes
+PARTIAL_RESULTS = "partial_out"  # the part with the results of parts of the keys
 
 
 def aligned(nbytes: int) -> int:
@@ -62,13 +63,14 @@ class Steps:
     """The kernels of a launch, in order on one stream.
 
     `parts`: where parts of the workspace begin, in bytes, by name, and `nbytes`: its size. `of_stream`: what the
-    stream decides the address of.
+    stream decides the address of. `splits`: as of `Launch`.
     """
 
     kernels: tuple[BoundKernel, ...]
     parts: Mapping[str, int] = field(default_factory=dict)
     nbytes: int = 0
     of_stream: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
+    splits: int = 0
 
     def behind(self, kernel: BoundKernel, part: str, nbytes: int) -> Steps:
         """With one more kernel before them, which leaves `part` of so many bytes at the workspace's beginning."""
@@ -84,18 +86,21 @@ class Steps:
         given = tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.takes if name not in made))
         order = {name: i for i, name in enumerate((*given, *made))}
         takes = [[order[name] for name in kernel.takes] for kernel in self.kernels]
-        take, launch = picker(given), together([kernel.prepared for kernel in self.kernels], takes, len(order))
+        launch = together([kernel.prepared for kernel in self.kernels], takes, len(order))
+        names = (*given, "workspace") if parts else given
+        take = picker(names)
 
-        def run(tensors: Tensors, stream: int | None) -> None:
+        def at(addresses: list[int], stream: int | None) -> None:
             if stream is None:
                 stream = current_stream()
-            addresses = [tensor.data_ptr() for tensor in take(tensors)]
-            if made:
-                if parts:
-                    start = tensors["workspace"].data_ptr()
-                    addresses += [start + place for place in parts]
-                for address in of_stream:
-                    addresses.append(address(stream))
+            if parts:
+                start = addresses.pop()
+                addresses += [start + place for place in parts]
+            for address in of_stream:
+                addresses.append(address(stream))
             launch(addresses, stream)
 
-        return Launch(run, self.nbytes)
+        def run(tensors: Tensors, stream: int | None) -> None:
+            at([tensor.data_ptr() for tensor in take(tensors)], stream)
+
+        return Launch(run, self.nbytes, at, names, self.splits, self.parts.get(PARTIAL_RESULTS, 0))

@@ -16,7 +16,7 @@ Lengths of packed sequences are only known on the device: blocks past the end of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,7 @@ from .tile_list import TileList
 MAX_SPLITS = 64
 MAX_GRID_YZ = 65_535  # blocks along y and along z: CUDA's limit; HIP's is one more
 _MAX_BLOCKS = 2**31 - 1  # places are counted in i32
+FEW_BLOCKS = 2**20  # from which on grids are folded; f32 divides numbers below exactly
 STOP = -1
 
 
@@ -161,8 +162,10 @@ def block_work(
     if xcds > 1:
         linear = block + blocks * (head + heads * batch)
         slices = fly.grid_dim.z if slices is None else slices
-        block, head, batch = shared_keys_place(linear, (blocks, heads, slices), group_size(q, k), xcds, fly.minimum)
-    kv_head = head // group_size(q, k)
+        places = blocks, heads, slices
+        block, head, batch, kv_head = shared_keys_place(linear, places, k.shape[-2], xcds, folded=folded)
+    else:
+        kv_head = head // group_size(q, k)
     if out.rank > q.rank:
         parts = out.shape[0]
         entry = batch
@@ -198,28 +201,40 @@ def block_work(
 
 
 def shared_keys_place(
-    linear: Any, grid: tuple[Any, Any, Any], group: Any, xcds: int, smaller: Callable[[Any, Any], Any] = min
-) -> tuple[Any, Any, Any]:
-    """(query block, head, sequence) that block number `linear` of a grid works on: blocks that share keys together.
+    linear: Any, grid: tuple[Any, Any, Any], key_heads: Any, xcds: int, *, folded: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """(query block, head, sequence, key head) that block number `linear` of a grid works on: blocks that share keys
+    together.
 
     Hardware deals blocks out to `xcds` dies in turn, each with a level-2 cache of its own. Each die gets a contiguous
-    part of the list of all blocks, sorted by sequence, key head (of `group` query heads), query block, query head: so
+    part of the list of all blocks, sorted by sequence, key head (of several query heads), query block, query head: so
     blocks that read the same keys are on one die when the number of (sequence, key head) is a multiple of `xcds`,
     on two at most otherwise unless they are more than a die's share. The place is a permutation of the grid. Numbers
-    are integers or traced i32 (then `smaller` is `fly.minimum`).
+    are integers or traced i32; there are less than `FEW_BLOCKS` blocks unless the grid is `folded`.
     """
+    traced = isinstance(linear, fly.Value)
+    smaller = fly.minimum if traced else min
+    divided = _quotient if traced and not folded else operator.floordiv
     blocks, heads, sequences = grid
+    group = divided(heads, key_heads)
     total = blocks * heads * sequences
     share = total // xcds
     die = linear % xcds
     item = die * share + smaller(die, total - share * xcds) + linear // xcds
     each = blocks * group  # that share keys
-    keys = item // each
+    keys = divided(item, each)
     item = item - keys * each
-    block = item // group
-    sequence = keys // (heads // group)
-    key_head = keys - sequence * (heads // group)
-    return block, key_head * group + (item - block * group), sequence
+    block = divided(item, group)
+    sequence = divided(keys, key_heads)
+    key_head = keys - sequence * key_heads
+    return block, key_head * group + (item - block * group), sequence, key_head
+
+
+def _quotient(a: fly.Value, b: fly.Value) -> fly.Value:
+    """a // b of numbers below `FEW_BLOCKS`, as the compiler is told: a third of the instructions of a floored one."""
+    # vector instructions divide: said to be the same in every lane, or LLVM ends where scalar registers are asked for
+    quotient: fly.Value = fly.first_lane(fly.divide_unsigned(a & (FEW_BLOCKS - 1), b & (FEW_BLOCKS - 1)))
+    return quotient
 
 
 def part(tensor: fly.Tensor, index: Any) -> fly.Tensor:
@@ -232,8 +247,9 @@ def grid(batch: int, heads: int, seq_len: int, block_m: int, splits: int = 1) ->
     return -(-seq_len // block_m), heads, batch * splits
 
 
-def fold_grid(grid: tuple[int, int, int]) -> tuple[tuple[int, int, int], dict[str, bool]]:
-    """(the grid to launch, `folded` as a static parameter if it is): `grid` itself, unless y or z is too large.
+def fold_grid(grid: tuple[int, int, int], most: int | None = None) -> tuple[tuple[int, int, int], dict[str, bool]]:
+    """(the grid to launch, `folded` as a static parameter if it is): `grid` itself, unless y or z is too large, or
+    there are more than `most` blocks, where that is given.
 
     A folded grid's blocks in y and z, together, count the slices (heads of sequences) of `grid`, and less than one
     a z are spare: `slice_of_block` tells. It is for a build of its own, so that others have none of its arithmetic.
@@ -242,7 +258,7 @@ def fold_grid(grid: tuple[int, int, int]) -> tuple[tuple[int, int, int], dict[st
         UnsupportedError: more blocks than can be counted in 31 bits.
     """
     blocks, heads, sequences = grid
-    if max(heads, sequences) <= MAX_GRID_YZ:
+    if max(heads, sequences) <= MAX_GRID_YZ and (most is None or blocks * heads * sequences <= most):
         return grid, {}
     slices = heads * sequences
     if blocks * slices > _MAX_BLOCKS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import fly
 from fly.backends.artefact import Artefact
-from fly.backends.nvvm import tma, wgmma
+from fly.backends.nvvm import cluster, tma, wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     barrier_any,
@@ -200,6 +200,34 @@ def asked(out: fly.Tensor, number: fly.i32):
 
 
 @fly.kernel
+def passed_on(x: fly.Tensor, out: fly.Tensor, *, blocks: int):
+    """out = x, whose lines of 128 each go once round their cluster and to the next block; a line a block of 128."""
+    cluster.declare(blocks)
+    line, thread = 4 * WARPGROUP, fly.thread_id.x
+    own = fly.SharedMemory("own", fly.i32, 128, align=128)
+    come = fly.SharedMemory("come", fly.i32, 128, align=128)
+    arrived = Mbarriers.allocate("arrived", 1, 1)
+    init_all([arrived])
+    cluster.sync()
+    rank = fly.block_id.x % blocks
+    following = (rank + 1) % blocks
+    place = fly.block_id.x * 128 + thread
+    own.store(x.load(place), thread)
+    for step in fly.range(blocks + 1):
+        parity = step % 2
+        fence_async_shared()
+        fly.barrier()
+        with fly.when(thread == 0):
+            cluster.arrive_expecting(arrived, 0, line, following)
+            cluster.copy(come.pointer, own.pointer, line, arrived, 0, following)
+        arrived.wait(0, parity)
+        word = come.load(thread)
+        cluster.sync()
+        own.store(word, thread)
+    out.store(own.load(thread), place)
+
+
+@fly.kernel
 def counted(counters: fly.Tensor, groups: fly.Tensor, last: fly.i32):
     """One thread of every warp counts, up and in a circle; every thread says which warpgroup it is in."""
     with fly.when(elect_one()):
@@ -226,6 +254,7 @@ SMALL = {
         {"stages": 3, "count": 8},
     ),
     "handshake": (handshake, 256, (VECTOR_I32, I32), {}),
+    "passed_on": (passed_on, 128, (VECTOR_I32, VECTOR_I32), {"blocks": 2}),
     "asked": (asked, 256, (VECTOR_I32, I32), {}),
     "counted": (counted, 256, (VECTOR_I32, VECTOR_I32, I32), {}),
 }

@@ -9,7 +9,7 @@ import pytest
 from mlir import ir
 
 import fly
-from fly.backends.nvvm import intrinsics, tma
+from fly.backends.nvvm import cluster, intrinsics, tma
 from fly.backends.nvvm.codegen import convergent
 from fly.backends.nvvm.inline import ptx
 from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring, init_all
@@ -233,10 +233,18 @@ def test_a_position_goes_round_its_ring(stages):
             x.store(at.index, 2 * step)
             x.store(at.phase, 2 * step + 1)
             at = at.next(stages)
+            back = at.before(stages).next(stages)
+            x.store(fly.select((back.index == at.index) & (back.phase == at.phase), 1, 0), 18 + step)
 
-    found = np.zeros(18, np.int32)
+    found = np.zeros(27, np.int32)
     Machine(Program.of(trace(kernel, matrix("i32"), arch="sm_90a"), target("sm_90a")))(flat(found))
-    assert [tuple(pair) for pair in found.reshape(-1, 2)] == [(i % stages, i // stages % 2) for i in range(9)]
+    assert found[18:].all()
+    assert [tuple(pair) for pair in found[:18].reshape(-1, 2)] == [(i % stages, i // stages % 2) for i in range(9)]
+
+
+def test_a_kernel_declares_its_clusters():
+    assert re.search(r"^\.reqnctapercluster 2, 1, 1$", artefact("passed_on").isa, re.M)
+    assert "cluster" not in artefact("counted").isa
 
 
 def test_tensor_maps_stay_where_the_launch_puts_them():
@@ -250,6 +258,16 @@ def test_tensor_maps_stay_where_the_launch_puts_them():
 # what is refused
 
 REFUSED = {
+    "a cluster of one": (
+        lambda box, x, n: cluster.declare(1),
+        ShapeError,
+        "a cluster of 1 blocks; expected 2 to 8",
+    ),
+    "a rank": (
+        lambda box, x, n: cluster.arrive(Mbarriers.allocate("x", 1, 1), 0, n.to(fly.i64)),
+        DTypeError,
+        "rank is <i64>; expected an integer or a traced i32",
+    ),
     "barrier 0": (
         lambda box, x, n: intrinsics.barrier_sync(0, 128),
         ShapeError,

@@ -126,6 +126,28 @@ OPERATIONS = {
         r'"{\0A.reg .pred p;\0Aagain:\0Ambarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\0A@p bra done;\0A'
         r'bra again;\0Adone:\0A}", "r,r,~{memory}" %arg2, %{{.*}} : (i32, i32) -> ()',
     ),
+    "mbarrier_arrive_at": (
+        '"hopper.mbarrier_arrive_at"(%i, %j) : (i32, i32) -> ()',
+        r'"{\0A.reg .b32 there;\0Amapa.shared::cluster.u32 there, $0, $1;\0A'
+        r'mbarrier.arrive.shared::cluster.b64 _, [there];\0A}", "r,r,~{memory}" %arg2, ',
+    ),
+    "mbarrier_arrive_expect_at": (
+        '"hopper.mbarrier_arrive_expect_at"(%i, %j, %i) : (i32, i32, i32) -> ()',
+        r'"{\0A.reg .b32 there;\0Amapa.shared::cluster.u32 there, $0, $2;\0A'
+        r"mbarrier.arrive.expect_tx.shared::cluster.b64 _, [there], $1;\0A}"
+        r'", "r,r,r,~{memory}" %arg2, ',
+    ),
+    "cluster_sync": (
+        '"hopper.cluster_sync"() : () -> ()',
+        r'"barrier.cluster.arrive.release;\0Abarrier.cluster.wait.acquire;", "~{memory}" : () -> ()',
+    ),
+    "copy_at": (
+        '"hopper.copy_at"(%i, %j, %i, %j, %i) : (i32, i32, i32, i32, i32) -> ()',
+        r'"{\0A.reg .b32 there, done;\0Amapa.shared::cluster.u32 there, $0, $4;\0A'
+        r"mapa.shared::cluster.u32 done, $3, $4;\0A"
+        r"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [$1], $2, [done];\0A}"
+        r'", "r,r,r,r,r,~{memory}" %arg2, %[[J:.*]], %arg2, %[[J]], %arg2',
+    ),
     "tma_prefetch": (
         '"hopper.tma_prefetch"(%map) : (!llvm.ptr) -> ()',
         '"prefetch.tensormap [$0];", "l,~{memory}" %{{.*}} : (!llvm.ptr) -> ()',

@@ -9,7 +9,7 @@ import fly
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
-from tests.backends.hopper import Product, asked, copy_box, counted, handshake, product, ring_sum, shifted
+from tests.backends.hopper import Product, asked, copy_box, counted, handshake, passed_on, product, ring_sum, shifted
 
 
 def _is_hopper() -> bool:
@@ -172,6 +172,14 @@ def test_a_named_barrier_tells_all_threads_what_one_knows(number):
     out = torch.full((256,), -1, dtype=torch.int32, device="cuda")
     asked[1, 256](out, number)
     assert torch.equal(out, (torch.arange(256, device="cuda") // 128 == number // 128).int())
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+def test_blocks_of_a_cluster_copy_to_each_other(blocks):
+    x = torch.arange(300 * blocks * 128, dtype=torch.int32, device="cuda")
+    out = torch.zeros_like(x)
+    passed_on[300 * blocks, 128](x, out, blocks=blocks)
+    assert torch.equal(out.view(300, blocks, 128), x.view(300, blocks, 128).roll(1, 1))
 
 
 def test_one_thread_of_each_warp_is_elected():

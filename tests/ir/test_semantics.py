@@ -195,6 +195,14 @@ def test_integer_extrema_absolute_and_ceil_div(pair):
     assert compiled(ceil_div_by_7, ("i32",))(number) == -(-number // 7)
 
 
+@EXAMPLES
+@given(pairs(32))
+def test_division_without_a_sign(pair):
+    a, b = (number & 0xFFFFFFFF for number in pair)
+    assume(b != 0)
+    assert compiled(fly.divide_unsigned, ("i32", "i32"))(*pair) == wrap(a // b, 32)
+
+
 def ceil_div_by_7(a):
     return fly.ceil_div(a, 7)
 

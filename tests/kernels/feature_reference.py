@@ -18,6 +18,7 @@ import torch
 from fly_attention.problem.dropout import scale as scale_of_kept
 from fly_attention.problem.dropout import threshold
 from fly_attention.problem.dropout_mask import dropout_mask
+from tests.kernels.fp8_reference import E4M3, rounded
 from tests.kernels.reference import (
     MAX_SCORES,
     Reference,
@@ -148,6 +149,7 @@ def feature_attention(
     softmax_scale: float | None = None,
     sink: torch.Tensor | None = None,
     max_scores: int = MAX_SCORES,
+    weights: Callable[[torch.Tensor], torch.Tensor] | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -166,6 +168,7 @@ def feature_attention(
         q: (B, Sq, H, D), or with `cu_seqlens_q` (total queries, H, D).
         k, v: (B, Skv, Hkv, D), with `cu_seqlens_kv` (total keys, Hkv, D), or with `block_table`, (B, pages of a
             sequence) i32, pages (N, page size, Hkv, D).
+        weights: what becomes of exp(score - highest score) before they are multiplied with values.
         bias: what broadcasts to (B, H, Sq, Skv); its first key is the first one that counts.
         dropout_p, rng_state: weights after the softmax are times `dropout_mask`, and its scale.
         lengths: `cu_seqlens_q`, `cu_seqlens_kv`, `seqused_q`, `seqused_kv`, `cache_leftpad`, `kv_batch_idx` and
@@ -208,7 +211,12 @@ def feature_attention(
             empty = (scores == -math.inf).all(-1)
             scores = scores.masked_fill(empty[..., None], 0.0)
             total = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
-            probabilities = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)[..., :keys]
+            if weights is None:
+                probabilities = torch.softmax(scores, -1)
+            else:
+                highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(1)
+                probabilities = weights(torch.exp(scores - highest)) * torch.exp(highest - total[..., None])
+            probabilities = probabilities.masked_fill(empty[..., None], 0.0)[..., :keys]
             if dropout_p:
                 shape = (span.batch + 1, heads, rows.stop, keys)
                 kept = dropout_mask(rng_state, shape, dropout_p)[span.batch, some, rows]
@@ -230,10 +238,16 @@ class FeatureReference(Reference):
 def feature_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, **options: Any
 ) -> FeatureReference:
-    """Exact attention in float32 (see `feature_attention`) and the same in the input dtype's distance from it."""
+    """Exact attention in float32 (see `feature_attention`) and the same in the input dtype's distance from it.
+
+    Of e4m3 inputs, the same with weights in e4m3 and out in bf16, see `fp8_reference`.
+    """
     with exact_products():
         out, lse, used = feature_attention(q, k, v, causal, **options)
-    plain, *_ = feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})
+        if q.dtype is E4M3:
+            plain = feature_attention(q, k, v, causal, weights=rounded, **options)[0].to(torch.bfloat16)
+    if q.dtype is not E4M3:
+        plain, *_ = feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})
     return FeatureReference(out, lse, max_difference(plain, out), used)
 
 

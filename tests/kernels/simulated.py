@@ -10,15 +10,17 @@ import torch
 from fly import config
 from fly.runtime.device import CPU, device_for
 from fly.runtime.launch import Launcher
-from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8
+from kernels import flash_attn_interface, flash_attn_sm90, flash_attn_sm90_fp8, flash_attn_sm90_fp8_cache
 from kernels.cache import kv_cache
 from kernels.sm90 import counters as tile_counters
+from kernels.sm90 import transpose_values
 from kernels.work import split_combine
 
 KERNELS = (
     flash_attn_sm90.flash_attn_sm90,
     flash_attn_sm90_fp8.flash_attn_sm90_fp8,
-    flash_attn_sm90_fp8.transpose_values,
+    flash_attn_sm90_fp8_cache.flash_attn_sm90_fp8_cache,
+    transpose_values.transpose_values,
     split_combine.split_combine,
 )
 SEEDS = range(5)  # schedules

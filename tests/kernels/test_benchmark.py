@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from benchmarks import (
+    cascade,
     compare_trees,
     dropout,
     fit_costs,
     flash_attn_decode,
+    llama,
     registers,
     report,
     run_record,
@@ -247,12 +249,21 @@ def test_presets_name_providers():
 
 
 def test_cells_of_gradients():
-    """Lengths 1024, 4096 and 16384 at 64, 128 and 256, causal and full, with the same tokens and channels."""
+    """Lengths 1024 to 16384 at 64, 128 and 256, causal and full, with the same tokens and channels."""
     cells = shapes.BACKWARD_PRESETS["backward"].workloads("bf16", (True, False))
-    assert len(cells) == len(set(cells)) == 18
-    assert {(w.head_dim, w.seq_len) for w in cells} == {(d, s) for d in (64, 128, 256) for s in (1024, 4096, 16384)}
+    assert len(cells) == len(set(cells)) == 30
+    lengths = [1024 << i for i in range(5)]
+    assert {(w.head_dim, w.seq_len) for w in cells} == {(d, s) for d in (64, 128, 256) for s in lengths}
     assert {(w.batch * w.seq_len, w.num_heads * w.head_dim) for w in cells} == {(16384, 2048)}
     assert len(shapes.BACKWARD_PRESETS["backward"].workloads("bf16", (True,), seq_lens=[64], head_dims=[64])) == 1
+
+
+def test_cells_of_gradients_with_shared_heads():
+    """Squares and packed mixtures of 16384 tokens, or one sequence; four query heads to a key head."""
+    cells = shapes.BACKWARD_PRESETS["backward_gqa"].workloads("bf16", (True, False))
+    assert len(cells) == len(set(cells)) == 12 and sum(bool(w.lengths) for w in cells) == 6
+    assert {(w.num_heads, w.num_kv_heads, w.head_dim) for w in cells} == {(32, 8, 128)}
+    assert {sum(q for q, _ in w.lengths) for w in cells if w.lengths} == {16384}
 
 
 def test_host_times(capsys, monkeypatch):
@@ -338,9 +349,10 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
         (["--peers", "FA4", "--provider", "fly"], "--peers and --provider: name the peers with one of them"),
         (
             ["--peers", "nobody"],
-            "no provider is called 'nobody'; providers: 'fly', 'fly sm90', 'fly sm90_wide', 'fly generic', 'SDPA",
+            "no provider is called 'nobody'; providers: 'fly', 'fly gfx950', 'fly sm90', "
+            "'fly sm90_wide', 'fly generic', 'SDPA",
         ),
-        (["--kernel", "gfx950"], "invalid choice: 'gfx950'"),
+        (["--kernel", "gfx942"], "invalid choice: 'gfx942'"),
     ):
         with pytest.raises(SystemExit):
             benchmark.main(flags, pretended(BACKWARD))
@@ -399,7 +411,7 @@ def test_bad_flags(flags, message, capsys):
 def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
-    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers):
+    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *shapes.BACKWARD_PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):

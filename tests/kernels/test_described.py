@@ -10,7 +10,7 @@ import torch
 
 from fly.__main__ import main
 from fly.errors import ArgumentError
-from fly.runtime.prepared import bindings
+from fly.runtime.launch import bindings
 from kernels import commands, described
 from kernels.dispatch import KERNELS
 from kernels.flash_attn_interface import _OPTIONS, flydsl_flash_attn_func
@@ -24,6 +24,7 @@ CALLS = {
     "split_kv": "--num-kv-splits 4",
     "debug_counts": "--debug-counts",
     "descale": "--dtype f8e4m3 --feature descale --head-dim 128",
+    "fp8_accumulate": "--dtype f8e4m3 --feature fp8_accumulate --head-dim 128",
 }
 CALLS |= {name: f"--feature {name}" for name in BY_NAME if name not in CALLS}
 
@@ -37,7 +38,7 @@ def request_of(flags: str):
 
 def build_of(arch: str, flags: str):
     """What a described call binds first."""
-    return described.bindings_of(arch, *described.call_of(request_of(flags)))[0]
+    return described.attention_first(described.bindings_of(arch, *described.call_of(request_of(flags))))[0]
 
 
 def test_every_feature_can_be_described():
@@ -51,7 +52,7 @@ def test_a_described_call_has_its_feature_and_the_kernel_that_dispatch_takes(nam
     assert name in request.features
     arch = "gfx950" if name == "debug_counts" else "sm_90a"
     chosen = commands.choose(arch, request)
-    (first, *_) = described.bindings_of(arch, request, tensors)
+    (first, *_) = described.attention_first(described.bindings_of(arch, request, tensors))
     assert first.kernel.name == f"flash_{chosen.module.removeprefix('.flash_')}"
 
 

@@ -313,6 +313,7 @@ def test_providers_that_need_what_is_not_here(monkeypatch):
         "SDPA cuDNN": None,
         "torch varlen": None,
         "FA2": "not installed (no module flash_attn_2_cuda)",
+        "FA3": "not installed (no module fa3_fwd_interface)",
         "FA4": "not installed (no module flash_attn.cute)",
         "Triton": "not installed (no module triton)",
     }

@@ -15,6 +15,7 @@ from kernels import merging
 from kernels.integrations import flashinfer, vllm
 
 LN2 = math.log(2)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +49,23 @@ def check(result, outs, lses, factor: float = 1.0) -> None:
     torch.testing.assert_close(lse.double() * factor, exact_lse, atol=1e-5, rtol=1e-5)
 
 
-def test_a_thousand_random_splits_are_the_whole():
-    rows, keys, parts, head_dim = 1000, 12, 5, 16
-    scores, values = 5 * torch.randn(rows, keys), torch.randn(rows, keys, head_dim)
-    part_of = torch.randint(parts, (rows, keys)) % torch.randint(1, parts + 1, (rows, 1))
-    outs, lses = torch.empty(parts, rows, 1, head_dim), torch.empty(parts, 1, rows)
-    for part in range(parts):
-        own = scores.masked_fill(part_of != part, -math.inf)
-        lses[part, 0] = torch.logsumexp(own, -1)
-        outs[part, :, 0] = (torch.softmax(own, -1)[..., None] * values).sum(1)  # NaN where there are no keys
-    assert outs.isnan().any()
-    lses[torch.logical_and(lses == -math.inf, torch.rand(lses.shape) < 0.5)] = math.inf
-    out, lse = merge_states(outs, lses)
-    whole = (torch.softmax(scores.double(), -1)[..., None] * values.double()).sum(1)
-    assert (out[:, 0].double() - whole).abs().max() < 1e-5
-    assert (lse[0].double() - torch.logsumexp(scores.double(), -1)).abs().max() < 1e-5
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_thousand_random_splits_are_the_whole(device):
+    with torch.device(device):
+        rows, keys, parts, head_dim = 1000, 12, 5, 16
+        scores, values = 5 * torch.randn(rows, keys), torch.randn(rows, keys, head_dim)
+        part_of = torch.randint(parts, (rows, keys)) % torch.randint(1, parts + 1, (rows, 1))
+        outs, lses = torch.empty(parts, rows, 1, head_dim), torch.empty(parts, 1, rows)
+        for part in range(parts):
+            own = scores.masked_fill(part_of != part, -math.inf)
+            lses[part, 0] = torch.logsumexp(own, -1)
+            outs[part, :, 0] = (torch.softmax(own, -1)[..., None] * values).sum(1)  # NaN where there are no keys
+        assert outs.isnan().any()
+        lses[torch.logical_and(lses == -math.inf, torch.rand(lses.shape) < 0.5)] = math.inf
+        out, lse = merge_states(outs, lses)
+        whole = (torch.softmax(scores.double(), -1)[..., None] * values.double()).sum(1)
+        assert (out[:, 0].double() - whole).abs().max() < 1e-5
+        assert (lse[0].double() - torch.logsumexp(scores.double(), -1)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90a"])

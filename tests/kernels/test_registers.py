@@ -9,7 +9,10 @@ from fly.backends.artefact import Resources
 from tests.backends.builds import needs_ptxas
 
 # those with all registers in use: scalar ones on AMD
-CROWDED = [("gfx942", "softcap, dropout"), pytest.param("sm_80", "plain", marks=needs_ptxas)]
+CROWDED = [
+    ("gfx942", "softcap, dropout"),
+    *(pytest.param("sm_80", form, marks=needs_ptxas) for form in ("plain", "packed")),
+]
 
 
 @pytest.mark.parametrize(("arch", "form"), CROWDED)

@@ -125,7 +125,8 @@ def test_decoding_shows_the_floor_in_percent_of_the_time(tmp_path):
         ("preset,date\n", "has no rows"),
         (
             "preset,date\nfast,2026\n",
-            "preset is 'fast'; expected one of h200, short, chunked, head_dims, generic, backward, decode",
+            "preset is 'fast'; expected one of h200, short, chunked, head_dims, generic, backward, backward_gqa, "
+            "decode",
         ),
         ("preset,date\nh200,2026\n", "has no column batch"),
     ],

@@ -28,7 +28,7 @@ def steps_of(stages, tiles, unroll=1, boundary=None):
         return fly.Stage(stage.name, run, delay=stage.delay, cluster=stage.cluster, past_end=stage.past_end)
 
     def body():
-        cluster = None if boundary is None else lambda number: events.append(boundary(number))
+        cluster = None if boundary is None else lambda number, step: events.append(boundary(number, step))
         fly.Pipeline([record(s) for s in stages], unroll=unroll, boundary=cluster).run(tiles)
 
     trace(body)
@@ -80,13 +80,58 @@ def test_unrolled_steps_have_static_slots_and_places():
 
 def test_clusters_end_with_the_boundary():
     stages = [fly.Stage("copy", nothing), fly.Stage("use", nothing, delay=1, cluster=2)]
-    events = steps_of(stages, 3, boundary=lambda cluster: f"end of {cluster}")
-    ends = ["end of 0", "end of 1", "end of 2"]
+    events = steps_of(stages, 3, boundary=lambda cluster, step: f"end of {cluster} in {step}")
+    ends = ["end of 0 in 0", "end of 1 in 0", "end of 2 in 0"]
     assert [event if isinstance(event, str) else event[0] for event in events] == [
         *("copy", *ends),
-        *("copy", "end of 0", "end of 1", "use", "end of 2"),
-        *("end of 0", "end of 1", "use", "end of 2"),
+        *("copy", "end of 0 in None", "end of 1 in None", "use", "end of 2 in None"),
+        *("end of 0 in None", "end of 1 in None", "use", "end of 2 in None"),
     ]
+
+
+def test_waves_without_a_part_in_the_last_tile_run_what_is_shared():
+    """The step that the last tile has to itself is there twice, and first without the stages of one's own."""
+    events = []
+
+    def record(name, **place):
+        def run(tile, *values):
+            events.append((name, tile.last))
+
+        return fly.Stage(name, run, **place)
+
+    def body(some: fly.i32):
+        stages = [
+            record("copy", past_end=True, shared=True),
+            record("first", delay=1),
+            record("wait", delay=2, shared=True),
+            record("second", delay=2),
+        ]
+        pipeline = fly.Pipeline(stages, boundary=lambda cluster, step: events.append("end"), spares=True)
+        pipeline.run(4, spare=lambda: some > 0)
+        with pytest.raises(PipelineError, match="spare is None; expected one where the pipeline has spares"):
+            pipeline.run(4)
+
+    trace(body, "i32")
+    prologue = [("copy", False), "end", ("copy", False), ("first", False), "end"]
+    loop = [("copy", False), ("first", False), ("wait", False), ("second", False), "end"]
+    assert events == [*prologue, *loop, ("wait", True), "end", ("wait", True), ("second", True), "end"]
+
+
+def test_a_pipeline_of_fewer_tiles_than_it_has_steps():
+    """A count that is known only at run time may be less than the fewest, by less than a turn of the loop."""
+
+    def body(out: fly.Tensor, count: fly.i32):
+        def note(tile):
+            out.store(fly.i32(tile.number) if isinstance(tile.number, int) else tile.number, 0)
+
+        pipeline = fly.Pipeline([fly.Stage("load", nothing), fly.Stage("use", note, delay=2)], unroll=2)
+        pipeline.run(count)
+        out.store(fly.i32(pipeline.rounded(count)), 1)
+
+    for count, wanted in ((1, 2), (2, 2), (3, 4)):
+        out = np.zeros(2, np.int32)
+        Machine(Program.of(trace(body, matrix("i32", 1), "i32"), target("gfx950")))(flat(out, count))
+        assert out.tolist() == [wanted - 1, wanted], count
 
 
 @fly.kernel

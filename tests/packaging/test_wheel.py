@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fly
+from fly.__main__ import main
 from tests.packaging.environments import ROOT, Environment, link_packages, peers, requirements_of
 
 pytestmark = pytest.mark.timeout(1800)  # packages come over a network
@@ -39,6 +40,36 @@ from fly_attention.integrations import transformers as ours
 ours.register()
 assert transformers.AttentionInterface()["fly"] is ours.attention_forward
 """
+HOOK = """
+import torch
+import fly_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+seed = torch.seed()
+q, k, v = (torch.randn(1, 32, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+own = fly_attention.flash_attn_func(q, k, v, causal=True)
+
+def attend():
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+before = attend()
+fly_attention.activate("cpu")
+on = attend()
+fly_attention.deactivate()
+assert torch.equal(on, own) and torch.equal(attend(), before) and not torch.equal(before, own), f"seed {seed}"
+"""
+# of tests/kernels/api/test_hugging_face.py, those that a fresh environment runs: each model and each cache once
+MODELS = (
+    "test_models_of_transformers[Llama-plain]",
+    "test_models_of_transformers[Qwen3, with a window-packed]",
+    "test_models_of_transformers[Gemma 3, with windows-packed]",
+    "test_models_of_transformers[gpt-oss, with sinks-padded]",
+    "test_tokens_of_generate[Llama-dynamic]",
+    "test_tokens_of_generate[Gemma 3, with windows-static]",
+    "test_tokens_of_continuous_batching[gpt-oss, with sinks]",
+    "test_a_model_of_diffusers",
+)
 
 
 def build(command: str, directory: Path, output: Path) -> Path:
@@ -132,15 +163,23 @@ def test_an_exported_kernel_is_loaded_without_any_dependency(wheel, tmp_path):
 import fly, fly_attention
 from fly.errors import MissingPackageError
 print(fly.load({str(path)!r}).artefact.target)
-for package, name in ((fly, "kernel"), (fly_attention, "flash_attn_func")):
+
+@fly.kernel
+def nothing(x: fly.Tensor):
+    pass
+
+def compile():
+    fly.compile(nothing, fly.TensorSpec("f32", 1, 16, True), block=64, target="sm_90a")
+
+for act in (compile, lambda: fly_attention.flash_attn_func):
     try:
-        getattr(package, name)
+        act()
     except MissingPackageError as error:
         print(error)
 """
     target, compiler, attention = here.python(program).splitlines()
     assert target == "sm_90a"
-    assert compiler == "fly.kernel needs the package xtc-mlir-python-bindings: pip install fly-attention"
+    assert compiler == "compiling a kernel needs the package xtc-mlir-python-bindings: pip install fly-attention"
     assert attention == "flash attention needs the package torch: pip install 'fly-attention[torch]'"
 
 
@@ -166,6 +205,32 @@ fly.load({str(path)!r})[1, 64](x)
 assert (x == 1).all()
 """
     here.python(program, FLY_ARCH="gfx950")
+
+
+def test_builds_made_ahead_run_with_the_compiler_uninstalled(wheel, tmp_path):
+    """In the emulator, which needs llvmlite of its own; MLIR and the linker are gone."""
+    spec, builds = tmp_path / "spec.toml", tmp_path / "builds"
+    spec.write_text('targets = ["gfx950"]\n[[call]]\nhead_dim = 64\nseq_len = 32\nnum_heads = 2\n')
+    assert main(["prebuild", "--spec", str(spec), "--into", str(builds), "--jobs", "1"]) == 0
+    needed = ("torch", "numpy", "llvmlite", "tinygrad", "tqdm")
+    here = Environment.make(tmp_path / "env", link_packages(tmp_path / "linked", needed))
+    here.install(wheel)
+    program = f"""
+import importlib.util
+assert not any(map(importlib.util.find_spec, ("mlir", "ziglang", "cuda")))
+{ATTEND}
+from fly.errors import MissingBuildError, MissingPackageError
+import os
+for error, folder in ((MissingBuildError, {str(builds)!r}), (MissingPackageError, "")):
+    os.environ["FLY_PREBUILT"] = folder
+    try:
+        flash_attn_func(q, k, v, softcap=2.0)
+    except error as raised:
+        print(str(raised).splitlines()[0])
+"""
+    missing, package = here.python(program, FLY_ARCH="gfx950", FLY_PREBUILT=str(builds), FLY_CACHE="0").splitlines()
+    assert "flash_attn_gfx950 for gfx950" in missing and "python -m fly prebuild" in missing
+    assert package == "compiling a kernel needs the package xtc-mlir-python-bindings: pip install fly-attention"
 
 
 def test_an_editable_install_has_the_name_kernels_inside_the_checkout_only(tmp_path):
@@ -211,3 +276,19 @@ def test_the_wheel_and_hugging_faces_packages_leave_each_other_whole(wheel, tmp_
 
     here.install(kernels)
     assert here.damage("kernels") == here.damage("fly-attention") == []
+
+
+@pytest.mark.timeout(900)
+def test_models_run_in_a_fresh_environment(wheel, tmp_path, pytestconfig):
+    """torch's hook on and off, and tiny models of transformers and diffusers, on an installed wheel."""
+    kept = pytestconfig.pluginmanager.hasplugin("cacheprovider")
+    others, linked, _ = peers(pytestconfig.cache.mkdir("hugging-face") if kept else tmp_path)
+    here = Environment.make(tmp_path / "env", others, linked, link_packages(tmp_path / "linked", ["pytest"]))
+    here.install(wheel)
+    here.python(HOOK)
+    for path in ("tests/kernels/conftest.py", "tests/kernels/api/test_hugging_face.py"):
+        shutil.copy(ROOT / path, here.home)
+    chosen = [f"test_hugging_face.py::{name}" for name in MODELS]
+    options = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    told = here.python(f"import pytest; raise SystemExit(pytest.main({[*options, *chosen]!r}))")
+    assert f"{len(MODELS)} passed" in told, told

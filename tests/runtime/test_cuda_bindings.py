@@ -1,4 +1,4 @@
-"""What really reaches the CUDA driver: the `cuda-bindings` package over a stub of the driver's library."""
+"""What really reaches the CUDA driver: `cuda-bindings` and ctypes over a stub of the driver's library."""
 
 import importlib.util
 import os
@@ -13,7 +13,10 @@ import pytest
 from fly.runtime.cuda import LAUNCHES_WITHOUT_GRAPH
 
 COMPILER = shutil.which("cc")
+needs_bindings = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no cuda-bindings")
 
+# ends the search for the bindings
+WITHOUT_BINDINGS = "import sys; sys.modules['cuda'] = None\n"
 PROGRAM = """
 from fly.backends.artefact import Artefact
 from fly.errors import CompileError, DeviceError
@@ -64,13 +67,14 @@ def digest(data: Iterable[int]) -> str:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no cuda-bindings")
-def test_the_driver_gets_what_was_asked_for(tmp_path):
+@pytest.mark.parametrize("way", [pytest.param("bindings", marks=needs_bindings), "ctypes"])
+def test_the_driver_gets_what_was_asked_for(tmp_path, way):
     source = Path(__file__).with_name("stub_cuda.c")
     library = tmp_path / "libcuda.so.1"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ["stdbuf", "-o0", sys.executable, "-u", "-c", PROGRAM]
+    program = PROGRAM if way == "bindings" else WITHOUT_BINDINGS + PROGRAM
+    command = ["stdbuf", "-o0", sys.executable, "-u", "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     sizes = [f"22 grid {grid} block 64 2 1 shared 60000" for grid in ("5 6 7", "8 1 1")]
     values = (77).to_bytes(4, "little"), range(128), (1 << 33).to_bytes(8, "little")
@@ -100,3 +104,20 @@ def test_the_driver_gets_what_was_asked_for(tmp_path):
         "DeviceError cuTensorMapEncodeTiled: CUDA_ERROR_STUB: text of the stub (sizes (3, 8), strides (32,) bytes, "
         "box (1, 8), swizzle 0)",
     ], done.stderr
+
+
+def test_a_missing_driver_is_named():
+    program = (
+        WITHOUT_BINDINGS
+        + """
+from fly.runtime import cuda, cuda_driver
+from fly.errors import DeviceError
+cuda_driver._LIBRARY = "libnothing.so.1"
+try:
+    cuda.CudaDevice(0)
+except DeviceError as error:
+    print(error)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "the NVIDIA driver cannot be loaded: libnothing.so.1" in done.stdout, done.stderr

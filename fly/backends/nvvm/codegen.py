@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fly.backends.artefact import Resources
 from fly.backends.llvm import Emitted, Machine, emit
-from fly.errors import CompileError
+from fly.errors import CompileError, DeviceError
 
 TRIPLE = "nvptx64-nvidia-cuda"
 # PTX ISA version: the oldest driver that loads the kernels is one of CUDA 12.3
@@ -27,6 +27,33 @@ def convergent(text: str) -> str:
     return re.sub(r"^(.*\bcall .*\basm sideeffect .*\))((?: #\d+)?(?:, !.*)?)$", r"\1 convergent\2", text, flags=re.M)
 
 
+def assemble(ptx: str, arch: str) -> bytes:
+    """The cubin that ptxas makes of PTX, which drivers load without compiling.
+
+    Raises:
+        DeviceError: ptxas is not on the PATH.
+        CompileError: ptxas rejected the PTX.
+    """
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        raise DeviceError("a cubin is made by ptxas, which is not on the PATH: install the CUDA toolkit's")
+    return _ptxas(ptxas, ptx, arch)[0]
+
+
+def _ptxas(ptxas: str, ptx: str, arch: str) -> tuple[bytes, str]:
+    """(the cubin, ptxas's report)."""
+    with tempfile.TemporaryDirectory(prefix="fly-ptxas-") as directory:
+        source, cubin = (Path(directory, f"kernel.{suffix}") for suffix in ("ptx", "cubin"))
+        source.write_text(ptx)
+        done = subprocess.run(
+            [ptxas, f"-arch={arch}", "-v", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
+        )
+        report = done.stderr + done.stdout
+        if done.returncode != 0:
+            raise CompileError(f"ptxas rejected the kernel for {arch}: {report.strip()[-2000:]}")
+        return cubin.read_bytes(), report
+
+
 def resources(ptx: str, arch: str, shared_bytes: int) -> Resources:
     """Registers and spills as ptxas reports them; unknown (None) where ptxas is not installed.
 
@@ -36,18 +63,7 @@ def resources(ptx: str, arch: str, shared_bytes: int) -> Resources:
     ptxas = shutil.which("ptxas")
     if ptxas is None:
         return Resources(shared_bytes=shared_bytes)
-    with tempfile.TemporaryDirectory(prefix="fly-ptxas-") as directory:
-        source = Path(directory, "kernel.ptx")
-        source.write_text(ptx)
-        done = subprocess.run(
-            [ptxas, f"-arch={arch}", "-v", "-o", str(Path(directory, "kernel.cubin")), str(source)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    report = done.stderr + done.stdout
-    if done.returncode != 0:
-        raise CompileError(f"ptxas rejected the kernel for {arch}: {report.strip()[-2000:]}")
+    _, report = _ptxas(ptxas, ptx, arch)
 
     def number(pattern: str) -> int:
         found = re.search(pattern, report)

@@ -21,6 +21,10 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.mbarrier_arrive` | one arrival |
 | `hopper.mbarrier_arrive_expect` | one arrival, and so many bytes more that the phase waits for |
 | `hopper.mbarrier_wait` | until the phase with this parity has completed |
+| `hopper.mbarrier_arrive_at` | one arrival at the mbarrier of this address in the cluster's block `rank` |
+| `hopper.mbarrier_arrive_expect_at` | the same, and so many bytes more that the phase waits for |
+| `hopper.cluster_sync` | all threads of all blocks of the cluster arrive; memory accesses are ordered across it |
+| `hopper.copy_at` | start copying shared memory to block `rank`; its bytes arrive at an mbarrier there |
 | `hopper.tma_prefetch` | bring a tensor map into the cache that copies read it from |
 | `hopper.tma_load` | start copying a box to shared memory; its bytes arrive at an mbarrier |
 | `hopper.tma_store` | start copying a box from shared memory |
@@ -109,6 +113,19 @@ irdl.dialect @hopper {{
   irdl.operation @mbarrier_wait {{
     %i32 = irdl.is i32
     irdl.operands(address: %i32, parity: %i32)
+  }}
+  irdl.operation @mbarrier_arrive_at {{
+    %i32 = irdl.is i32
+    irdl.operands(address: %i32, rank: %i32)
+  }}
+  irdl.operation @mbarrier_arrive_expect_at {{
+    %i32 = irdl.is i32
+    irdl.operands(address: %i32, bytes: %i32, rank: %i32)
+  }}
+  irdl.operation @cluster_sync {{ }}
+  irdl.operation @copy_at {{
+    %i32 = irdl.is i32
+    irdl.operands(destination: %i32, source: %i32, bytes: %i32, barrier: %i32, rank: %i32)
   }}
   irdl.operation @tma_prefetch {{
     %ptr = irdl.base "!llvm.ptr"

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlir import ir
-
 from fly.backends.nvvm import dialect
 from fly.errors import DTypeError, TargetError
 from fly.ir.context import context, current, emit
 from fly.ir.dtypes import i32
 from fly.ir.memory import Pointer
+from fly.ir.mlir import ir
 from fly.ir.value import Traced, Value
 
 Attribute = int | str | tuple[int, ...]

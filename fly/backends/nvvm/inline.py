@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from mlir import ir
-
 from fly.backends.nvvm.emit import require_hopper
 from fly.ir.context import context, emit
+from fly.ir.mlir import ir
 from fly.ir.value import Traced
 
 

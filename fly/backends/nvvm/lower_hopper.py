@@ -47,6 +47,23 @@ mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
 bra again;
 done:
 }""",
+    "mbarrier_arrive_at": """{
+.reg .b32 there;
+mapa.shared::cluster.u32 there, $0, $1;
+mbarrier.arrive.shared::cluster.b64 _, [there];
+}""",
+    "mbarrier_arrive_expect_at": """{
+.reg .b32 there;
+mapa.shared::cluster.u32 there, $0, $2;
+mbarrier.arrive.expect_tx.shared::cluster.b64 _, [there], $1;
+}""",
+    "cluster_sync": "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;",
+    "copy_at": """{
+.reg .b32 there, done;
+mapa.shared::cluster.u32 there, $0, $4;
+mapa.shared::cluster.u32 done, $3, $4;
+cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [$1], $2, [done];
+}""",
     "tma_prefetch": "prefetch.tensormap [$0];",
     "tma_commit": "cp.async.bulk.commit_group;",
     "tma_wait_read": "cp.async.bulk.wait_group.read <newer>;",

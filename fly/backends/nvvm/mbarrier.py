@@ -83,6 +83,13 @@ class Position:
         """Slot 0 of the first round."""
         return Position(i32(0), i32(0))
 
+    def before(self, stages: int) -> Position:
+        """One slot back."""
+        if stages == 2:
+            return Position(self.index ^ 1, self.phase ^ self.index ^ 1)
+        wraps = self.index == 0
+        return Position(select(wraps, stages - 1, self.index - 1), select(wraps, self.phase ^ 1, self.phase))
+
     def next(self, stages: int) -> Position:
         """One slot on."""
         if stages == 1:

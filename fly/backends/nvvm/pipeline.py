@@ -36,6 +36,9 @@ class KernelAttributes:
         for ours, theirs in (("fly.max_registers", "nvvm.maxnreg"), ("fly.min_blocks", "nvvm.minctasm")):
             if ours in attributes:
                 attributes[theirs] = ir.IntegerAttr.get(i32, ir.IntegerAttr(attributes[ours]).value)
+        if "fly.cluster" in attributes:
+            blocks = ir.IntegerAttr(attributes["fly.cluster"]).value
+            attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get([blocks, 1, 1])
         if "arg_attrs" in attributes:
             attributes["arg_attrs"] = ir.ArrayAttr.get([_in_place(a) for a in ir.ArrayAttr(attributes["arg_attrs"])])
         for name in [name for name in attributes if name.startswith("fly.")]:

@@ -66,17 +66,17 @@ class PanelTile:
         raise LayoutError(f"columns of a panel tile is {columns}; expected a multiple of {K_BYTES // element_bytes}")
 
     @staticmethod
-    def covering(rows: int, columns: int, *, few_lines: bool = False) -> PanelTile:
-        """The tile of 16-bit elements that holds so many columns, and perhaps more, in the fewest bytes.
+    def covering(rows: int, columns: int, element_bytes: int = 2, *, few_lines: bool = False) -> PanelTile:
+        """The tile that holds so many columns, and perhaps more, in the fewest bytes.
 
         Of equals the widest lines. Lines of 32 bytes only where one is enough: copies go by lines, and as many bytes
         in short ones take longer. `few_lines`: in the fewest lines, and of equals the fewest bytes.
         """
-        row = 2 * columns
+        row = element_bytes * columns
         sizes = {swizzle: (-(-row // swizzle), -(-row // swizzle) * swizzle) for swizzle in _MODES}
         swizzles = [swizzle for swizzle in _MODES if swizzle > K_BYTES or row <= swizzle]
         best = min(swizzles, key=lambda s: sizes[s] if few_lines else sizes[s][::-1])
-        return PanelTile(rows, sizes[best][1] // 2, best)
+        return PanelTile(rows, sizes[best][1] // element_bytes, best, element_bytes)
 
     @property
     def panel_columns(self) -> int:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from enum import IntFlag
 
-from mlir import ir
-
 from fly.errors import DTypeError, ShapeError
 from fly.ir.context import emit
 from fly.ir.dtypes import f8e4m3, f32, i1, i16, i32
+from fly.ir.mlir import ir
 from fly.ir.value import Value, from_elements
 
 

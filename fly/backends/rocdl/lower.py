@@ -61,10 +61,13 @@ def _id(op: ir.Operation, b: Builder) -> ir.Value:
 
 
 def _opaque(b: Builder, value: ir.Value) -> ir.Value:
-    """What is in scalar registers, as the compiler cannot know it to be the same every time."""
+    """A value, as the compiler cannot know it to be the same every time: floats in vector registers, others, which
+    all lanes of a wave share, in scalar ones.
+    """
+    element = ir.VectorType(value.type).element_type if isinstance(value.type, ir.VectorType) else value.type
     text = {
         "asm_string": ir.StringAttr.get(""),
-        "constraints": ir.StringAttr.get("=s,0"),
+        "constraints": ir.StringAttr.get("=v,0" if isinstance(element, ir.FloatType) else "=s,0"),
         "has_side_effects": ir.UnitAttr.get(),
     }
     return b.value("llvm.inline_asm", [value], value.type, text)

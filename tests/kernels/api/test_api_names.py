@@ -111,7 +111,12 @@ NAMED = [
     (VLLM, {"out": zeros(6, 4, 40)}, "out must have shape (6, 4, 32) (q's, with v's head_dim), got (6, 4, 40)"),
     (VLLM, {"fa_version": "2"}, "fa_version must be an int, got '2' (str)"),
     (VLLM, {"cp_rank": "x"}, "cp_rank must be an int, got 'x' (str)"),
-    (VLLM, {"cp_tot_seqused_k": OFFSETS}, "cp_tot_seqused_k is not available, as context parallelism is not"),
+    (
+        VLLM,
+        {"cp_tot_seqused_k": OFFSETS},
+        "cp_world_size, cp_rank and cp_tot_seqused_k are for pages, with seqused_k",
+    ),
+    (VLLM, {"cp_rank": 1}, "cp_rank must be from 0 to 0, got 1"),
     (VLLM, {"window_size": 3}, "window_size must be two ints (left, right), got 3 (int)"),
     (VLLM, {"q_descale": torch.ones(2, 2, dtype=torch.float64)}, "q_descale has dtype torch.float64; accepted"),
     (HUB, {"key": zeros(2, 4, 8, 40)}, "query and key must have the same head_dim, got query 32 and key 40"),

@@ -112,7 +112,7 @@ MISTAKES = {
         dense,
         {"q": e4m3(2, 3, 4, 128), "k": e4m3(2, 5, 2, 128), "v": e4m3(2, 5, 2, 128), "q_descale": torch.ones(2, 4)},
         VALUE,
-        "q_descale must have shape (), (1,) or (B, Hkv) = (2, 2), got (2, 4)",
+        "q_descale must have shape (), (1,), (Hkv,) or (B, Hkv) = (2, 2), got (2, 4)",
     ),
     "scales are numbers": (
         cached,
@@ -136,7 +136,7 @@ MISTAKES = {
         cached,
         {"q": e4m3(2, 3, 4, 32), "k": e4m3(2, 3, 2, 32), "v": e4m3(2, 3, 2, 32), "cache_seqlens": 4},
         UNSUPPORTED,
-        "flash_attn_with_kvcache: q has dtype torch.float8_e4m3fn, and appending 8-bit keys is not available: write",
+        "flash_attn_with_kvcache: q has dtype torch.float8_e4m3fn, and only 16-bit keys are appended, to",
     ),
     "gradient of slopes": (
         dense,
@@ -223,7 +223,7 @@ MISTAKES = {
         "vllm.flash_attn_varlen_func: dropout_p must be a probability from 0 up to 1, got 1.5",
     ),
     "vllm: probabilities": (paged, {"return_attn_probs": True}, UNSUPPORTED, "pass return_softmax_lse for the LSE"),
-    "vllm: context parallel": (paged, {"cp_world_size": 2}, UNSUPPORTED, "combine the parts of the ranks by their"),
+    "vllm: context parallel": (paged, {"cp_world_size": 2}, ArgumentError, "cp_tot_seqused_k are for pages, with"),
     "vllm: 8-bit": (
         paged,
         {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 2)},
@@ -234,7 +234,7 @@ MISTAKES = {
         paged,
         {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 4)},
         VALUE,
-        "k_descale must have shape (), (1,) or (B, Hkv) = (2, 2), got (2, 4)",
+        "k_descale must have shape (), (1,), (Hkv,) or (B, Hkv) = (2, 2), got (2, 4)",
     ),
 }
 

@@ -107,29 +107,78 @@ def compare(make: Callable[[str], Any], own: str, given: dict[str, Any], seen: t
             assert gradient.any() and (found[1][name] - gradient).norm() <= 0.2 * gradient.norm()
 
 
+def model_of(name: str, seed: int, attention: str) -> Any:
+    """A model of transformers, the same for every attention."""
+    transformers = importlib.import_module("transformers")
+    importlib.import_module("fly_attention.integrations.transformers").register()
+    config, more = MODELS[name]
+    torch.manual_seed(seed)
+    settings = getattr(transformers, config)(**SIZES, **more)
+    model = transformers.AutoModelForCausalLM
+    return model.from_config(settings, attn_implementation=attention, dtype=torch.bfloat16)
+
+
 @needs_transformers
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(seed, name, kind):
-    transformers = importlib.import_module("transformers")
-    importlib.import_module("kernels.integrations.transformers").register()
-    config, more = MODELS[name]
     torch.manual_seed(seed)
     given = tokens(kind)
+    seen = given["attention_mask"].bool() if kind == "padded" else slice(None)
+    compare(lambda attention: model_of(name, seed, attention), "eager", given, seen)
 
-    def make(attention: str) -> Any:
-        torch.manual_seed(seed)
-        settings = getattr(transformers, config)(**SIZES, **more)
-        model = transformers.AutoModelForCausalLM
-        return model.from_config(settings, attn_implementation=attention, dtype=torch.bfloat16)
 
-    compare(make, "eager", given, given["attention_mask"].bool() if kind == "padded" else slice(None))
+def check_tokens(name: str, seed: int, prompt: list[int], found: list[int]) -> None:
+    """Each of the tokens that follow a prompt is what "eager" takes there, or as likely as far as that can tell."""
+    ids = torch.tensor([prompt + found])
+    with torch.no_grad():
+        plain, exact = model_of(name, seed, "eager").eval(), model_of(name, seed, "eager").float().eval()
+        logits, right = (model(ids).logits[0, len(prompt) - 1 : -1].float() for model in (plain, exact))
+    slack = 4 * (logits - right).abs().max()
+    assert (right.max(-1).values - right.gather(-1, ids[0, len(prompt) :, None])[:, 0] <= slack).all(), f"seed {seed}"
+
+
+GENERATED = 5
+
+
+@needs_transformers
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_generate(seed, name, cache):
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(seed))
+    model = model_of(name, seed, "fly").eval()
+    options = {"max_new_tokens": GENERATED, "do_sample": False, "eos_token_id": -1, "cache_implementation": cache}
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **options)
+    for prompt, row in zip(ids.tolist(), result.tolist()):
+        assert row[: len(prompt)] == prompt and len(row) == len(prompt) + GENERATED
+        check_tokens(name, seed, prompt, row[len(prompt) :])
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3, with windows", "gpt-oss, with sinks"])
+def test_tokens_of_continuous_batching(seed, name, monkeypatch):
+    transformers = importlib.import_module("transformers")
+    ours = importlib.import_module("fly_attention.integrations.transformers")
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, ours.PAGED, None)
+    ours.register(continuous_batching=True)
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(3, 64, (n,), generator=draw).tolist() for n in (5, 3, 9)]
+    results = model_of(name, seed, ours.PAGED).eval().generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(max_new_tokens=GENERATED, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32),
+    )  # fmt: skip
+    found = sorted((result.prompt_ids, result.generated_tokens) for result in results.values())
+    assert [prompt for prompt, _ in found] == sorted(prompts)
+    for prompt, generated in found:
+        assert len(generated) == GENERATED
+        check_tokens(name, seed, prompt, generated)
 
 
 @needs_diffusers
 def test_a_model_of_diffusers(seed):
     diffusers = importlib.import_module("diffusers")
-    importlib.import_module("kernels.integrations.diffusers").register()
+    importlib.import_module("fly_attention.integrations.diffusers").register()
 
     def make(backend: str) -> Any:
         torch.manual_seed(seed)
@@ -157,7 +206,7 @@ def test_a_model_of_diffusers(seed):
 @needs_diffusers
 def test_backends_of_diffusers_have_one_meaning(seed):
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
-    importlib.import_module("kernels.integrations.diffusers").register()
+    importlib.import_module("fly_attention.integrations.diffusers").register()
     torch.manual_seed(seed)
     mask = torch.rand(2, 1, 5, 9) < 0.7
     mask[..., 0] = True

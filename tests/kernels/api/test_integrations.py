@@ -217,6 +217,32 @@ def test_a_static_cache_that_is_being_filled(random):
     right(layer(q, k, v), dense(q, k[:, :4], v[:, :4], causal=True))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str
+)
+def test_continuous_batching(random, options):
+    """A prompt, and sequences that decode: the cache takes new keys, and gives all of each sequence."""
+    queries, keys = [5, 1, 1], [5, 9, 3]
+    q, new, k, v = random(1, 7, 4, 32), random(1, 7, 2, 32), random(17, 2, 32), random(17, 2, 32)
+    written = []
+
+    class Cache:
+        @staticmethod
+        def update(key_states, value_states, layer_idx, kwargs):
+            written.append((key_states, value_states, layer_idx))
+            kwargs |= {name: kwargs[name]["full_attention"] for name in ("cu_seq_lens_k", "max_length_k")}
+            return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+    of_keys = {"cu_seq_lens_k": {"full_attention": int32(0, 5, 14, 17)}, "max_length_k": {"full_attention": 9}}
+    given = {"cu_seq_lens_q": int32(0, 5, 6, 7), "max_length_q": 5, "is_causal": False, **of_keys}
+    module = SimpleNamespace(layer_idx=3)
+    mask = torch.zeros(1, 1, 7, 17)  # what others need, built anyway
+    out = layer(q, new, new, mask, module, cache=Cache(), block_table=None, **given, **options)
+    assert [x.shape for x in written[0][:2]] == [(1, 2, 7, 32)] * 2 and written[0][2] == 3
+    window = (3, -1) if options else (-1, -1)
+    right(out[0], packed(q[0], k, v, queries, keys, causal=True, window_size=window, sink=options.get("s_aux")))
+
+
 REFUSED = {
     "dropout": (
         {"dropout": 1.0},
@@ -224,7 +250,11 @@ REFUSED = {
         "transformers' attention: dropout must be a probability from 0 up to",
     ),
     "weights": ({"output_attentions": True}, UnsupportedError, 'use attn_implementation="eager"'),
-    "paged": ({"cache": object()}, UnsupportedError, "a paged cache .continuous batching. is not available"),
+    "blocks": (
+        {"cache": object(), "block_table": int32(0)},
+        UnsupportedError,
+        r"a table of blocks \(block_table\) is",
+    ),
     "bias": ({"position_bias": torch.zeros(1)}, UnsupportedError, "position_bias is not available: add it to"),
     "head mask": ({"head_mask": torch.zeros(1)}, UnsupportedError, "head_mask is not available: add it to"),
     "2-D mask": ({"mask": torch.ones(2, 7)}, ArgumentError, r"must broadcast to .* \(2, 4, 7, 7\), got shape \(2, 7"),
@@ -260,6 +290,8 @@ def test_register(monkeypatch):
     hub.register("other")
     functions = {"attention": hub.attention_forward, "mask": masks.sdpa_mask}
     assert registered == {"fly": functions, "other": functions}
+    hub.register(continuous_batching=True)
+    assert registered.pop("paged|eager") == {"attention": hub.attention_forward}  # with its own mask
 
 
 def test_register_without_transformers(monkeypatch):

@@ -6,23 +6,19 @@ For any target, without a device of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from fly.backends.artefact import Artefact
-from fly.runtime.arguments import describe_all
 from fly.runtime.compile import compile_kernel
-from fly.runtime.packing import dim3
-from fly.runtime.prepared import Binding
+from fly.runtime.launch import Binding, bindings
+from fly.runtime.planned import planning
 from kernels import flash_attn_generic_bwd as generic
 from kernels.call.checks import check_call
 from kernels.call.operand_gradients import memory_for
 from kernels.flash_attn_interface import OPTION_DEFAULTS
 from kernels.problem.contract import Request, aux_name
-from kernels.work import steps
 from kernels.work.tile_list import LISTS_BY_KEYS
 from tests.kernels.feature_cases import Inputs
 
@@ -59,19 +55,12 @@ def arguments_of(
     return given, call.request
 
 
-def bindings_of(arch: str, inputs: Inputs, causal: bool, of: Sequence[str] = (), **options: Any) -> list[Binding]:
-    """What `flash_attn_generic_bwd.prepare` binds on a target, in order; arguments as of `arguments_of`."""
-    found: list[Binding] = []
-
-    def bind(kernel: Any, grid: Any, threads: int, values: Any, statics: Any, compile: Any) -> SimpleNamespace:
-        specs = tuple(argument.spec for argument in describe_all(kernel.signature, values)[0])
-        found.append(Binding(kernel, dim3(grid, "grid"), dim3(threads, "block"), specs, statics))
-        return SimpleNamespace(launch=None, entry=SimpleNamespace(current_stream=None))
-
-    on_arch = mock.patch.object(generic, "device_of", lambda device: SimpleNamespace(target=arch))
-    unlaunched = mock.patch.object(steps, "together", lambda *_: None)
-    with on_arch, unlaunched, mock.patch.object(steps, "bind", bind):
-        generic.prepare(*arguments_of(inputs, causal, of, **options))
+def bindings_of(
+    arch: str, inputs: Inputs, causal: bool, of: Sequence[str] = (), *, module: Any = generic, **options: Any
+) -> list[Binding]:
+    """What `prepare` of a kernel's module binds on a target, in order; arguments as of `arguments_of`."""
+    with planning(arch), bindings() as found:
+        module.prepare(*arguments_of(inputs, causal, of, **options))
     return found
 
 

@@ -136,7 +136,7 @@ def test_a_call_is_refused_when_it_is_made(emulate, monkeypatch):
     with pytest.raises(UnsupportedError, match="FLY_BACKWARD_KERNEL=generic: the generic kernel takes head_dim 64"):
         flydsl_flash_attn_func(*small(length=10))
     monkeypatch.setenv(config.BACKWARD_KERNEL.name, "sm80")
-    with pytest.raises(ConfigError, match="expected one of '', 'sm90', 'sm90_wide', 'generic'"):
+    with pytest.raises(ConfigError, match="expected one of '', 'gfx950', 'sm90', 'sm90_wide', 'generic'"):
         flydsl_flash_attn_func(*small(length=10))
 
 
@@ -156,7 +156,10 @@ def test_paths_shows_the_table(capsys):
 def test_paths_says_what_is_chosen_and_why_others_are_not(capsys, monkeypatch):
     monkeypatch.delenv(config.BACKWARD_KERNEL.name, raising=False)
     flags = ("--arch", "gfx950", "--head-dim", "128")
-    assert [line.split() for line in shown(capsys, *flags)] == [["gfx950", "generic", "chosen"]]
+    assert [line.split()[:3] for line in shown(capsys, *flags)] == [
+        ["gfx950", "gfx950", "chosen"],
+        ["gfx950", "generic", "could"],
+    ]
     # neither is the backward pass's
     assert "chosen" in shown(capsys, *flags, "--alignment", "2", "--tuning", "daz")[0]
     paged = shown(capsys, *flags, "--feature", "paged")

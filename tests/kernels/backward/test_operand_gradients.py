@@ -11,7 +11,7 @@ import torch
 import fly
 from fly.backends.target import target
 from fly.errors import DerivativeError, DTypeError, UnsupportedError
-from fly.runtime.prepared import bindings
+from fly.runtime.launch import bindings
 from kernels.flash_attn_api import flash_attn_func
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.feature_cases import Inputs, Pair, by_head, stripes

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from fly import config
 from fly.errors import SimulatorReportError
 from fly.runtime.launch import Launcher
 from kernels import flash_attn_interface
 from kernels import flash_attn_sm90_bwd as bwd
+from kernels import flash_attn_sm90_bwd_wide as wide
 from kernels.call import gradients as calls
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
-from kernels.sm90 import turns
+from kernels.sm90 import exchange, turns
 from kernels.sm90.dq_sums import clear_unseen, round_dq
 from kernels.work import row_statistics as rows
 from tests.kernels.feature_cases import Inputs
@@ -41,14 +43,15 @@ def fresh(emulate, monkeypatch):
 
 
 def wrong(
-    seed: int, queries: int, keys: int, causal: bool = False, deterministic: bool = False, **options: Any
+    seed: int, queries: int, keys: int, causal: bool = False, deterministic: bool = False, kernel: str = "sm90"
 ) -> bool:
     """Whether gradients of a call are."""
     inputs = Inputs([queries], [keys], 1, 1, 64, seed=seed)
     q, k, v = inputs.tensors()
     dout = inputs.floats(*q.shape, dtype=q.dtype)
-    found = by_autograd(q, k, v, causal, dout, None, deterministic=deterministic, **options)
-    return bool(gradients(q, k, v, causal, dout, **options).wrong(found))
+    with config.BACKWARD_KERNEL.set_to(kernel):
+        found = by_autograd(q, k, v, causal, dout, None, deterministic=deterministic)
+    return bool(gradients(q, k, v, causal, dout).wrong(found))
 
 
 def wrong_with_lists(seed: int) -> bool:
@@ -72,6 +75,8 @@ CASES: Mapping[str, Callable[[int], bool]] = {
     "in turn": lambda seed: wrong(seed, 70, 140, deterministic=True),
     "in turn, queries without keys": lambda seed: wrong(seed, 150, 40, causal=True, deterministic=True),
     "whole blocks": wrong_with_lists,
+    "clusters": lambda seed: wrong(seed, 300, 100, kernel="sm90_wide"),
+    "clusters in turn": lambda seed: wrong(seed, 70, 140, deterministic=True, kernel="sm90_wide"),
 }
 
 BUGS = (
@@ -138,6 +143,38 @@ BUGS = (
         "fence_async_shared() => pass",
         "causal",
         "proxy-fence",
+    ),
+    Bug(
+        "dS is written over while it is on its way to the other block",
+        exchange.Exchange,
+        "claim",
+        "self.read.wait(at.index, at.phase ^ 1) => pass",
+        "clusters",
+        "shared-race mbarrier-count mbarrier-bytes",
+    ),
+    Bug(
+        "the other block's dS is not waited for",
+        exchange.Exchange,
+        "wait",
+        "self.arrived.wait(at.index, at.phase) => pass",
+        "clusters",
+        "shared-race uninitialised",
+    ),
+    Bug(
+        "P is written over before it has been read",
+        wide._OfValuesInCluster,
+        "meet_before",
+        "barrier_sync(WRITTEN, CONSUMERS * WARPGROUP) => pass",
+        "clusters",
+        "shared-race named-barrier uninitialised",
+    ),
+    Bug(
+        "the second block of a cluster does not wait for its keys' number",
+        turns,
+        "taken",
+        "told.wait(0, 0) => pass",
+        "clusters in turn",
+        "uninitialised shared-race",
     ),
     Bug(
         "keys are masked as the next ones",

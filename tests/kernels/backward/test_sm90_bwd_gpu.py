@@ -110,10 +110,13 @@ def test_launches_one_after_the_other_do_not_meet(seed):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"), [("sm90", 64), ("sm90", 128), ("sm90_wide", 192), ("sm90_wide", 256)]
+)
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_deterministic_gradients_are_the_same_bits_every_time(kv_heads, head_dim, causal, seed):
+def test_deterministic_gradients_are_the_same_bits_every_time(kv_heads, kernel, head_dim, causal, monkeypatch, seed):
     """More blocks than there are multiprocessors wait for one another."""
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel)
     inputs = Inputs([1900] * 3, [2100] * 3, 8, kv_heads, head_dim, seed=seed, device="cuda")
     assert not wrong(inputs, causal, deterministic=True), f"seed {seed}"
     leaves = [x.requires_grad_() for x in inputs.tensors()]

@@ -347,7 +347,7 @@ def test_no_synchronisation(device, seed):
 def build(arch: str, interleaved: bool, alignment: int = 16, head_dim: int = 128):
     heads, tables = (TensorSpec("bf16", rank, alignment, True) for rank in (4, 2))
     lengths, pages = (TensorSpec("i32", rank, 4, True) for rank in (1, 2))
-    specs = (*[heads] * 6, tables, tables, lengths, None, pages)
+    specs = (*[heads] * 6, tables, tables, lengths, None, pages, None, None)
     statics = {
         "head_dim": head_dim,
         "head_dim_v": head_dim,

@@ -17,8 +17,9 @@ import fly
 from fly.errors import ShapeError, UnsupportedError
 from fly.runtime.device import device_for
 from kernels import dispatch
-from kernels.flash_attn_gfx950 import BLOCK_M, WAVE_ROWS, WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_gfx950 import flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.gfx950.options import BLOCK_M, WAVE_ROWS, WAVES, DualWaveOptions
 from kernels.problem.block_mask import BlockMask, create_block_mask
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod

@@ -14,8 +14,9 @@ import torch
 import fly
 from fly.runtime.device import device_for
 from kernels.dispatch import KERNELS
-from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_gfx950 import flash_attn_gfx950
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.gfx950.options import WAVES, DualWaveOptions
 from kernels.problem.features import Features
 from kernels.problem.mods import Mod
 from tests.kernels.feature_cases import DENSE_ONLY, FEATURES, Inputs, by_head, compare, document_mask

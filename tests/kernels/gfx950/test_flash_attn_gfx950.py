@@ -13,8 +13,8 @@ import torch
 
 from fly.errors import ShapeError, UnsupportedError
 from kernels.dispatch import choose
-from kernels.flash_attn_gfx950 import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.gfx950.options import BLOCK_M, BLOCK_N, WAVES, DualWaveOptions
 from kernels.problem.contract import Request
 from tests.kernels.packed import offsets, packed_attention, sequences
 from tests.kernels.reference import check, reference
@@ -172,9 +172,9 @@ def rescales(q, k, v, threshold: float) -> tuple[int, int]:
 @pytest.mark.parametrize("lazy", [True, False])
 def test_rescales_are_counted(lazy, seed):
     """Scores that grow by 3 from tile to tile, in log2 units: few steps of more than 8."""
-    q, k, v = inputs(seed, "f16", (1, 256), (1, 64 * 9), heads=1, largest=1.0)
+    q, k, v = inputs(seed, "f16", (1, 256), (1, 64 * 8), heads=1, largest=1.0)
     q[..., 0] = 2.0
-    k[0, :, 0, 0] = torch.arange(9).repeat_interleave(64) * 3 / 2 * math.sqrt(64) / math.log2(math.e)
+    k[0, :, 0, 0] = torch.arange(8).repeat_interleave(64) * 3 / 2 * math.sqrt(64) / math.log2(math.e)
     counts = torch.tensor([100.0, 0.0])
     out = flydsl_flash_attn_func(q, k, v, False, debug_counts=counts, dualwave_swp_lazy_rescale=lazy)
     kept, taken = rescales(q, k, v, 8.0 if lazy else 0.0)

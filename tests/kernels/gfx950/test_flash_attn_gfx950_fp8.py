@@ -22,9 +22,9 @@ from fly.emulator.banks import MODELS, BankCounter
 from fly.errors import DTypeError, LayoutError, ShapeError, UnsupportedError
 from fly.runtime.device import device_for
 from kernels import dispatch
-from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions
 from kernels.flash_attn_gfx950_fp8 import flash_attn_gfx950_fp8, k_tile, v_tile
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.gfx950.options import WAVES, DualWaveOptions
 from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
@@ -121,8 +121,8 @@ def test_maxima_that_grow(seed, emulated):
     k[0, :, 0, 0] = (torch.arange(6).repeat_interleave(64) * step).to(E4M3)
     counts = torch.zeros(2)
     compare(q, k, v, False, seed, debug_counts=counts)
-    # two waves have rows; the others repeat the last one
-    assert counts[1].item() == 6 * WAVES, f"seed {seed}"
+    # two waves have rows; the others have zeros, whose maximum grows once
+    assert counts[1].item() == 6 * 2 + (WAVES - 2), f"seed {seed}"
 
 
 # instructions
@@ -145,7 +145,7 @@ def test_registers_and_shared_memory(causal, features, split):
     resources = compiled(causal, features, split).resources
     assert (resources.spills, resources.scratch_bytes) == (0, 0)
     assert resources.registers + resources.accum_registers <= 208
-    assert resources.shared_bytes == 33664
+    assert resources.shared_bytes == 67456
 
 
 def run(tiles: int, causal: bool) -> None:

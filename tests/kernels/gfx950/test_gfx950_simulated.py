@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fly.backends.target import target
-from kernels.flash_attn_gfx950 import BLOCK_M, WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_gfx950 import flash_attn_gfx950
+from kernels.gfx950.options import BLOCK_M, WAVES, DualWaveOptions
 from kernels.problem.features import Features
 from tests.kernels.generic.test_generic_simulated import DTYPES, exact
 from tests.kernels.paged import Paged

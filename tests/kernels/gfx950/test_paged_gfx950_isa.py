@@ -17,7 +17,8 @@ import fly
 from fly.emulator.banks import MODELS, BankCounter
 from fly.errors import ShapeError
 from fly.runtime.device import device_for
-from kernels.flash_attn_gfx950 import WAVES, DualWaveOptions, flash_attn_gfx950
+from kernels.flash_attn_gfx950 import flash_attn_gfx950
+from kernels.gfx950.options import WAVES, DualWaveOptions
 from kernels.problem.features import Features
 from tests.kernels.gfx950.test_flash_attn_gfx950_isa import main_loop, steady_state, total
 

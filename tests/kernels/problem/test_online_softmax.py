@@ -13,8 +13,8 @@ import fly
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
 from fly.lang.fragment import AccumulatorLayout
-from kernels.flash_attn_sm90_fp8 import OFFSET
 from kernels.problem.online_softmax import LAZY_LOG2, OnlineSoftmax, margin_of
+from kernels.sm90.fp8_builds import OFFSET
 from tests.simulated import Machine, Program, flat
 from tests.tracing import matrix, trace
 

@@ -18,11 +18,12 @@ from fly.lang.signature import ScalarSpec, TensorMapSpec, TensorSpec
 from fly.runtime.compile import compile_kernel
 from kernels import dispatch, flash_attn_sm90_fp8
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import DECODING, TILES, Fp8Options, has_first_rows, keys_of_block, transpose_values
 from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
 from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
+from kernels.sm90.fp8_builds import DECODING, FAST_TILES, ONES, TILES, Fp8Options, has_first_rows, transposing
+from kernels.sm90.transpose_values import TRANSPOSE_THREADS, keys_of_block, transpose_values
 from kernels.sm90.transposer import Transposer
 from tests.backends.builds import needs_ptxas, run_ptxas
 from tests.kernels.fp8_reference import plain, reference, rounded
@@ -31,19 +32,24 @@ from tests.simulated import Machine, Program, flat
 from tests.tracing import trace
 
 E4M3 = torch.float8_e4m3fn
-every_row = pytest.mark.parametrize("row", TILES, ids=str)
+# rows of TILES, and behind "fast" those of FAST_TILES
+ROWS = [*TILES, *(("fast", *row) for row in FAST_TILES)]
+every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 DECODE = [(64, False, 8), (128, False, 8), (128, True, 4), (256, False, 1)]
 DESCALED = Features(DESCALES)
 OPERANDS = dict.fromkeys(DESCALES, TensorSpec("f32", 2, 4, False)) | {"block_table": TensorSpec("i32", 2, 4, True)}
 
 
 @functools.cache
-def build(options: Fp8Options, split: bool = False, form: str = "dense"):
+def build(options: Fp8Options, split: bool = False, form: str = "dense", lse: bool = True):
     """One build, as `prepare` has it compiled; `form`: dense or packed queries, or packed ones of a dense cache."""
     packed = form != "dense"
     rank = 4 - packed + split
     maps = [TensorMapSpec("f8e4m3", box, t.swizzle) for box, t in zip(options.boxes, options.copied, strict=True)]
-    results = (TensorSpec("f32" if split else "bf16", rank, 16, True), TensorSpec("f32", rank - 1, 4, True))
+    results = (
+        TensorSpec("f32" if split else "bf16", rank, 16, True),
+        TensorSpec("f32", rank - 1, 4, True) if lse else None,
+    )
     offsets = TensorSpec("i32", 1, 16, True) if packed else None
     scalars = [ScalarSpec("i32")] * 3 + [ScalarSpec("f32")]
     operands = [OPERANDS.get(name, TensorSpec("i32", 1, 4, True)) for name in options.features.operands]
@@ -57,7 +63,9 @@ def build(options: Fp8Options, split: bool = False, form: str = "dense"):
 
 
 def row_options(row, features=NO_FEATURES) -> Fp8Options:
-    return replace(options_of(row, TILES[row], Fp8Options), features=features)
+    fast = row[0] == "fast"
+    key = row[fast:]
+    return replace(options_of(key, (FAST_TILES if fast else TILES)[key], Fp8Options), features=features)
 
 
 def accept(artefact, options, directory, spilled: int = 160) -> str:
@@ -94,7 +102,7 @@ def test_parts_are_accepted_too(tmp_path):
 @pytest.mark.parametrize(("head_dim", "causal", "pack"), DECODE)
 def test_decode_builds_are_accepted_too(head_dim, causal, pack, tmp_path):
     options = replace(decode_options(head_dim, head_dim, causal, pack, Fp8Options), combines=True)
-    for options_ in (options, *([replace(options, first_rows=True)] if options.products == 1 else [])):
+    for options_ in (options, *([replace(options, first_rows=True)] if len(options.products) == 1 else [])):
         accept_decoding(build(replace(options_, features=DESCALED), split=True), options, tmp_path)
 
 
@@ -115,7 +123,7 @@ CACHES = [
 def test_builds_for_caches_are_accepted_too(head_dim, names, page_size, form, split, tmp_path):
     options = decode_options(head_dim, head_dim, form == "packed", 8, Fp8Options)
     options = replace(options, features=Features(names), page_size=page_size, combines=split)
-    options = replace(options, first_rows=options.products == 1)
+    options = replace(options, first_rows=len(options.products) == 1)
     artefact = build(options, split, form)
     accept_decoding(artefact, options, tmp_path)
     # rows of V that are not the sequence's are cleared before the tile is turned
@@ -169,16 +177,29 @@ def test_which_builds_have_first_rows_only():
 def test_products_and_conversions_are_what_the_mathematics_needs(row):
     options, isa = row_options(row), build(row_options(row)).isa
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.f32\.e4m3\.e4m3", isa)
-    assert {int(n) for n in found} == {options.block_n, options.piece}
+    assert {int(n) for n in found} == {options.block_n, *options.products}
     loops = 2 if options.causal else 1
     # scores: first tile, main loops, next tile; output: main loops, next tile, last tile
-    assert len(found) == (loops + 2) * (options.head_dim + options.block_n * options.products) // 32
+    assert len(found) == (loops + 2) * (options.head_dim + options.block_n * len(options.products)) // 32
     # P of each tile of scores: 64 rows of block_n, in 128 threads, two at a time
     assert isa.count("cvt.rn.satfinite.e4m3x2.f32") == (loops + 2) * options.block_n // 4
 
 
-@pytest.mark.parametrize("row", [row for row in TILES if row[0] != 128], ids=str)
-def test_the_output_comes_first_where_a_build_says_so(row):
+def test_which_sums_are_columns_of_ones():
+    """Eight columns in the same product as V's, where a product has so many, and a build says so."""
+    for row in ((96, 96, False, 2, None), ("fast", 64, 64, True, 3, None), ("fast", 128, 128, False, 2, None)):
+        options = row_options(row)
+        assert options.products == (options.head_dim + ONES,) and options.tiles[2].rows == options.head_dim + ONES
+    wide = row_options(("fast", 256, 256, False, 2, None))
+    assert (wide.products, wide.ones) == ((256,), 0)
+    pieces = replace(row_options((192, 192, False, 2, None)), sums=True)
+    assert pieces.products == (32, 32, 32, 32, 32, 32 + ONES)
+    assert replace(pieces, sums=False).products == (32,) * 6
+    assert decode_options(128, 128, False, kind=Fp8Options).ones == 0
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] != 128], ids=str)
+def test_the_output_comes_first_where_it_is_several_products(row):
     options, isa = row_options(row), build(row_options(row)).isa
     found = [int(n) for n in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", isa)]
     scores = len(list(itertools.takewhile(lambda n: n == options.block_n, found)))
@@ -204,30 +225,54 @@ def test_decoding_has_a_build_for_every_head_dimension():
 def test_sums_in_accumulators_are_of_128_keys():
     decoding = [decode_options(dim, dim, False, kind=kind) for kind in (Sm90Options, Fp8Options) for dim in (64, 128)]
     assert [options.block_n for options in decoding] == [160, 80, 128, 128]
-    with pytest.raises(ShapeError, match="block_n is 160; expected at most 128"):
+    with pytest.raises(ShapeError, match="block_n is 160; expected at most 128 where not chained"):
         replace(row_options((64, 64, False, 3, None)), block_n=160)
 
 
-def test_lazy_maxima_would_leave_the_range_of_8_bits():
-    with pytest.raises(
-        ShapeError, match="rescale is 'rows'; expected 'always' with 8-bit probabilities, which end at"
-    ):
+def test_lazy_maxima_are_for_chains_whose_probabilities_stay_in_the_range_of_8_bits():
+    with pytest.raises(ShapeError, match="rescale is 'rows'; expected 'always' where not chained, as O is added in"):
         replace(row_options((128, 128, False, 2, None)), rescale="rows")
+    lazy = row_options(("fast", 128, 128, False, 2, None))
+    with pytest.raises(ShapeError, match="offset is 8; expected less than 8 where maxima are lazy"):
+        replace(lazy, rescale="rows", offset=8)
 
 
-def test_an_output_that_comes_first_waits_for_no_exponentials():
-    with pytest.raises(ShapeError, match="hold is True; expected False with output_first"):
+def test_several_products_wait_for_no_exponentials():
+    with pytest.raises(ShapeError, match="hold is True; expected False with several products"):
         replace(row_options((256, 256, False, 2, None)), hold=True)
+
+
+def test_warps_that_transpose():
+    """None where V comes transposed, two of the producer's, or where memory decides a warpgroup of their own."""
+    plain = row_options((128, 128, False, 2, None))
+    own, decoding = transposing(plain), decode_options(128, 128, False, kind=Fp8Options)
+    assert [(x.helpers * x.helper_warps, x.threads) for x in (plain, own, decoding)] == [(0, 384), (2, 384), (4, 384)]
+    with pytest.raises(ShapeError, match="transposers is 3; expected 0, 1, 2 or 4"):
+        replace(own, transposers=3)
+    with pytest.raises(ShapeError, match="transposed_stages is 2; expected 0 without transposers and only so"):
+        replace(own, transposers=0)
+
+
+@every_row
+def test_what_transposes_has_room_for_it(row):
+    """With tiles of 128 keys at least, and two slots but for the widest heads."""
+    options = transposing(row_options(row))
+    assert options.tile_bytes + 2048 <= target("sm_90a").shared_bytes
+    assert options.block_n >= min(128, row_options(row).block_n)
+    assert options.transposed_stages == 2 or options.head_dim == 256
 
 
 @every_row
 def test_boxes_are_the_tiles(row):
+    """V's without its columns of ones; what transposes it copies it as K."""
     options = row_options(row)
     for tile, box in zip(options.tiles, options.boxes, strict=True):
         assert (tile.element_bytes, box[-1]) == (1, tile.swizzle)
     _, k, v = options.tiles
-    assert (v.rows, v.columns) == (options.head_dim_v, options.block_n)
-    assert options.boxes[1][1] == k.rows == options.block_n and options.boxes[2][2] == v.rows
+    assert (v.rows, v.columns) == (options.head_dim_v + options.ones, options.block_n)
+    assert options.boxes[1][1] == k.rows == options.block_n and options.boxes[2][2] == options.head_dim_v
+    own = transposing(options)
+    assert own.boxes[2] == (1, own.block_n, 1, own.raw_tile.swizzle)
 
 
 # turned values
@@ -238,7 +283,7 @@ def test_values_are_turned_in_the_order_of_registers(dim, keys):
     """Every byte pattern; what is past the last key is zero, and nothing past the end of `turned` is written."""
     padded = keys + -keys % 16
     specs = TensorSpec("f8e4m3", 4, 16, True), TensorSpec("f8e4m3", 4, 16, True)
-    block = (flash_attn_sm90_fp8.TRANSPOSE_THREADS, 1, 1)
+    block = (TRANSPOSE_THREADS, 1, 1)
     module = trace(transpose_values.function, *specs, arch="sm_90a", block=block[0], head_dim=dim)
     values = np.random.default_rng(keys).integers(-128, 128, (2, keys, 3, dim), np.int8)
     turned = np.full((2, 3, dim, padded), 77, np.int8)
@@ -312,24 +357,14 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     assert dispatch.choose("sm_90a", REQUEST).name == "sm90_fp8"
     assert dispatch.choose("sm_90a", replace(REQUEST, features=("split_kv",), head_dim=256)).name == "sm90_fp8"
     for change, text in [
-        ({"features": ("packed",)}, "does packed sequences .* at most 16 queries, as in decoding, not 300: call it"),
-        ({"features": ("window",)}, "sm90_fp8 kernel does not do sliding windows"),
-        ({"kv_pitch": 4 << 20}, "takes keys less than 4194304 bytes apart, not 4194304: make k and v contiguous"),
-        ({"head_dim": 96}, "sm90_fp8 kernel takes head_dim 64, 128, 256, not 96: pad q, k and v with zeros to"),
+        ({"features": ("dropout",)}, "sm90_fp8 kernel does not do dropout"),
+        ({"head_dim": 80}, "sm90_fp8 kernel takes head_dim 64, 96, 128, 192, 256, not 80: pad q, k and v with"),
         ({"dtype": "bf16"}, "the generic kernel does not do scales of 8-bit inputs"),
+        ({"dtype": "bf16", "features": ("fp8_accumulate",)}, "does not do sums of 8-bit products with fewer bits"),
         ({"dtype": "f8e5m2"}, "takes q of f8e4m3, not f8e5m2: convert with"),
     ]:  # fmt: skip
         with pytest.raises(UnsupportedError, match=text):
             dispatch.choose("sm_90a", replace(REQUEST, **change))
-    # 16 queries of 4 heads are the rows of a tile; of a group of 6, two heads are rows of one
-    for heads, queries in ((2, 64), (8, 16), (12, 32), (256, 1)):
-        cached = replace(REQUEST, num_heads=heads, seq_len=queries, features=dispatch.OF_CACHES)
-        assert dispatch.choose("sm_90a", cached).name == "sm90_fp8"
-        text = (
-            rf"does padding at the left .* at most {queries} queries, as in decoding, not {queries + 1}: cut it off"
-        )
-        with pytest.raises(UnsupportedError, match=text):
-            dispatch.choose("sm_90a", replace(cached, seq_len=queries + 1))
     with pytest.raises(UnsupportedError, match="the generic kernel takes q of bf16, f16, not f8e4m3: convert with"):
         dispatch.choose("sm_80", REQUEST)
 
@@ -339,7 +374,7 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
     [
         (1.0, ArgumentTypeError, "k_descale must be a torch.Tensor, got float"),
         (torch.ones(1, dtype=torch.float64), ArgumentTypeError, "k_descale has dtype torch.float64; accepted: "),
-        (torch.ones(2), ArgumentError, r"must have shape \(\), \(1,\) or \(B, Hkv\) = \(2, 2\), got \(2,\)"),
+        (torch.ones(3), ArgumentError, r"shape \(\), \(1,\), \(Hkv,\) or \(B, Hkv\) = \(2, 2\), got \(3,\)"),
         (torch.ones(2, 4), ArgumentError, r"k_descale must have shape .* got \(2, 4\)"),
         (torch.ones(1, device="meta"), ArgumentError, "k_descale is on device 'meta'"),
     ],
@@ -373,7 +408,7 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
     tensors = {"q": q, "k": k, "v": v, "out": out, **dict.fromkeys(DESCALES, scales)}
     launch = flash_attn_sm90_fp8.prepare(tensors, request)
 
-    (turn, grid, threads, arguments, statics, _), (kernel, _, _, _, forward, _), *_ = made.bound
+    (kernel, _, _, _, forward, _), *_, (turn, grid, threads, arguments, statics, _) = made.bound
     assert (turn.name, grid, threads, statics) == ("transpose_values", (2, 2, 2), 128, {"head_dim": 128})
     assert arguments[1].shape == (2, 2, 128, 304) and arguments[1].dtype == E4M3
     options = forward["options"]
@@ -400,23 +435,29 @@ def test_what_is_bound_and_where_addresses_go(made, splits):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decoding_is_one_launch_that_reads_v_as_it_lies(made, splits):
-    """Nothing is turned beforehand: the workspace is for parts alone, and the kernel puts them together."""
-    q, k, v = inputs(seq_len=1, keys=300, heads=8, dim=128)
+@pytest.mark.parametrize(("queries", "form"), [(1, "dense"), (300, "seqused")])
+def test_one_launch_reads_v_as_it_lies(made, queries, form, splits):
+    """In decoding, whose workspace is for parts that it puts together itself, and where sequences are parts."""
+    q, k, v = inputs(seq_len=queries, keys=300, heads=8, dim=128)
     out = torch.empty(q.shape, dtype=torch.bfloat16)
     scales = torch.ones(2, 2)
-    request = replace(REQUEST, seq_len=1, num_kv_splits=splits)
+    features = ("descale",) if form == "dense" else ("descale", form)
+    request = replace(REQUEST, seq_len=queries, num_kv_splits=splits, features=features)
     tensors = {"q": q, "k": k, "v": v, "out": out, **dict.fromkeys(DESCALES, scales)}
     launch = flash_attn_sm90_fp8.prepare(tensors, request)
-    ((kernel, _, threads, _, statics, _),) = made.bound
-    options = statics["options"]
-    assert (kernel.name, threads, options.combines) == ("flash_attn_sm90_fp8", 384, splits > 1)
-    assert made.maps[1:] == [((2, 300, 2, 128), (1, 128, 1, 128))] * 2
+    (kernel, _, threads, _, statics, _), *others = made.bound
+    options, decodes = statics["options"], queries == 1
+    combines = options.combines
+    assert (kernel.name, threads, combines) == ("flash_attn_sm90_fp8", options.threads, decodes and splits > 1)
+    assert options.transposers == (4 if decodes else 2)
+    assert [other[0].name for other in others] == ["split_combine"] * (splits > 1 and not combines)
+    assert made.maps[1] == made.maps[2] and made.maps[1][0] == (2, 300, 2, 128)
 
-    parts = 4 * 2 * 8 * splits * (128 + 1) if splits > 1 else 0
-    assert parts <= launch.workspace_bytes < parts + 256
+    parts = 4 * 2 * 8 * queries * splits * (128 + 1) if splits > 1 else 0
+    assert parts <= launch.workspace_bytes < parts + 512
     workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8) if splits > 1 else None
     launch.run({**tensors, "workspace": workspace}, 7)
-    ((_, addresses, stream),) = made.launched
+    (_, addresses, stream), *rest = made.launched
     assert addresses[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and stream == 7
-    assert addresses[-4:] == ("counters of 7" if splits == 1 else out.data_ptr(), *[scales.data_ptr()] * 3)
+    assert addresses[-4:] == (out.data_ptr() if combines else "counters of 7", *[scales.data_ptr()] * 3)
+    assert [name for name, *_ in rest] == ["split_combine"] * len(others)

@@ -13,6 +13,7 @@ from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
 from kernels.problem.catalogue import DESCALES
 from kernels.sm90.builds import options_of
+from kernels.sm90.fp8_builds import TILES, transposing
 from tests.kernels.fp8_reference import reference
 from tests.kernels.reference import check
 
@@ -37,21 +38,22 @@ def wrong(generator, q, k, v, causal, **options) -> str | None:
     return None if report.ok else f"seed {generator.initial_seed()}: {report}"
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lengths(dim, causal, shape, generator):
     assert wrong(generator, *inputs(generator, *shape, dim), causal) is None
 
 
-@pytest.mark.parametrize("row", flash_attn_sm90_fp8.TILES, ids=str)
-def test_every_build(row, generator, monkeypatch):
+@pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.parametrize("row", TILES, ids=str)
+def test_every_build(row, transposes, generator, monkeypatch):
     """Whatever the shape, also with values that add up, scales, heads in a tile and split keys."""
 
     def build(request, units, typical, table, kind):
         pack = 2 if request.num_heads > request.num_kv_heads else 1
         options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.static_features)
-        return options, request.num_kv_splits
+        return transposing(options) if transposes else options, request.num_kv_splits
 
     monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", build)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
@@ -66,7 +68,7 @@ def test_every_build(row, generator, monkeypatch):
         assert wrong(generator, q, k, v.float().abs().to(E4M3), causal) is None
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 2), (8, 8)], ids=str)
 @pytest.mark.parametrize("splits", [1, 3, 0])
 def test_groups_and_splits(dim, heads, splits, generator):
@@ -86,7 +88,7 @@ def before_nan(tensor, keys):
 DECODING = [(8, 1, 1), (16, 2, 3), (6, 2, 7), (4, 4, 40)]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("keys", [1, 5, 16, 100, 128, 129, 900, 4000])
 @pytest.mark.parametrize("splits", [1, 3, 0])
 def test_decoding(dim, keys, splits, generator):
@@ -97,7 +99,7 @@ def test_decoding(dim, keys, splits, generator):
         assert wrong(generator, q, k, v, True, num_kv_splits=splits) is None
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("splits", [1, 2, 0])
 def test_decoding_of_many_tiles_a_block(dim, splits, generator):
     """More tiles than multiprocessors; split, more than combine themselves."""
@@ -105,7 +107,7 @@ def test_decoding_of_many_tiles_a_block(dim, splits, generator):
     assert wrong(generator, *tensors, True, num_kv_splits=splits) is None
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_each_key_has_its_own_values(dim, generator):
     """Scores so far apart that a query takes one key's values, exactly: where each byte of V goes."""
     keys = 200
@@ -131,7 +133,7 @@ def test_scales(shape, splits, generator):
         assert wrong(generator, *tensors, False, v_descale=scales["v_descale"]) is None
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_flash_attentions_functions_take_scales(dim, generator):
     q, k, v = inputs(generator, 200, 400, dim)
     scales = {name: torch.rand(2, 2, device="cuda", generator=generator) + 0.25 for name in DESCALES}
@@ -142,7 +144,7 @@ def test_flash_attentions_functions_take_scales(dim, generator):
         assert report.ok, f"seed {generator.initial_seed()}: {report}"
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_values_of_one_sign(dim, generator):
     """Which add up: what products cut off does as well."""
     for queries, keys in ((4, 8192), (64, 8192), (4096, 4096)):
@@ -179,5 +181,19 @@ def test_a_captured_call_can_be_replayed(queries, keys, generator):
 
 def test_what_is_not_done_is_refused(generator):
     q, k, v = inputs(generator, 64, 64, 128)
-    with pytest.raises(UnsupportedError, match="sm90_fp8 kernel does not do sliding windows"):
-        flydsl_flash_attn_func(q, k, v, window_size=(16, 0))
+    with pytest.raises(UnsupportedError, match="sm90_fp8 kernel does not do dropout"):
+        flydsl_flash_attn_func(q, k, v, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_errors_of_shifted_values_grow_with_the_keys_of_fast_sums_alone(dim, generator):
+    """At 8192 keys: in float32 they stay where rounding has them, centred ones in both."""
+    q, k, v = (x[:1, :, :2] for x in inputs(generator, 256, 8192, dim))
+    for shift, most in ((0.0, {"float32": 6e-4, "fast": 6e-4}), (1.0, {"float32": 4e-3, "fast": 2e-1})):
+        values = (v.float() + shift).to(E4M3)
+        wanted = reference(q, k, values, causal=False).out
+        for how, limit in most.items():
+            out = flydsl_flash_attn_func(q, k, values, False, fp8_accumulate=how)
+            error = (out.float() - wanted).square().mean().sqrt().item()
+            assert error <= limit, f"seed {generator.initial_seed()}: {how}, shift {shift}: {error}"
+    assert error > 2e-2  # of fast sums of shifted values, which is what the default is for

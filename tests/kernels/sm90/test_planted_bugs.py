@@ -150,7 +150,7 @@ def fp8(force) -> bool:
 
 def fp8_decoding(force) -> bool:
     """V is turned by a warpgroup of the kernel."""
-    force(consumers=1, block_n=64, stages=2, q_stages=2, transposed_stages=1, ping_pong=False)
+    force(consumers=1, block_n=64, stages=2, q_stages=2, transposed_stages=1, transposers=4, ping_pong=False)
     q, k, v = narrow(64)
     keys = torch.tensor([170, 31], dtype=torch.int32)
     out, lse = flydsl_flash_attn_func(q[:, :20], k, v, False, return_lse=True, seqused_kv=keys)
@@ -334,7 +334,7 @@ BUGS = (
         "warps do not wait for what the others clear",
         flash_attn_sm90,
         "clear_tail",
-        "barrier_sync(index + barrier, WARPGROUP) => pass",
+        "barrier_sync(index + barrier, threads) => pass",
         "packed",
         "shared-race",
     ),
@@ -521,8 +521,8 @@ BUGS = (
     Bug(
         "lse is in base 2",
         Fp8Consumer,
-        "_finish",
-        "* scale), lse => * scale), lse.map(lambda x: x * 1.442695)",
+        "_finished",
+        "of_values))), lse => of_values))), lse.map(lambda x: x * 1.442695)",
         "fp8",
         "wrong",
     ),
@@ -554,7 +554,7 @@ BUGS = (
         "a raw slot is released before it is read",
         Transposer,
         "_transpose",
-        "words = transpose.load(memory) => raw.ring.release(raw_at); words = transpose.load(memory)",
+        "raw.ring.wait(raw_at) => raw.ring.wait(raw_at); raw.ring.release(raw_at)",
         "fp8_decoding",
         "shared-race mbarrier-count deadlock",
     ),

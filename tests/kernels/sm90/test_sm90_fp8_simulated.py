@@ -10,8 +10,9 @@ import torch
 from kernels import flash_attn_interface, flash_attn_sm90_fp8
 from kernels.flash_attn_api import flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.problem.catalogue import DESCALES
+from kernels.problem.catalogue import DESCALES, FP8_SUMS
 from kernels.sm90.builds import options_of
+from kernels.sm90.fp8_builds import FAST_TILES, TILES, transposing
 from tests.kernels.fp8_reference import reference, references
 from tests.kernels.packed import offsets
 from tests.kernels.paged import Paged
@@ -21,6 +22,7 @@ from tests.kernels.simulated import in_every_schedule, simulated  # noqa: F401
 KERNEL = "sm90_fp8"
 E4M3 = torch.float8_e4m3fn
 dims = pytest.mark.parametrize("dim", [64, 128, 256])
+TABLES = dict(zip(FP8_SUMS, (TILES, FAST_TILES)))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -67,23 +69,34 @@ def test_scales_of_tensors_that_are_zero(scale, causal):
     assert wrong(q[:, :1], k, v, causal, k_descale=torch.tensor(scale), num_kv_splits=2) is None
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("row", flash_attn_sm90_fp8.TILES, ids=str)
-def test_every_build(row, splits, monkeypatch, seed):
+BUILDS = [
+    (how, *key, splits, transposes)
+    for how in FP8_SUMS
+    for key in TABLES[how]
+    for splits, transposes in ((1, False), (1, True), (2, False), (2, True))
+]
+
+
+@pytest.mark.sample(7)  # no divisor of the ways in which rows are run
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_every_build(build, monkeypatch, seed):
     """Whatever the shape: more rows than a tile, more keys than two tiles."""
+    how, *key, splits, transposes = build
+    dim, _, causal, consumers, _ = key
 
-    def build(request, units, typical, table, kind):
+    def chosen(request, units, typical, table, kind):
         pack = 1 if splits == 1 else 2
-        options = replace(options_of(row, table[row], kind), pack_gqa=pack, features=request.static_features)
-        return options, request.num_kv_splits
+        options = replace(
+            options_of(tuple(key), table[tuple(key)], kind), pack_gqa=pack, features=request.static_features
+        )
+        return transposing(options) if transposes else options, request.num_kv_splits
 
-    monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", build)
+    monkeypatch.setattr(flash_attn_sm90_fp8, "build_for", chosen)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    dim, _, causal, consumers, _ = row
     q = random(1, 64 * consumers + 9, 2, dim)
     k, v = random(1, 261, 1, dim), random(1, 261, 1, dim)
-    assert wrong(q, k, v, causal, num_kv_splits=splits, **scales_of(1)) is None, f"seed {seed}"
+    options = {"num_kv_splits": splits, "fp8_accumulate": how} | scales_of(1)
+    assert wrong(q, k, v, causal, **options) is None, f"seed {seed}"
 
 
 @dims

@@ -20,12 +20,12 @@ from kernels import create_block_mask
 from kernels.dispatch import choose
 from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import checked, flydsl_flash_attn_func
-from kernels.flash_attn_sm90_fp8 import TILES as FP8_TILES
-from kernels.flash_attn_sm90_fp8 import Fp8Options
 from kernels.problem.contract import Request
 from kernels.problem.features import Features
 from kernels.problem.mask import TileRange
 from kernels.sm90.builds import build_for
+from kernels.sm90.fp8_builds import TILES as FP8_TILES
+from kernels.sm90.fp8_builds import Fp8Options
 from tests.kernels.acceptance import EMULATED, failure
 from tests.kernels.work.batch_invariance import FEATURES, Batch, same_bits
 

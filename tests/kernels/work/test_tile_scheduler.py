@@ -160,7 +160,9 @@ def test_the_splits_of_a_block_are_its_tiles(causal, queries, keys, splits):
 def places(blocks: int, key_heads: int, group: int, sequences: int, xcds: int) -> list[tuple[int, int, int]]:
     """What each block works on, in the order in which hardware starts them."""
     shape = (blocks, key_heads * group, sequences)
-    return [shared_keys_place(i, shape, group, xcds) for i in range(blocks * key_heads * group * sequences)]
+    found = [shared_keys_place(i, shape, key_heads, xcds) for i in range(blocks * key_heads * group * sequences)]
+    assert all(key_head == head // group for _, head, _, key_head in found)
+    return [place[:3] for place in found]
 
 
 grids = (st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9))
@@ -197,16 +199,17 @@ def test_a_die_takes_the_blocks_of_a_group_in_order(blocks, key_heads, group, se
         last[key] = block
 
 
-def test_places_of_traced_blocks():
+@pytest.mark.parametrize("folded", [False, True])
+def test_places_of_traced_blocks(folded):
     """The same in a kernel, for every block of a grid."""
-    shape, group, xcds = (3, 6, 4), 2, 8
+    shape, key_heads, xcds = (3, 6, 4), 3, 8
 
     def body(out: fly.Tensor):
         linear = fly.block_id.x
-        place = shared_keys_place(linear, tuple(fly.i32(n) for n in shape), group, xcds, fly.minimum)
+        place = shared_keys_place(linear, tuple(fly.i32(n) for n in shape), fly.i32(key_heads), xcds, folded=folded)
         for i, value in enumerate(place):
             out.store(value, linear, i)
 
-    out = np.full((72, 3), -1, np.int32)
+    out = np.full((72, 4), -1, np.int32)
     Machine(Program.of(trace(body, matrix("i32", 2)), target("gfx950")))(flat(out), (72, 1, 1))
-    assert [tuple(row) for row in out.tolist()] == [shared_keys_place(i, shape, group, xcds) for i in range(72)]
+    assert [tuple(row) for row in out.tolist()] == [shared_keys_place(i, shape, key_heads, xcds) for i in range(72)]

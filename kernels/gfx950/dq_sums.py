@@ -1,0 +1,101 @@
+"""Sums of dQ in float32, to which blocks of keys add tile by tile, in the order in which waves hold them.
+
+A tile of 32 queries is a section of 32 rows of `sums`, (B, H, rows, D) f32; of packed sequences (1, H, rows, D),
+where `work.query_tiles` says which tiles a sequence has. Of its columns, wave w makes 16 of every 64, from 16 w on,
+in accumulators of 16 x 16. Each register of each accumulator is 64 numbers side by side, one a lane, so that an
+atomic instruction adds two whole lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import fly
+from fly.ir import memory
+
+from ..problem.scores import LOG2_E
+from ..work.query_tiles import tile_of_all
+from ..work.sequences import Sequence, tokens_of
+from ..work.tile_scheduler import head_of_block
+from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
+from .operand_queue import Compute
+
+LANES = 64
+ACROSS = 16  # columns of an accumulator tile
+APART = WAVES * ACROSS  # from one of a wave's tiles to its next
+
+
+def atom(dtype: fly.DType) -> fly.MmaAtom:
+    """The matrix instruction that makes dQ."""
+    return fly.target().mma(dtype.name, (ACROSS, ACROSS, 32))
+
+
+def layout(dtype: fly.DType) -> fly.AccumulatorLayout:
+    """Of its accumulators: queries by columns, of which a lane has four side by side."""
+    return fly.AccumulatorLayout(atom(dtype), "n")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where a sequence's parts of dQ go."""
+
+    sums: fly.Tensor
+    queries: Sequence
+    batch: Any
+
+    def _of_lane(self, head: Any, tile: Any) -> fly.Pointer:
+        entry, number = tile_of_all(self.queries, self.batch, tile, BLOCK_M)
+        values = BLOCK_M * self.sums.shape[-1] // WAVES
+        at = self.sums.at(entry, head, number * BLOCK_M, 0)
+        return at.offset((fly.wave_id() * values) * 4).offset(fly.lane_id() * 4)
+
+    def add(self, part: fly.Fragment, head: Any, tile: Any) -> Iterator[Compute]:
+        """Add a wave's accumulators of a tile, an atomic instruction a step."""
+        values = (value for row in part.tiles for of_tile in row for value in of_tile)
+        at = self._of_lane(head, tile)
+        for i, value in enumerate(values):
+            yield Compute(partial(fly.atomic_add, value, at.offset(i * LANES * 4)))
+
+    def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
+        """What was added up of a tile."""
+        at, count = self._of_lane(head, tile), kind.values
+
+        def accumulators(index: int) -> fly.Value:
+            places = range(index * count, (index + 1) * count)
+            return fly.from_elements([memory.load(at.offset(i * LANES * 4), fly.f32) for i in places])
+
+        across = columns // APART
+        rows = range(BLOCK_M // kind.rows)
+        return fly.Fragment(kind, tuple(tuple(accumulators(r * across + c) for c in range(across)) for r in rows))
+
+
+@fly.kernel
+def round_dq(
+    dq_sums: fly.Tensor,
+    dq: fly.Tensor,
+    cu_seqlens_q: fly.Tensor | None,
+    sequences: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]
+    *operands: fly.Operand,
+    options: Gfx950BackwardOptions,
+    folded: bool = False,
+) -> None:
+    """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
+    given = options.features.bind(operands)
+    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
+    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    tile = fly.block_id.x
+    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
+    with fly.when(tile * BLOCK_M < count):
+        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
+        factor: Any = given.scale_kept(softmax_scale)
+        sums = Sums(dq_sums, queries, batch).load(layout(dq.dtype), options.head_dim, head, tile)
+        window = queries.rows(dq, head, options.head_dim).tile(tile, BLOCK_M)
+        first = fly.wave_id() * ACROSS
+        for c in range(len(sums.tiles[0])):
+            part = fly.Fragment(sums.layout, tuple((row[c],) for row in sums.tiles))
+            for row, column, values in part.map(lambda x, r, c: (x * factor).to(dq.dtype)).runs():
+                window.store(values, row, column + (first + c * APART))

@@ -1,0 +1,418 @@
+"""A consumer warpgroup of the Hopper backward kernel: what it does with each tile of queries.
+
+A tile's steps in a consumer, and what is in flight meanwhile:
+
+| | started before | then |
+|---|---|---|
+| 1 | S | wait for S; dP = V dO^T; P |
+| 2 | dP | dV += P^T dO; wait for dP; dS, to shared memory, a barrier of the consumers |
+| 3 | dV | dQ = dS K, dK += dS^T Q; wait for dQ; add it up |
+| 4 | dK | the next tile's S; wait for dK |
+
+dS has two slots: whoever writes the second next tile's has passed a barrier at which the other had read this one's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+from fly.backends.nvvm import wgmma
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared, store_matrices
+from fly.backends.nvvm.mbarrier import Position
+from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
+
+from ..problem.features import BoundFeatures
+from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
+from ..problem.mask import KeyRange, QueryRange, TileRange
+from ..problem.scores import LOG2_E
+from ..work.fragments import row_numbers
+from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
+from .dq_sums import Sums
+from .dropout import KeptWeights
+from .exchange import Exchange
+from .key_block import Block, Buffers
+from .producer import Slots, clear_tail
+from .stores import store_runs
+from .walk import Walk
+
+CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
+WRITTEN = 1  # named barrier: dS of all keys is in shared memory
+
+
+@dataclass(frozen=True)
+class State:
+    """What one tile hands to the next: the sums, the product in flight, and where the rings are.
+
+    `slot`: of dS.
+    """
+
+    sums: tuple[fly.Value, ...]
+    product: fly.Value
+    q_at: Position
+    dout_at: Position
+    slot: fly.Value
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """One consumer warpgroup of a block; `seen_tiles`: that its keys see, but for a block mask; `sums`: of dQ.
+
+    `exchange`: with the other block of a cluster.
+    """
+
+    options: Sm90BackwardOptions
+    buffers: Buffers
+    given: BoundFeatures
+    seen: KeyRange
+    inverse: QueryRange
+    seen_tiles: TileRange
+    walk: Walk
+    block: Block
+    index: fly.Value
+    scale_log2: fly.Value
+    dtype: fly.DType
+    sums: Sums
+    exchange: Exchange | None
+
+    @property
+    def layout(self) -> fly.AccumulatorLayout:
+        """Of S and dP: keys by queries."""
+        return fly.AccumulatorLayout(WarpgroupAtom(BLOCK_M, self.dtype.name), "m")
+
+    @property
+    def first_row(self) -> Any:
+        """The first of the consumer's keys in the block."""
+        return self.index * BLOCK_M
+
+    @property
+    def zeros(self) -> tuple[fly.Value, ...]:
+        """dK and dV, or what of them the consumer sums up."""
+        of_k, of_v = (fly.broadcast(fly.f32(0.0), n // 2) for n in (self.options.head_dim, self.options.head_dim_v))
+        return of_k, of_v
+
+    @property
+    def factor(self) -> Any:
+        """What dK and dQ are their sums times."""
+        softmax_scale: Any = self.scale_log2 * (1 / LOG2_E)
+        return self.given.scale_kept(softmax_scale)
+
+    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count`."""
+        sum_k, sum_v = self.run(heads)
+        self.write_values(dv, sum_v, count)
+        self.write_keys(dk, sum_k, count)
+
+    def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dV, from its sums."""
+        view, first = self.block.keys.matrix(dv, self.block.kv_head), self.block.first_key + self.first_row
+        runs = wgmma.runs(self.given.scale_kept(values).to(self.dtype))
+        store_runs(view, first, count, runs, self.options.head_dim_v)
+
+    def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
+        """dK, from its sums."""
+        view, first = self.block.keys.matrix(dk, self.block.kv_head), self.block.first_key + self.first_row
+        store_runs(view, first, count, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+
+    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, ...]:
+        """The sums over all tiles of these heads."""
+        zeros = self.zeros
+
+        def all_heads() -> tuple[fly.Value, ...]:
+            for i, (memory, tile, first_key) in enumerate(self.buffers.kept(self.options, self.block)):
+                self.buffers.arrived.wait(i, 0)
+                if self.block.keys.bounded:
+                    clear_tail(tile, memory, self.block.keys.length - first_key, CLEARED, self.index)
+            carry = (zeros, Position.start(), Position.start(), fly.i32(0))
+            for head, state in (loop := fly.range(*heads, carry=carry)):
+                loop.next(*self.head(head, *state))
+            sums: tuple[fly.Value, ...] = loop.results[0]
+            return sums
+
+        result: tuple[fly.Value, ...] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
+        return result
+
+    def head(
+        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
+    ) -> tuple[Any, ...]:
+        """All tiles of one query head."""
+        walk, place, given = self._of_head(head)
+        first, last = fly.first_lane(fly.i32(0) + walk.tiles.first), fly.first_lane(walk.tiles.end - 1)
+        state = State(sums, self.start(q_at, dout_at, walk, first), q_at, dout_at, slot)
+        state = self._through(first, last, state, walk, place, given)
+        state = self.step(last, state, walk, place, given, masked=True, last=True)
+        return state.sums, state.q_at, state.dout_at, state.slot
+
+    def _of_head(self, head: fly.Value) -> tuple[Walk, HeadOfKeys, BoundFeatures]:
+        """Its steps, and what is given for it."""
+        block, place = self.block, HeadOfKeys(self.block.batch, head, self.seen)
+        walk = self.walk.of_head(
+            self.given, (block.batch, head), block.first_key, block.queries.length, fly.first_lane
+        )
+        return walk, place, self.given.at(place)
+
+    def _through(
+        self, first: Any, last: Any, state: State, walk: Walk, place: HeadOfKeys, given: BoundFeatures
+    ) -> State:
+        """Steps `first` to `last`, which is not one of them."""
+        tiles = walk.tiles
+        whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
+        whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
+        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, last, True)]
+        if walk.listed is not None:
+            parts = parts[1:]
+        if self.options.features.masks_every_tile:
+            parts = [(first, last, True)]
+        for start, stop, masked in parts:
+            for number, carried in (loop := fly.range(start, stop, carry=state)):
+                loop.next(self.step(number, carried, walk, place, given, masked=masked))
+            state = loop.results
+        return state
+
+    def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
+        """The consumer's keys of K or V."""
+        return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT))
+
+    def _tile(self, walk: Walk, number: Any, at: Position) -> Any:
+        """Which tile a step's slot of Q holds, behind its arrival."""
+        numbers = self.buffers.tiles
+        return walk.tile(number) if numbers is None else fly.first_lane(numbers.load(at.index))
+
+    def _arrived(self, slots: Slots, at: Position, tile: Callable[[], Any]) -> None:
+        """Wait for a tile's slot; what is behind the sequence's end is no other sequence's then, but zeros."""
+        slots.ring.wait(at)
+        if self.block.queries.bounded:
+            left = self.block.queries.length - tile() * BLOCK_M
+            clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
+
+    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
+        """Start the product of a step's tile that is in flight when the step begins."""
+        return self.scores(q_at, walk, number)
+
+    def scores(self, at: Position, walk: Walk, number: Any) -> fly.Value:
+        """Start K Q^T of a step's tile."""
+        options, q = self.options, self.buffers.q
+        self._arrived(q, at, lambda: self._tile(walk, number, at))
+        rows = self._own_rows(self.buffers.k, options.tiles["k"])
+        atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
+        return wgmma.issue(atom, rows, q.operand(at), -(-options.head_dim // atom.k))
+
+    def excess(self, at: Position, j: Any) -> fly.Value:
+        """Start V dO^T of tile j."""
+        options, dout = self.options, self.buffers.dout
+        self._arrived(dout, at, lambda: j)
+        rows = self._own_rows(self.buffers.v, options.tiles["v"])
+        atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
+        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k))
+
+    def step(
+        self,
+        number: fly.Value,
+        state: State,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        last: bool = False,
+    ) -> State:
+        """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
+        q, dout = self.buffers.q, self.buffers.dout
+        j, listed = self._tile(walk, number, state.q_at), walk.listed
+        (raw,) = wgmma.wait(0, state.product)
+        started = self.excess(state.dout_at, j)
+        made, p, kept = self._weighed(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        dk, dv = state.sums
+        dv = self._onto_values(p, state.dout_at, dv)
+        (excess,) = wgmma.wait(1, started)
+        ds = self._pulled(made, kept, excess, state.dout_at, j, walk, given, masked=masked)
+        self._put(ds, state.slot)
+        started = self._dq(state.slot)
+        dk = self._onto_keys(ds, state.q_at, dk)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        part, dv = wgmma.wait(1, started, dv)
+        dout.ring.release(state.dout_at)
+        # a list's last block may have tiles behind the last one
+        with nullcontext() if listed is None else fly.when(j < listed.tiles):
+            self.add(part, place.head, j, state.q_at)
+        scores = state.product if last else self.scores(q_next, walk, number + 1)
+        (dk,) = wgmma.wait(0 if last else 1, dk)
+        q.ring.release(state.q_at)
+        return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
+
+    def _weighed(
+        self,
+        raw: fly.Value,
+        at: Position,
+        j: fly.Value,
+        number: fly.Value,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+    ) -> tuple[Weights, tuple[fly.Value, ...], KeptWeights | None]:
+        """`weigh`; also the A operand of dV, and what dropout keeps."""
+        made = self.weigh(raw, at, j, number, walk, place, given, masked=masked, drops=False)
+        first_key, dropout = self.block.first_key + self.first_row, given.dropout(place)
+        p = self._narrow(made.weights)
+        if dropout is None:
+            return made, p, None
+        kept = KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns")
+        return made, kept.only(p), kept
+
+    def _pulled(
+        self,
+        made: Weights,
+        kept: KeptWeights | None,
+        excess: fly.Value,
+        at: Position,
+        j: fly.Value,
+        walk: Walk,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+    ) -> tuple[fly.Value, ...]:
+        """`pull` of what dropout keeps, as the A operand of dK."""
+        if kept is not None:
+            excess = kept.only_f32(excess)
+        return self._narrow(self.pull(made, excess, at, j, walk, given, masked=masked))
+
+    def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
+        """Start dV += P^T dO."""
+        atom = WarpgroupAtom(self.options.head_dim_v, self.dtype.name)
+        return wgmma.issue(atom, p, self.buffers.dout.operand(at, along_rows=True), BLOCK_M // atom.k, dv)
+
+    def _onto_keys(self, ds: tuple[fly.Value, ...], at: Position, dk: fly.Value) -> fly.Value:
+        """Start dK += dS^T Q."""
+        atom = WarpgroupAtom(self.options.head_dim, self.dtype.name)
+        return wgmma.issue(atom, ds, self.buffers.q.operand(at, along_rows=True), BLOCK_M // atom.k, dk)
+
+    def weigh(
+        self,
+        raw: fly.Value,
+        at: Position,
+        j: fly.Value,
+        number: fly.Value,
+        walk: Walk,
+        place: HeadOfKeys,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+        drops: bool = True,
+    ) -> Weights:
+        """P of tile j, of step `number`, from its scores; statistics in slot `at`, `drops` as in `weights`."""
+        first_query, first_key, listed = j * BLOCK_M, self.block.first_key + self.first_row, walk.listed
+        fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
+        queries = row_numbers(fragment.layout, 1, first_query)
+        ends = masked or listed is not None
+        lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
+
+        def hide(scores: fly.Fragment) -> fly.Fragment:
+            if listed is None:
+                return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
+            limited: fly.Fragment = fly.cond(
+                self.seen_tiles.sees_whole(j), lambda: scores, lambda: self._limit(scores, first_query)
+            )
+            if not masked:
+                return limited
+            # the last step of all may be of a whole block too
+            hidden: fly.Fragment = fly.cond(
+                number < listed.whole_steps,
+                lambda: limited,
+                lambda: given.mask(limited, queries, first_key, place),
+            )
+            return hidden
+
+        rows = queries, first_key, self.scale_log2, lse2
+        return weights(fragment, given, place, *rows, hide, first_query, early=True, drops=drops)
+
+    def pull(
+        self,
+        made: Weights,
+        excess: fly.Value,
+        at: Position,
+        j: fly.Value,
+        walk: Walk,
+        given: BoundFeatures,
+        *,
+        masked: bool,
+    ) -> fly.Fragment:
+        """dS of tile j from dP, whose statistics are in slot `at`."""
+        products = transposed(fly.Fragment(self.layout, ((excess,),)))
+        queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), masked or walk.listed is not None
+        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(given.of_kept)
+        less = products.map(lambda x, r, c: -products.spread(delta, r))
+        products = products.map(lambda x, r, c: x + less.tiles[r][c])
+        return made.score_gradients(products, less).raw
+
+    def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position, piece: int = 0) -> None:
+        """Add one of the consumer's pieces of a tile's dQ to the sums; `at`: the tile's slot of Q."""
+        self.sums.take_in(part, head, j, self.piece(piece), at)
+
+    def _numbers(
+        self, memory: fly.Pointer, queries: fly.RowVector, past_the_end: float, *, masked: bool
+    ) -> fly.RowVector:
+        """A number for each query, as rows of transposed scores."""
+        shift = self.block.shift
+        at = memory if shift is None else memory.offset(shift * 4)
+        columns = fly.ColumnVector.load_shared(self.layout, 1, at, fly.f32, side_by_side=shift is None)
+        loaded = fly.RowVector(transposed_layout(self.layout), columns.values)
+        if not (self.block.queries.bounded and masked):
+            return loaded
+        count = self.block.queries.length
+        return loaded.map(lambda x, row: fly.select(row < count, x, past_the_end), queries)
+
+    def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
+        """-inf where a query does not see a key, or there is no such key."""
+        count = self.block.keys.length
+        start = self.block.first_key + self.first_row
+        keys = row_numbers(self.layout, 1, start)
+        limited = self.inverse.apply(transposed(scores), keys, first_query)
+        return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
+
+    def _narrow(self, fragment: fly.Fragment) -> tuple[fly.Value, ...]:
+        """Transposed scores as the A registers of a product over queries, 16 each."""
+        narrow = fragment.tiles[0][0].to(self.dtype)
+        return tuple(narrow[i : i + 8] for i in range(0, len(narrow), 8))
+
+    def _put(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
+        """The consumer's keys of dS to shared memory, and meet the others."""
+        self._store(ds, slot)
+        fence_async_shared()
+        barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
+
+    def _store(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
+        """The consumer's keys of dS to shared memory."""
+        tile = self.options.ds_tile
+        lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
+        row_in = lane % 8
+        row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
+        memory = self.buffers.ds.offset(slot * tile.bytes + row * tile.swizzle)
+        for i, operand in enumerate(ds):
+            panel, inside = divmod(16 * i, tile.panel_columns)
+            piece = (lane // 16 + inside // 8) ^ row_in
+            words = operand.bitcast(fly.i32)
+            store_matrices(memory.offset(panel * tile.panel_bytes + piece * UNIT), [words[w] for w in range(4)])
+
+    def piece(self, piece: int) -> Any:
+        """Which of the pieces of dQ's columns one of the consumer's is."""
+        return (self.block.rank * CONSUMERS + self.index) * self.options.dq_pieces + piece
+
+    def _dq(self, slot: Any, piece: int = 0) -> fly.Value:
+        """Start one of the consumer's pieces of dS K, of the block's keys."""
+        return self._part_of_dq(slot, self.buffers.k, self.options.tiles["k"], self.piece(piece))
+
+    def _part_of_dq(
+        self, slot: Any, memory: fly.Pointer, k: PanelTile, piece: Any, onto: fly.Value | None = None
+    ) -> fly.Value:
+        """Start dS of a slot times a piece of the columns of these keys."""
+        options, ds = self.options, self.options.ds_tile
+        atom = WarpgroupAtom(options.dq_columns, self.dtype.name)
+        rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
+        columns = Operand(memory, k, True, piece * (k(0, options.dq_columns) // UNIT))
+        return wgmma.issue(atom, rows, columns, options.block_n // atom.k, onto)
