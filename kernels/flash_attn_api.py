@@ -75,7 +75,7 @@ from .arguments.callers import (
     VARLEN_QKVPACKED,
     Caller,
 )
-from .arguments.checks import Checks
+from .arguments.checks import Checks, is_dense
 from .arguments.stacked import leaves_of, unstacked
 from .cache.packed import append_packed, batch_of
 from .problem.catalogue import NO_WINDOW
@@ -338,7 +338,7 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # the same
     elif cache_batch_idx is None and k_cache.shape[0] > batch:  # the first entries are the sequences' own
         for descale, cache in (("k_descale", k_cache), ("v_descale", v_cache)):
             scales = options.get(descale)
-            if isinstance(scales, torch.Tensor) and scales.shape == cache.shape[:-1]:
+            if isinstance(scales, torch.Tensor) and is_dense(scales) and scales.shape == cache.shape[:-1]:
                 options[descale] = scales[:batch]
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if cache_seqlens is not None and (cache_seqlens.__class__ is not torch.Tensor or not cache_seqlens.dim()):

@@ -120,6 +120,13 @@ def append_packed(
             f"{function}: block_table must have a row for each of {len(cache_seqlens)} sequences, got shape "
             f"{tuple(pages.shape)}"
         )
+    by_sequence = [name for name in SCALES if _is_plain(given[name]) and given[name].dim() == 2]
+    for name in by_sequence:
+        if len(given[name]) != len(cache_seqlens):
+            raise ArgumentError(
+                f"{function}: {name} must have a row for each of {len(cache_seqlens)} sequences, got shape "
+                f"{tuple(given[name].shape)}"
+            )
     device = q.device
     if not torch.compiler.is_compiling() and device_values.on(device):
         count = len(cache_seqlens)
@@ -153,10 +160,7 @@ def append_packed(
         entries = torch.where(of.used, entries, NOWHERE)
         positions = torch.where(of.used, positions, NOWHERE)
         places = {"cache_seqlens": positions, "cache_batch_idx": entries, "cache_leftpad": None}
-        for name in SCALES:
-            scales = given[name]
-            if isinstance(scales, torch.Tensor) and scales.dim() == 2:  # by sequence
-                places[name] = scales[of.sequence.long()]
+        places |= {name: given[name][of.sequence.long()] for name in by_sequence}
         return append(True, {**given, "q": q, "k": k, "v": v, **places})
 
     new = tokens(k, cu_seqlens_k_new)

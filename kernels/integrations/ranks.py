@@ -36,7 +36,9 @@ def add_ranks(
     checks.whole("cp_rank", rank, 0, world_size - 1)
     used = options.get("seqused_kv")
     if used is None or total_lengths is None:
-        checks.fail("cp_world_size, cp_rank and cp_tot_seqused_k are for pages, with seqused_k: pass all of them")
+        given = "cp_world_size" if total_lengths is None else "cp_tot_seqused_k"
+        together = "cp_world_size, cp_rank, cp_tot_seqused_k and seqused_k"
+        checks.fail(f"{given} is for a rank's keys in pages: pass {together} together")
     checks.vector("cp_tot_seqused_k", total_lengths, torch.int32, used.device, f"{len(used)} int32", len(used))
     if options.get("alibi_slopes") is not None:
         checks.fail("alibi_slopes are for neighbouring keys, not for a rank's (cp_world_size)", UnsupportedError)

@@ -244,7 +244,7 @@ def _descales(call: CallArguments) -> Found:
 
 def _fp8_sums(call: CallArguments) -> Found:
     how = call["fp8_accumulate"]
-    if how not in FP8_SUMS:
+    if not isinstance(how, str) or how not in FP8_SUMS:
         accepted = " or ".join(map(repr, FP8_SUMS))
         error = ArgumentError if isinstance(how, str) else ArgumentTypeError
         call.checks.fail(f"{arg.fp8_accumulate} must be {accepted}, got {written(how)}", error)

@@ -75,11 +75,17 @@ def test_results_of_all_ranks_are_the_whole(emulate, seed, arch, queries, option
     assert report.ok, f"seed {seed}: {report}"
 
 
+NO_KEYS = torch.zeros(4, dtype=torch.int32)
 MISTAKES = {
     "no rank": ({"cp_rank": 3}, ArgumentError, "cp_rank must be from 0 to 2, got 3"),
     "no ranks": ({"cp_world_size": 0}, ArgumentError, "cp_world_size must be at least 1, got 0"),
     "no number": ({"cp_world_size": "2"}, ArgumentTypeError, r"cp_world_size must be an int, got '2' \(str\)"),
-    "no lengths": ({"cp_tot_seqused_k": None}, ArgumentError, "pages, with seqused_k: pass all of them"),
+    "no lengths": ({"cp_tot_seqused_k": None}, ArgumentError, "cp_world_size is for a rank's keys in pages: pass"),
+    "no pages": (
+        {"cp_world_size": 1, "cp_rank": 0, "seqused_k": None, "block_table": None, "cu_seqlens_k": NO_KEYS},
+        ArgumentError,
+        "cp_tot_seqused_k is for a rank's keys in pages: pass",
+    ),
     "other lengths": (
         {"cp_tot_seqused_k": torch.zeros(2).int()},
         ArgumentError,

@@ -231,6 +231,16 @@ MISTAKES = {
         ArgumentError,
         "block_table must have a row for each of 2 sequences, got shape (1, 1)",
     ),
+    "too few rows of scales for new keys": (
+        TWO | {"k": NEW_KEYS, "v": NEW_KEYS, "cache_seqlens": 1, "k_descale": torch.ones(1, 2)},
+        ArgumentError,
+        "k_descale must have a row for each of 2 sequences, got shape (1, 2)",
+    ),
+    "sparse scales of new keys": (
+        TWO | {"k": NEW_KEYS, "v": NEW_KEYS, "cache_seqlens": 1, "k_descale": torch.ones(2, 2).to_sparse()},
+        ArgumentError,
+        "k_descale is",
+    ),
     "nested queries": (
         TWO | {"q": torch.nested.nested_tensor([torch.zeros(2, 4, 64), torch.zeros(3, 4, 64)], layout=torch.jagged)},
         ArgumentTypeError,
@@ -244,6 +254,14 @@ def test_mistakes(case):
     changes, error, message = MISTAKES[case]
     with pytest.raises(error, match=re.escape(message)):
         flash_attn_with_kvcache(**({"q": Q, "k_cache": CACHE, "v_cache": CACHE} | changes))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_scales_of_a_cache_of_more_entries_than_sequences():
+    """torch has no shape of them."""
+    scales = torch.nested.nested_tensor([torch.zeros(2, 3)])
+    with pytest.raises(ArgumentTypeError, match="k_descale is a nested tensor"):
+        flash_attn_with_kvcache(Q[None], CACHE, CACHE, k_descale=scales)
 
 
 def test_other_functions_say_whose_they_are():

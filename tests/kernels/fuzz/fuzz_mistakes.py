@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +39,8 @@ FUNCTIONS = {
     **{name: getattr(api, name) for name in dir(api) if name.startswith("flash_attn_")},
 }
 
-HEADS = ("q", "k", "v", "k_cache", "v_cache", "kv", "qkv", "rotary_cos", "rotary_sin", "out")
+ROWS = ("q", "k", "v", "k_cache", "v_cache", "kv", "qkv")
+HEADS = (*ROWS, "rotary_cos", "rotary_sin", "out")
 COUNTS = (
     *("seqused_q", "seqused_kv", "seqused_k", "cache_seqlens", "cache_leftpad", "kv_batch_idx", "cache_batch_idx"),
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k", "cu_seqlens", "block_table", "page_table"),
@@ -202,6 +203,14 @@ def valid_arguments(draw: Draw, build: Build) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def dtypes_disagree(arguments: Mapping[str, Any]) -> bool:
+    """Whether rows are of dtypes that no function takes together; queries of 16 bits may go with keys of 8."""
+    dtypes = {name: x.dtype for name in ROWS if isinstance(x := arguments.get(name), torch.Tensor)}
+    pairs = (("k", "v"), ("k_cache", "v_cache"))
+    mixed = {torch.float16, torch.bfloat16} <= set(dtypes.values())
+    return mixed or any(dtypes[k] != dtypes[v] for k, v in pairs if k in dtypes and v in dtypes)
+
+
 def draw_mistake(draw: Draw, build: Build) -> Mistake:
     """A call of the build with something wrong, or at least unusual, in it."""
     arguments = valid_arguments(draw, build)
@@ -216,6 +225,7 @@ def draw_mistake(draw: Draw, build: Build) -> Mistake:
         words.append(f"{name}: {what}")
         must_fail |= fails
         arguments[name] = value
+    must_fail |= dtypes_disagree(arguments)
     return Mistake(build.function, arguments, tuple(changed), ", ".join(words), must_fail)
 
 
@@ -300,12 +310,12 @@ def _other(draw: Draw, name: str) -> tuple[Any, str, bool]:
 
 def _combination(draw: Draw, function: str, arguments: dict[str, Any]) -> tuple[str, Any, str, bool]:
     """Arguments that do not go with what is there."""
-    heads = [name for name in ("q", "k", "v", "k_cache", "v_cache", "kv", "qkv") if name in arguments]
+    heads = [name for name in ROWS if name in arguments]
     name = draw.choice(heads)
     x = arguments[name]
     other = torch.float16 if x.dtype == torch.bfloat16 else torch.bfloat16
     choices: list[tuple[str, Any, str, bool]] = [
-        (name, x.to(other), "the other 16-bit dtype", len(heads) > 1),
+        (name, x.to(other), "the other 16-bit dtype", False),
         (name, x.detach().clone().requires_grad_(), "a gradient", False),
         ("k" if "k" in arguments else name, None, "missing", False),
         ("v" if "v" in arguments else name, None, "missing", False),

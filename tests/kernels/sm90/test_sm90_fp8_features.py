@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,7 @@ def test_feature(case, queries, seed):
     [
         ("exact", ArgumentError, "fp8_accumulate must be 'float32' or 'fast', got 'exact'"),
         (True, ArgumentTypeError, "fp8_accumulate must be 'float32' or 'fast', got True"),
+        (np.zeros(2), ArgumentTypeError, "fp8_accumulate must be 'float32' or 'fast', got array"),
     ],
 )
 def test_what_no_sums_are_called(how, error, text):
