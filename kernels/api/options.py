@@ -16,7 +16,7 @@ import torch
 from fly.errors import ArgumentError, ArgumentTypeError, FlyError, UnsupportedError
 
 from ..arguments.callers import Caller
-from ..arguments.checks import Checks, is_dense
+from ..arguments.checks import ATTENTION, Checks, check_gradients, is_dense
 from ..call.checks import check_out
 from ..problem.catalogue import DESCALES, FEATURES, NO_WINDOW, probability_of
 from ..problem.contract import HEAD_DIMS
@@ -283,12 +283,17 @@ def attend(
     k, v = (None if k is None else ready(k, width)), (None if v is None else ready(v, value_width))
     if value_width == value_dim:
         return attention(caller, q, k, v, causal, options, out, return_lse)
-    if out is not None and given is not None:
-        try:
-            check_out(out, q, given)
-        except FlyError as error:
-            caller.tell(error)
-            raise
-    wide, lse = attention(caller, q, k, v, causal, options, return_lse=return_lse)
-    narrow = wide[..., :value_dim]
-    return narrow if out is None else out.copy_(narrow), lse
+    if out is None or given is None:
+        wide, lse = attention(caller, q, k, v, causal, options, return_lse=return_lse)
+        return wide[..., :value_dim], lse
+    try:
+        check_out(out, q, given)
+        if torch.is_grad_enabled():
+            check_gradients({"out": out})
+        wide, lse = attention(caller, q, k, v, causal, options, return_lse=return_lse)
+        if wide.requires_grad:
+            ATTENTION.leave_out("out")
+    except FlyError as error:
+        caller.tell(error)
+        raise
+    return out.copy_(wide[..., :value_dim]), lse

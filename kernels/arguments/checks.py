@@ -168,6 +168,10 @@ class Checks:
                     UnsupportedError,
                 )
 
+    def leave_out(self, name: str, instead: str = "leave it out") -> NoReturn:
+        """Raise for an argument that a call has none of where a gradient is needed; `instead` says what to do."""
+        self.fail(f"{arg(name)} is given where a gradient is needed: {instead}", UnsupportedError)
+
     def have_gradients(self, operands: Mapping[str, Any], have: Collection[str]) -> None:
         """Operands that require a gradient are among those that `have` one (call it only in grad mode)."""
         for name, tensor in operands.items():

@@ -66,8 +66,7 @@ def check_differentiable(request: Request, q: torch.Tensor, **given: Any) -> Non
     """Raise `UnsupportedError` for a call of q that has no gradients; `given`: its arguments of `_NOT_TAKEN`."""
     for name, value in given.items():
         if value is not None:
-            text = f"{arg(name)} is given where a gradient is needed: {_NOT_TAKEN[name]}"
-            ATTENTION.fail(text, UnsupportedError)
+            ATTENTION.leave_out(name, _NOT_TAKEN[name])
     check_8_bits(q.dtype)
     try:
         serving(q.device, _of_backward(request))

@@ -223,7 +223,7 @@ MISTAKES = {
         "vllm.flash_attn_varlen_func: dropout_p must be a probability from 0 up to 1, got 1.5",
     ),
     "vllm: probabilities": (paged, {"return_attn_probs": True}, UNSUPPORTED, "pass return_softmax_lse for the LSE"),
-    "vllm: context parallel": (paged, {"cp_world_size": 2}, ArgumentError, "cp_tot_seqused_k are for pages, with"),
+    "vllm: context parallel": (paged, {"cp_world_size": 2}, ArgumentError, "cp_world_size is for a rank's keys in"),
     "vllm: 8-bit": (
         paged,
         {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 2)},
@@ -276,3 +276,12 @@ def test_packed_tensors_of_another_shape(name):
         call(function, tensor(2, 3, 4))
     with pytest.raises(ArgumentTypeError, match=re.escape(f"{name}: {argument} must be a torch.Tensor, got list")):
         call(function, [1])
+
+
+@pytest.mark.parametrize(("name", "why"), [("q", "out is given where a gradient is needed"), ("out", "out requires")])
+def test_out_of_a_padded_head_dimension_has_no_gradient(name, why):
+    call = {"q": tensor(3, 4, 20), "k": tensor(3, 2, 20), "v": tensor(3, 2, 20), "out": tensor(3, 4, 20)}
+    call[name].requires_grad_()
+    lengths = {"max_seqlen_q": 3, "cu_seqlens_q": int32(0, 3), "max_seqlen_k": 3, "cu_seqlens_k": int32(0, 3)}
+    with pytest.raises(UnsupportedError, match=f"vllm.flash_attn_varlen_func: {why}"):
+        vllm.flash_attn_varlen_func(**call, **lengths)
