@@ -203,12 +203,16 @@ def valid_arguments(draw: Draw, build: Build) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def dtypes_disagree(arguments: Mapping[str, Any]) -> bool:
-    """Whether rows are of dtypes that no function takes together; queries of 16 bits may go with keys of 8."""
+def disagree(arguments: Mapping[str, Any]) -> bool:
+    """Whether there are two tables of pages, or rows of dtypes that no function takes together.
+
+    Queries of 16 bits may go with keys of 8.
+    """
     dtypes = {name: x.dtype for name in ROWS if isinstance(x := arguments.get(name), torch.Tensor)}
     pairs = (("k", "v"), ("k_cache", "v_cache"))
     mixed = {torch.float16, torch.bfloat16} <= set(dtypes.values())
-    return mixed or any(dtypes[k] != dtypes[v] for k, v in pairs if k in dtypes and v in dtypes)
+    tables = all(arguments.get(name) is not None for name in ("block_table", "page_table"))
+    return tables or mixed or any(dtypes[k] != dtypes[v] for k, v in pairs if k in dtypes and v in dtypes)
 
 
 def draw_mistake(draw: Draw, build: Build) -> Mistake:
@@ -225,7 +229,7 @@ def draw_mistake(draw: Draw, build: Build) -> Mistake:
         words.append(f"{name}: {what}")
         must_fail |= fails
         arguments[name] = value
-    must_fail |= dtypes_disagree(arguments)
+    must_fail |= disagree(arguments)
     return Mistake(build.function, arguments, tuple(changed), ", ".join(words), must_fail)
 
 
@@ -333,7 +337,7 @@ def _combination(draw: Draw, function: str, arguments: dict[str, Any]) -> tuple[
             ("aux_tensors", [torch.zeros(2)], "without a function", False),
         ]
     if "block_table" in arguments and function not in (OURS, APPEND):
-        choices.append(("page_table", arguments["block_table"], "a second table", True))
+        choices.append(("page_table", arguments["block_table"], "a second table", False))
     if function in (APPEND, "flash_attn_with_kvcache"):
         choices += [
             ("rotary_cos", None, "missing", "rotary_sin" in arguments),
