@@ -37,10 +37,9 @@ from fly.backends.nvvm.mbarrier import Position
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
-from .problem.features import BoundFeatures
 from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
-from .sm90.consumer import WRITTEN, Consumer, State
+from .sm90.consumer import WRITTEN, Consumer, State, Step
 from .sm90.dq_sums import PIECE, load, put
 from .sm90.walk import Walk
 
@@ -88,22 +87,12 @@ class _OfValues(_Half):
         (values,) = self.run(heads)
         self.write_values(dv, values, count)
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, q, dout = self.options, self.buffers.q, self.buffers.dout
-        j = walk.tile(number)
+        j = step.walk.tile(step.number)
         (raw,) = wgmma.wait(0, state.product)
-        made = self.weigh(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        made = self.weigh(raw, state.q_at, j, step)
         q.ring.release(state.q_at)
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
@@ -114,17 +103,17 @@ class _OfValues(_Half):
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
         for piece in range(options.dq_pieces - 1):
             part, dv = wgmma.wait(0, self._dq(state.slot, piece), dv)
-            self.add(part, place.head, j, state.q_at, piece)
+            self.add(part, step.place.head, j, state.q_at, piece)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         part = self._dq(state.slot, options.dq_pieces - 1)
-        ahead, scores = options.ahead and not last, state.product
+        ahead, scores = options.ahead and not step.last, state.product
         if ahead:
-            scores = self.scores(q_next, walk, number + 1)
+            scores = self.scores(*step.next_at(q_next))
         part, dv = wgmma.wait(int(ahead), part, dv)
         dout.ring.release(state.dout_at)
-        self.add(part, place.head, j, state.q_at, options.dq_pieces - 1)
-        if not ahead and not last:
-            scores = self.scores(q_next, walk, number + 1)
+        self.add(part, step.place.head, j, state.q_at, options.dq_pieces - 1)
+        if not ahead and not step.last:
+            scores = self.scores(*step.next_at(q_next))
         return replace(state, sums=(dv,), product=scores, q_at=q_next, dout_at=dout_next)
 
 
@@ -142,24 +131,14 @@ class _OfKeys(_Half):
     def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
         return self.excess(dout_at, walk.tile(number))
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""
         options, q, dout = self.options, self.buffers.q, self.buffers.dout
-        j = walk.tile(number)
+        j = step.walk.tile(step.number)
         (excess,) = wgmma.wait(0, state.product)
         barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
-        made = self._weights(place, given, j)
-        ds = self._narrow(self.pull(made, excess, state.dout_at, j, walk, given, masked=masked))
+        made = self._weights(step, j)
+        ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
         dout.ring.release(state.dout_at)
         self._put(ds, state.slot)
         started = [self._dq(state.slot, piece) for piece in range(options.dq_pieces)]
@@ -167,18 +146,18 @@ class _OfKeys(_Half):
         dk = self._onto_keys(ds, state.q_at, *state.sums)
         for piece, part in enumerate(started):
             (part,) = wgmma.wait(options.dq_pieces - piece, part)
-            self.add(part, place.head, j, state.q_at, piece)
+            self.add(part, step.place.head, j, state.q_at, piece)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        excess = state.product if last else self.excess(dout_next, walk.tile(number + 1))
-        (dk,) = wgmma.wait(0 if last else 1, dk)
+        excess = state.product if step.last else self.excess(dout_next, step.walk.tile(step.number + 1))
+        (dk,) = wgmma.wait(0 if step.last else 1, dk)
         q.ring.release(state.q_at)
         return replace(state, sums=(dk,), product=excess, q_at=q_next, dout_at=dout_next)
 
-    def _weights(self, place: HeadOfKeys, given: BoundFeatures, j: fly.Value) -> Weights:
+    def _weights(self, step: Step, j: fly.Value) -> Weights:
         """P of tile j, which the other consumer made, with scores' derivatives in it."""
         values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
         found = transposed(fly.Fragment(self.layout, ((values,),)))
-        dropout = given.dropout(place)
+        dropout = step.given.dropout(step.place)
         kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, self.block.first_key)
         return Weights(found, ScoreGradients, kept)
 
@@ -190,27 +169,25 @@ class _InCluster(_Half):
         self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head: a step makes dQ of the tile before, as the other block's dS takes a while."""
-        walk, place, given = self._of_head(head)
-        first, last = fly.first_lane(fly.i32(0) + walk.tiles.first), fly.first_lane(walk.tiles.end - 1)
+        first, last = self._ends_of(head)
 
         def begun() -> State:
-            return State(sums, self.start(q_at, dout_at, walk, first), q_at, dout_at, slot)
+            return State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
 
         def one() -> tuple[Any, ...]:
-            state = self.step(first, begun(), walk, place, given, masked=True, first=True, last=True)
+            state = self.step(replace(first, last=True), begun())
             return state.sums, state.q_at, state.dout_at
 
         def several() -> tuple[Any, ...]:
-            state = self.step(first, begun(), walk, place, given, masked=True, first=True)
-            state = self._through(first + 1, last, state, walk, place, given)
-            state = self.step(last, state, walk, place, given, masked=True, last=True)
+            state = self.step(first, begun())
+            state = self.step(last, self._through(first.number + 1, last, state))
             return state.sums, state.q_at, state.dout_at
 
-        sums, q_at, dout_at = fly.cond(first == last, one, several)
+        sums, q_at, dout_at = fly.cond(first.number == last.number, one, several)
         before = q_at.before(self.options.stages)
         self.meet_before()
         (part,) = wgmma.wait(0, self._dq_of_both(before))
-        self.take(part, place, walk.tile(last), before)
+        self.take(part, last.place, last.walk.tile(last.number), before)
         return sums, q_at, dout_at, slot
 
     def _dq_of_both(self, at: Position) -> fly.Value:
@@ -226,18 +203,7 @@ class _InCluster(_Half):
         self.exchange.release(at)
         self.add(part, place.head, j, at)
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        first: bool = False,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, and dQ of the one before, but with the `first`."""
         raise NotImplementedError
 
@@ -248,25 +214,14 @@ class _InCluster(_Half):
 class _OfValuesInCluster(_InCluster, _OfValues):
     """The consumer that sums up dV."""
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        first: bool = False,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         q, dout = self.buffers.q, self.buffers.dout
-        j, before = walk.tile(number), state.q_at.before(self.options.stages)
+        j, before = step.walk.tile(step.number), state.q_at.before(self.options.stages)
         (raw,) = wgmma.wait(0, state.product)
-        made = self.weigh(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        made = self.weigh(raw, state.q_at, j, step)
         q.ring.release(state.q_at)
-        if not first:
+        if not step.first:
             self.meet_before()
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
@@ -274,14 +229,14 @@ class _OfValuesInCluster(_InCluster, _OfValues):
         p = self._narrow(made.of_values)
         self._arrived(dout, state.dout_at, lambda: j)
         dv = self._onto_values(p, state.dout_at, *state.sums)
-        part = None if first else self._dq_of_both(before)
+        part = None if step.first else self._dq_of_both(before)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        scores = state.product if last else self.scores(q_next, walk, number + 1)
-        (dv,) = wgmma.wait((not last) + 2 * (not first), dv)
+        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        (dv,) = wgmma.wait((not step.last) + 2 * (not step.first), dv)
         dout.ring.release(state.dout_at)
         if part is not None:
-            (part,) = wgmma.wait(int(not last), part)
-            self.take(part, place, walk.tile(number - 1), before)
+            (part,) = wgmma.wait(int(not step.last), part)
+            self.take(part, step.place, step.walk.tile(step.number - 1), before)
         return State((dv,), scores, q_next, dout_next, state.slot)
 
     def meet_before(self) -> None:
@@ -292,26 +247,15 @@ class _OfValuesInCluster(_InCluster, _OfValues):
 class _OfKeysInCluster(_InCluster, _OfKeys):
     """The consumer that sums up dK, and has written dS itself."""
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        first: bool = False,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""
         assert self.exchange is not None
         q, dout = self.buffers.q, self.buffers.dout
-        j, before = walk.tile(number), state.q_at.before(self.options.stages)
+        j, before = step.walk.tile(step.number), state.q_at.before(self.options.stages)
         (excess,) = wgmma.wait(0, state.product)
         barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
-        made = self._weights(place, given, j)
-        ds = self._narrow(self.pull(made, excess, state.dout_at, j, walk, given, masked=masked))
+        made = self._weights(step, j)
+        ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
         dout.ring.release(state.dout_at)
         self.exchange.claim(state.q_at)
         self._store(ds, state.q_at.index)
@@ -320,15 +264,15 @@ class _OfKeysInCluster(_InCluster, _OfKeys):
         barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
         with fly.when((fly.thread_id.x % WARPGROUP < 32) & elect_one()):
             self.exchange.send(state.q_at)
-        part = None if first else self._dq_of_both(before)
+        part = None if step.first else self._dq_of_both(before)
         self._arrived(q, state.q_at, lambda: j)
         dk = self._onto_keys(ds, state.q_at, *state.sums)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        excess = state.product if last else self.excess(dout_next, walk.tile(number + 1))
+        excess = state.product if step.last else self.excess(dout_next, step.walk.tile(step.number + 1))
         if part is not None:
-            (part,) = wgmma.wait(1 + (not last), part)
-            self.take(part, place, walk.tile(number - 1), before)
-        (dk,) = wgmma.wait(int(not last), dk)
+            (part,) = wgmma.wait(1 + (not step.last), part)
+            self.take(part, step.place, step.walk.tile(step.number - 1), before)
+        (dk,) = wgmma.wait(int(not step.last), dk)
         q.ring.release(state.q_at)
         return State((dk,), excess, q_next, dout_next, state.slot)
 

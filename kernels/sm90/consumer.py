@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
@@ -56,6 +56,26 @@ class State:
     q_at: Position
     dout_at: Position
     slot: fly.Value
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a walk over a query head's tiles; those that are not `masked` are seen whole.
+
+    `first`, `last`: of all the head's.
+    """
+
+    number: fly.Value
+    walk: Walk
+    place: HeadOfKeys
+    given: BoundFeatures
+    masked: bool = True
+    first: bool = False
+    last: bool = False
+
+    def next_at(self, at: Position) -> tuple[Position, Walk, Any]:
+        """What `Consumer.scores` takes of the step behind, whose tile is in slot `at`."""
+        return at, self.walk, self.number + 1
 
 
 @dataclass(frozen=True)
@@ -140,36 +160,34 @@ class Consumer:
         self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
-        walk, place, given = self._of_head(head)
-        first, last = fly.first_lane(fly.i32(0) + walk.tiles.first), fly.first_lane(walk.tiles.end - 1)
-        state = State(sums, self.start(q_at, dout_at, walk, first), q_at, dout_at, slot)
-        state = self._through(first, last, state, walk, place, given)
-        state = self.step(last, state, walk, place, given, masked=True, last=True)
+        first, last = self._ends_of(head)
+        state = State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
+        state = self.step(last, self._through(first.number, last, state))
         return state.sums, state.q_at, state.dout_at, state.slot
 
-    def _of_head(self, head: fly.Value) -> tuple[Walk, HeadOfKeys, BoundFeatures]:
-        """Its steps, and what is given for it."""
+    def _ends_of(self, head: fly.Value) -> tuple[Step, Step]:
+        """A query head's first step and its last."""
         block, place = self.block, HeadOfKeys(self.block.batch, head, self.seen)
         walk = self.walk.of_head(
             self.given, (block.batch, head), block.first_key, block.queries.length, fly.first_lane
         )
-        return walk, place, self.given.at(place)
+        given = self.given.at(place)
+        first, last = fly.first_lane(fly.i32(0) + walk.tiles.first), fly.first_lane(walk.tiles.end - 1)
+        return Step(first, walk, place, given, first=True), Step(last, walk, place, given, last=True)
 
-    def _through(
-        self, first: Any, last: Any, state: State, walk: Walk, place: HeadOfKeys, given: BoundFeatures
-    ) -> State:
-        """Steps `first` to `last`, which is not one of them."""
-        tiles = walk.tiles
-        whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), last))
-        whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), last))
-        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, last, True)]
-        if walk.listed is not None:
+    def _through(self, first: Any, last: Step, state: State) -> State:
+        """Steps from that of number `first` to the `last`, which is not one of them."""
+        tiles, end = last.walk.tiles, last.number
+        whole_from = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_from, first), end))
+        whole_end = fly.first_lane(fly.minimum(fly.maximum(tiles.whole_end, whole_from), end))
+        parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, end, True)]
+        if last.walk.listed is not None:
             parts = parts[1:]
         if self.options.features.masks_every_tile:
-            parts = [(first, last, True)]
+            parts = [(first, end, True)]
         for start, stop, masked in parts:
             for number, carried in (loop := fly.range(start, stop, carry=state)):
-                loop.next(self.step(number, carried, walk, place, given, masked=masked))
+                loop.next(self.step(replace(last, number=number, masked=masked, last=False), carried))
             state = loop.results
         return state
 
@@ -209,27 +227,17 @@ class Consumer:
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
         return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k))
 
-    def step(
-        self,
-        number: fly.Value,
-        state: State,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        last: bool = False,
-    ) -> State:
+    def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         q, dout = self.buffers.q, self.buffers.dout
-        j, listed = self._tile(walk, number, state.q_at), walk.listed
+        j, listed = self._tile(step.walk, step.number, state.q_at), step.walk.listed
         (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j)
-        made, p, kept = self._weighed(raw, state.q_at, j, number, walk, place, given, masked=masked)
+        made, p, kept = self._weighed(raw, state.q_at, j, step)
         dk, dv = state.sums
         dv = self._onto_values(p, state.dout_at, dv)
         (excess,) = wgmma.wait(1, started)
-        ds = self._pulled(made, kept, excess, state.dout_at, j, walk, given, masked=masked)
+        ds = self._pulled(made, kept, excess, state.dout_at, j, step)
         self._put(ds, state.slot)
         started = self._dq(state.slot)
         dk = self._onto_keys(ds, state.q_at, dk)
@@ -238,27 +246,18 @@ class Consumer:
         dout.ring.release(state.dout_at)
         # a list's last block may have tiles behind the last one
         with nullcontext() if listed is None else fly.when(j < listed.tiles):
-            self.add(part, place.head, j, state.q_at)
-        scores = state.product if last else self.scores(q_next, walk, number + 1)
-        (dk,) = wgmma.wait(0 if last else 1, dk)
+            self.add(part, step.place.head, j, state.q_at)
+        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        (dk,) = wgmma.wait(0 if step.last else 1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
 
     def _weighed(
-        self,
-        raw: fly.Value,
-        at: Position,
-        j: fly.Value,
-        number: fly.Value,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
+        self, raw: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[Weights, tuple[fly.Value, ...], KeptWeights | None]:
         """`weigh`; also the A operand of dV, and what dropout keeps."""
-        made = self.weigh(raw, at, j, number, walk, place, given, masked=masked, drops=False)
-        first_key, dropout = self.block.first_key + self.first_row, given.dropout(place)
+        made = self.weigh(raw, at, j, step, drops=False)
+        first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
         p = self._narrow(made.weights)
         if dropout is None:
             return made, p, None
@@ -266,21 +265,12 @@ class Consumer:
         return made, kept.only(p), kept
 
     def _pulled(
-        self,
-        made: Weights,
-        kept: KeptWeights | None,
-        excess: fly.Value,
-        at: Position,
-        j: fly.Value,
-        walk: Walk,
-        given: BoundFeatures,
-        *,
-        masked: bool,
+        self, made: Weights, kept: KeptWeights | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
         if kept is not None:
             excess = kept.only_f32(excess)
-        return self._narrow(self.pull(made, excess, at, j, walk, given, masked=masked))
+        return self._narrow(self.pull(made, excess, at, j, step))
 
     def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
         """Start dV += P^T dO."""
@@ -292,21 +282,10 @@ class Consumer:
         atom = WarpgroupAtom(self.options.head_dim, self.dtype.name)
         return wgmma.issue(atom, ds, self.buffers.q.operand(at, along_rows=True), BLOCK_M // atom.k, dk)
 
-    def weigh(
-        self,
-        raw: fly.Value,
-        at: Position,
-        j: fly.Value,
-        number: fly.Value,
-        walk: Walk,
-        place: HeadOfKeys,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-        drops: bool = True,
-    ) -> Weights:
-        """P of tile j, of step `number`, from its scores; statistics in slot `at`, `drops` as in `weights`."""
-        first_query, first_key, listed = j * BLOCK_M, self.block.first_key + self.first_row, walk.listed
+    def weigh(self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = True) -> Weights:
+        """P of tile j from its scores; statistics are in slot `at`, `drops` as in `weights`."""
+        place, given, masked, listed = step.place, step.given, step.masked, step.walk.listed
+        first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
         ends = masked or listed is not None
@@ -322,7 +301,7 @@ class Consumer:
                 return limited
             # the last step of all may be of a whole block too
             hidden: fly.Fragment = fly.cond(
-                number < listed.whole_steps,
+                step.number < listed.whole_steps,
                 lambda: limited,
                 lambda: given.mask(limited, queries, first_key, place),
             )
@@ -331,21 +310,11 @@ class Consumer:
         rows = queries, first_key, self.scale_log2, lse2
         return weights(fragment, given, place, *rows, hide, first_query, early=True, drops=drops)
 
-    def pull(
-        self,
-        made: Weights,
-        excess: fly.Value,
-        at: Position,
-        j: fly.Value,
-        walk: Walk,
-        given: BoundFeatures,
-        *,
-        masked: bool,
-    ) -> fly.Fragment:
+    def pull(self, made: Weights, excess: fly.Value, at: Position, j: fly.Value, step: Step) -> fly.Fragment:
         """dS of tile j from dP, whose statistics are in slot `at`."""
         products = transposed(fly.Fragment(self.layout, ((excess,),)))
-        queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), masked or walk.listed is not None
-        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(given.of_kept)
+        queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), step.masked or step.walk.listed is not None
+        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(step.given.of_kept)
         less = products.map(lambda x, r, c: -products.spread(delta, r))
         products = products.map(lambda x, r, c: x + less.tiles[r][c])
         return made.score_gradients(products, less).raw
