@@ -39,6 +39,7 @@ _EXP, _PACKED = "v_exp_f32 v{r}, v{r}", "v_pk_mul_f32 v[{p}:{q}], v[{p}:{q}], v[
 _MFMA = "v_mfma_f32_16x16x16_bf16 a[{a}:{b}], v[50:51], v[52:53], a[{a}:{b}]"
 _MFMA32 = "v_mfma_f32_32x32x8_bf16 a[{c}:{d}], v[50:51], v[52:53], a[{c}:{d}]"
 _WIDE = "v_mfma_f32_32x32x16_bf16 a[{c}:{d}], v[50:53], v[54:57], a[{c}:{d}]"
+_BYTES = "v_mfma_f32_32x32x64_f8f6f4 a[{c}:{d}], v[50:57], v[50:57], a[{c}:{d}]"
 _READ = {4: "ds_read_b32 v{r}, v60", 16: "ds_read_b128 v[{x}:{y}], v60"}
 _MI308, _MI355 = "pyhip, MI308X", "published, MI355X"
 
@@ -128,6 +129,7 @@ def rates() -> list[Rate]:
         Rate("LDS: 4 waves of ds_read_b128", old, 4 * 1024 / 128, "128 B/clk", partial(lds_read, 16, 16, old, 4)),
         Rate("MFMA 32x32x8: 512 FLOP/clk", old, 32, "data sheet", partial(group, (_MFMA32,), old)),
         Rate("MFMA 32x32x16: 1024 FLOP/clk", new, 32, "data sheet", partial(group, (_WIDE,), new)),
+        Rate("MFMA 32x32x64 e4m3: 2048 FLOP/clk", new, 64, "data sheet", partial(group, (_BYTES,), new)),
         Rate("v_exp_f32: twice gfx942's rate", new, 8, "white paper", partial(group, (_EXP,), new)),
         Rate("v_fma_f32, each needs the last", new, 8, _MI355, partial(group, (_FMA8.replace("{r}", "10"),), new)),
         Rate("ds_read_b32 latency", new, 69, _MI355, partial(latency, 4, new)),

@@ -61,6 +61,7 @@ from fly.backends.rocdl.intrinsics import (
 
 from .gfx950.copies import copies_of, k_tile, v_tile
 from .gfx950.groups import meet, part, rejoin
+from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
@@ -69,7 +70,6 @@ from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, row_numbers, store_lse
-from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
@@ -150,13 +150,15 @@ class Tiles:
 
     Tiles count from `work.tiles.first`; where they are steps of a list, stages also get `listed`, the key tile's
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
-    instructions, `threshold`, see the module, and `measured_shift`, the shift of scores that are measured from their
-    maximum: nearly that of a maximum of 0, but none that such a row has by chance without being as good as 0.
+    instructions, `threshold`, see the module, `measured_shift`, the shift of scores that are measured from their
+    maximum: nearly that of a maximum of 0, but none that such a row has by chance without being as good as 0; and
+    `sums`, tiles that the output has behind its own.
     """
 
     atom = (32, 32, 16)
     threshold = RESCALE_THRESHOLD
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
+    sums = 0
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Tiles:
         self.spares = self.staged and options.causal
         # a block without keys has a tile that nobody sees
         self.count = fly.maximum(work.tiles.end - work.tiles.first, 1)
-        if options.head_dim == 128 or not self.staged or "bias" not in given.operands:
+        if options.head_dim != 64 or not self.staged or "bias" not in given.operands:
             # what LLVM knows of the least count costs it registers; with a bias at 64 it saves instructions
             self.count = fly.remade(self.count)
         if not self.staged:
@@ -230,8 +232,12 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
+        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(softmax.total),),))
+        return self.finish_rows(softmax, total.reduce_lanes(lambda a, b: a + b))
+
+    def finish_rows(self, softmax: LazySoftmax, total: fly.RowVector) -> tuple[fly.RowVector, fly.RowVector]:
+        """The same with a row's sum."""
         origin = fly.select(self._measured(softmax.shift), fly.minimum(softmax.maximum * self.scale, LARGEST), 0.0)
-        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(softmax.total),),)).reduce_lanes(lambda a, b: a + b)
         pivot = origin - softmax.shift
         # the shift of a row without any key is 0
         empty = total.map(lambda t: t == 0.0)
@@ -259,7 +265,7 @@ class Tiles:
         packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
-            [
+            self._arranged([
                 stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
@@ -279,13 +285,17 @@ class Tiles:
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
-            ],
+            ]),
             running=running,
             unroll=2,
             boundary=self.boundary,
             spares=self.spares,
         )
         # fmt: on
+
+    def _arranged(self, stages: list[fly.Stage]) -> list[fly.Stage]:
+        """The table as another kind has it."""
+        return stages
 
     def run(self) -> tuple[fly.Fragment, LazySoftmax]:
         """All tiles of this block: the output, not divided by the sum yet, and the softmax."""
@@ -294,7 +304,7 @@ class Tiles:
             self.count,
             spare=(lambda: self.spare) if self.spares else None,
             **self.copies.start(self.work.tiles.first, self.pipeline),
-            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
+            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
             softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
@@ -572,25 +582,3 @@ class Tiles:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `contract.Prepare` and `prepare_kernel`."""
     return prepare_kernel(flash_attn_gfx950, tensors, request)
-
-
-def prepare_kernel(kernel: fly.Kernel, tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind a kernel of these parameters and options for one kind of call.
-
-    One build serves equal and different lengths: masks follow the lengths at run time.
-
-    Raises:
-        UnsupportedError: rows of a tensor are 2**31 bytes or more apart within one block.
-    """
-    tensors, request = heads_as_rows(tensors, request)
-    options = DualWaveOptions.of(request)
-    return bind_forward(
-        kernel,
-        tensors,
-        request,
-        block_m=options.block_m,
-        block_n=BLOCK_N,
-        threads=options.waves * 64,
-        statics={"options": options},
-        splits=split_count(request, tensors["q"].device, options.block_m, BLOCK_N),
-    )

@@ -4,33 +4,61 @@ Q, K and V are e4m3, out is bf16. What differs from 16 bits:
 
 | what | why |
 |---|---|
-| an operand is 16 bytes a lane, for two instructions of k = 16 | LDS reads of K stay 16 bytes wide, half as many |
+| products have k = 64, at twice the rate | a tile's 64 keys are one product: all weights are made before it |
+| vector instructions decide, and are single ones | packed ones would wait for the other group's products |
+| exponents are in cluster 0, weights in 1 and 2, with one group all in 1 | beside products of its own or the others |
 | V is read by `ds_read_b64_tr_b8` | it turns 8 keys by 16 head dimensions at a time |
-| P is 2^8 exp(score - max) | e4m3 holds 2^-9 to 448: probabilities from 2^-17 on do not vanish |
-| no lazy rescale: one wherever a maximum grew | P would pass 448; and the largest of a row is then exact |
-| sums are of P before it is rounded | log-sum-exps are as exact as in 16 bits; rounding errors of P have no sign |
+| P is 2^7 exp(score - max), rescales are lazy by 2^1.75 | e4m3 holds 2^-9 to 448 |
+| V has 32 columns of ones: what they make divides O | weights add up to 1, also where the largest is rounded |
+| at D=64 and 256 a block has four waves | a tile of 64 has four lines to copy; 256 take more than 256 registers |
+| at D=256 reads are in the clusters of products | a wave has a SIMD for itself, and nothing else computes meanwhile |
+
+Log-sum-exps are made of sums of P before it is rounded, where they are asked for: as exact as in 16 bits.
 
 `q_descale * k_descale` of a sequence and key head multiplies scores with the softmax's scale, `v_descale` the output.
+Features are the stages of 16 bits. Products add up in f32, so that `fp8_accumulate` has nothing to choose between.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import fly
-from fly.backends.rocdl.intrinsics import cvt_pk_fp8
-from fly.errors import ShapeError
+from fly.backends.rocdl.intrinsics import Group, cvt_pk_fp8, sched_barrier, sched_groups, settle_products
 
-from .flash_attn_gfx950 import Tiles, attend, prepare_kernel
-from .gfx950.options import BLOCK_M, BLOCK_N, DualWaveOptions
+from .flash_attn_gfx950 import MFMA, TRANS, VALU, Tiles, attend
+from .gfx950 import byte_tiles
+from .gfx950.launch import prepare_kernel
+from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions
 from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
 from .problem.lazy_softmax import LazySoftmax
 from .work.fragments import group_size
 from .work.tile_scheduler import block_work
 
-OFFSET = 8.0  # probabilities are 2**OFFSET times what they are, below e4m3's largest number, 448
+# Weights are 2**OFFSET times what they are, and 2**RESCALE_THRESHOLD times more before a rescale: below e4m3's
+# largest number, 448. The weight of the maximum that was last taken in is exact.
+OFFSET, RESCALE_THRESHOLD = 7.0, 1.75
+FOUR_ONES = 0x38383838
 LEAST_SCALE = 1e-30  # a margin is divided by the scale
+
+
+@dataclass(frozen=True)
+class Fp8Options(DualWaveOptions):
+    """The same of a build for 8-bit floats, whose FMAs are not packed."""
+
+    head_dims: ClassVar[tuple[int, ...]] = byte_tiles.HEAD_DIMS
+    ahead: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether a wave has a SIMD for itself."""
+        return self.head_dim > 128
+
+    @staticmethod
+    def waves_of(request: Request) -> int:
+        return DualWaveOptions.waves_of(request) if request.head_dim == 128 else WAVES // 2
 
 
 @fly.kernel
@@ -45,56 +73,177 @@ def flash_attn_gfx950_fp8(
     cu_seqlens_kv: fly.Tensor | None,
     debug_counts: fly.Tensor | None,
     *operands: fly.Operand,
-    options: DualWaveOptions,
+    options: Fp8Options,
     folded: bool = False,
 ) -> None:
-    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_gfx950` without packed sequences, at D=128.
+    """out = softmax(softmax_scale * q k^T) v, as `flash_attn_gfx950`.
 
-    operands: q_descale, k_descale, v_descale or some of them, (B, Hkv) f32.
+    operands: those of `options.features`, among them q_descale, k_descale and v_descale, (B, Hkv) f32.
     """
-    fly.occupancy(waves_per_eu=options.waves_per_eu)
+    fly.occupancy(waves_per_eu=1 if options.alone else options.waves_per_eu)
     if options.daz:
         fly.flush_denormals()
-    if options.head_dim != 128:
-        raise ShapeError(f"head_dim is {options.head_dim}; the gfx950 kernel of 8-bit floats takes 128")
+    if options.features.modifies:
+        fly.narrow_splats()
     given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
         causal=options.causal,
-        block_m=BLOCK_M,
+        block_m=options.block_m,
         block_n=BLOCK_N,
         xcds=fly.target().xcds,
         given=given,
+        page_size=options.page_size,
         folded=folded,
     )
     head = work.head // group_size(q, k)
     asked = options.features.operands
     scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in DESCALES if n in asked}
     scale_log2 = scale_log2 * scales.get("q_descale", 1.0) * scales.get("k_descale", 1.0)
-    given = replace(given, operands=scales)
+    given = replace(given, operands={**given.operands, **scales})
     with work.if_any_row():
-        attend(work, fly.maximum(scale_log2, LEAST_SCALE), given, debug_counts, options, Fp8Tiles)
+        attend(work, fly.maximum(scale_log2, LEAST_SCALE), given.at(work), debug_counts, options, Fp8Tiles)
 
 
 class Fp8Tiles(Tiles):
-    """The stages on 8-bit tiles; `given` has v_descale as a number."""
+    """The stages on 8-bit tiles; `given` has v_descale as a number.
 
-    atom = (32, 32, 32)
-    threshold = 0.0
+    The output has one more tile, of columns of ones in V: the sums of the weights as they are multiplied.
+    """
+
+    options: Fp8Options
+    atom = (32, 32, 64)
+    threshold = RESCALE_THRESHOLD
     measured_shift = OFFSET - 2.0**-21
+    sums = 1
+
+    def _arranged(self, stages: list[fly.Stage]) -> list[fly.Stage]:
+        """Stages in front of others, and in their cluster: all weights are made before a product needs them.
+
+        With one group nothing else is sure to fill what the scores' products leave, so all of them are beside those.
+        Alone, a wave computes while it reads: clusters 0 and 2 start and await copies.
+        """
+        moves: dict[str, tuple[str, dict[str, Any]]] = {"late weights": ("wait for K", {})}
+        if self.options.waves < WAVES:
+            moves = {"late weights": ("interleave", {})}
+        if self.options.alone:
+            moves |= {
+                "read V": ("scores", {}),
+                "read K": ("output", {"delay": 0, "past_end": not self.staged}),
+                "exponents": ("early weights", {}),
+                "copy V": ("wait for V", {}),
+            }
+        for name, (before, changes) in moves.items():
+            (moved,) = (stage for stage in stages if stage.name == name)
+            stages.remove(moved)
+            (at,) = (i for i, stage in enumerate(stages) if stage.name == before)
+            stages.insert(at, replace(moved, cluster=stages[at].cluster, **changes))
+        return stages
+
+    def run(self) -> tuple[fly.Fragment, LazySoftmax]:
+        word = fly.remade(fly.i32(FOUR_ONES))
+        self.ones = fly.from_elements([word] * (self.link.atom.k // 8)).bitcast(self.dtype)
+        output, softmax = super().run()
+        settle_products()
+        *tiles, sums = output.tiles[0]
+        # all of a lane's are of one row, and of all keys
+        self.weights_total = fly.RowVector(output.layout, ((sums[0],),))
+        return fly.Fragment(output.layout, (tuple(tiles),)), softmax
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
-        inverse, lse = super().finish(softmax)
+        _, lse = super().finish(softmax)
+        inverse, _ = self.finish_rows(softmax, self.weights_total)
         scale = self.given.get("v_descale")
         return (inverse if scale is None else inverse.map(lambda x: x * scale)), lse
+
+    def interleave_scores(self, tile: fly.PipelineTile) -> None:
+        """Exponentials, conversions and where they are wanted sums; alone reads of V and the exponents too."""
+        products = self.key_tiles * self.dim_steps
+        summed = int(self.work.lse is not None)
+        if self.options.alone:
+            each = 32 // products
+            reads = 2 * self.dim_tiles * self.key_steps * self.key_tiles // products
+            arithmetic = each * (3 + 2 * summed) // 2
+            sched_groups((MFMA, 1), (Group.DS_READ, reads), (VALU, arithmetic), (TRANS, each), repeat=products)
+        else:
+            each = (16 if self.options.waves == WAVES else 32) // products
+            sched_groups((MFMA, 1), (TRANS, each), (VALU, each * (1 + 2 * summed) // 2), repeat=products)
+
+    def interleave_output(self) -> None:
+        """The maximum; alone reads of K too."""
+        products = self.dim_tiles + 1
+        if self.options.alone:
+            # scores are not ready before, see `settle_products`
+            first = products // 2 + 1
+            reads = -(-2 * self.key_tiles * self.dim_steps // first)
+            sched_groups((MFMA, 1), (Group.DS_READ, reads), repeat=first)
+            sched_groups((MFMA, 1), (VALU, 5), repeat=products - first)
+        else:
+            sched_groups((MFMA, 1), (VALU, 4), repeat=products)
+
+    def boundary(self, cluster: int, step: int | None) -> None:
+        """Alone, waves meet behind what they waited for."""
+        if self.options.alone and cluster % 2 == 1:
+            sched_barrier()
+        else:
+            super().boundary(cluster, step)
+
+    def featured(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, listed: fly.Value | None = None
+    ) -> tuple[fly.Value, ...]:
+        settle_products()
+        return super().featured(tile, early, late, listed)
+
+    def raise_maximum(self, tile: fly.PipelineTile, early: fly.Value, *state: Any) -> Any:
+        """In the first step no product of weights is between."""
+        if isinstance(tile.number, int):
+            settle_products()
+        return super().raise_maximum(tile, early, *state)
+
+    def exponents(
+        self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
+    ) -> tuple[fly.Value, fly.Value]:
+        """One by one: packed ones would wait for the other group's products."""
+
+        def scaled(scores: fly.Value) -> fly.Value:
+            each = [fly.fma(scores[i], self.scale, softmax.shift) for i in range(len(scores))]
+            return fly.from_elements(each)
+
+        return scaled(early), scaled(late)
+
+    def weights(
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
+    ) -> tuple[list[fly.Value], LazySoftmax]:
+        """Those of half of a tile, and where log-sum-exps are wanted their sum before they are rounded."""
+        probabilities = fly.exp2(exponents)
+        if self.work.lse is not None:
+            # a tree: each addition of a chain would wait for the last one
+            sums = [probabilities[i] for i in range(len(probabilities))]
+            while len(sums) > 2:
+                sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+            total = [softmax.total[i] + part for i, part in enumerate(sums)]
+            softmax = replace(softmax, total=fly.from_elements(total))
+        return [self._narrow(probabilities)], softmax
+
+    def accumulate(
+        self,
+        tile: fly.PipelineTile,
+        output: fly.Fragment,
+        v: list[list[fly.Value]],
+        early: list[fly.Value],
+        late: list[fly.Value],
+    ) -> fly.Fragment:
+        weights = fly.concat([*early, *late])
+        return super().accumulate(tile, output, [[*v[0], self.ones]], [weights], [])
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         loads: tuple[fly.MatrixLoad, ...] = fly.target().byte_loads
         return loads
 
     def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
-        return k_tile(), v_tile()
+        shape = self.options.head_dim, self.options.together
+        return byte_tiles.k_tile(*shape), byte_tiles.v_tile(*shape)
 
     def _narrow(self, probabilities: fly.Value) -> fly.Value:
         return cvt_pk_fp8(probabilities)
@@ -103,24 +252,8 @@ class Fp8Tiles(Tiles):
         return OFFSET - maximum * self.scale
 
 
-def k_tile() -> fly.PaddedTile:
-    """K in LDS: 8 lines of 1024 bytes with 16 of padding; 8 neighbouring rows are in 8 lines.
-
-    Those start in 8 different runs of 16 bytes of 128, and the next 8 rows in the other half of 256 bytes.
-    """
-    return fly.PaddedTile(fly.Layout(((8, 8), 128), ((1024, 128), 1)), 1024, 16, element_bytes=1)
-
-
-def v_tile() -> fly.PaddedTile:
-    """V in LDS: as K, with odd 16-byte pieces of a row 128 bytes from the even ones.
-
-    Rows 0-3 and 8-11 (from each 4), which 16 lanes turn, start in 8 different runs of 16 bytes of 128; the pieces
-    that the halves of 32 lanes read are in different halves of 256 bytes.
-    """
-    order = fly.Layout(((4, 2, 2, 4), (16, 2, 4)), ((1024, 64, 4096, 256), (1, 128, 16)))
-    return fly.PaddedTile(order, 1024, 16, element_bytes=1)
-
-
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind this kernel for one kind of call; see `contract.Prepare`."""
-    return prepare_kernel(flash_attn_gfx950_fp8, tensors, request)
+    # both ways to add up are f32's
+    request = replace(request, static_features=replace(request.static_features, fp8_accumulate=None))
+    return prepare_kernel(flash_attn_gfx950_fp8, tensors, request, Fp8Options)

@@ -102,8 +102,9 @@ def flydsl_flash_attn_func(
 
     Args:
         q: (B, Sq, H, D), bfloat16 or float16, D 8 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 96,
-            128, 192 or 256, and on gfx950 D 128. The last dimension is contiguous, other strides are free; on a CUDA
-            or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed sequences: (total_q, H, D).
+            128, 192 or 256, and on gfx950 D 64, 128 or 256. The last dimension is contiguous, other strides are free;
+            on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed sequences:
+            (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same device; H is a multiple of Hkv, and head h reads head h·Hkv//H. Of q's dtype, or
             both float8_e4m3fn beside q of 16 bits, on every target. Packed sequences: (total_kv, Hkv, D). v may have
             another head dimension Dv, which out has too.
@@ -154,7 +155,7 @@ def flydsl_flash_attn_func(
             last dimension, (B, Skv, Hkv), (pages, page_size, Hkv) or (total_kv, Hkv).
         fp8_accumulate: how products of float8_e4m3fn weights and values add up: "float32", each tile of keys in
             float32, or "fast", all keys in the tensor core's accumulators, which cut low bits off: an error that
-            grows with the keys where values share a sign (docs/fp8.md). Hopper only.
+            grows with the keys where values share a sign (docs/fp8.md). On gfx950 both are float32.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         score_mod_bwd: function (gradient, score, batch, head, query, key, *aux) that gives the gradient of the score

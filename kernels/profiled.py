@@ -25,7 +25,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("seq", "seq_kv", "head_dim", "page_size"), _COUNT),
     **dict.fromkeys(("batch", "heads", "heads_kv"), _PLACES),
     "causal": ("True or False", lambda value: type(value) is bool),
-    "dtype": ("bf16, f16", lambda value: value in ("bf16", "f16")),
+    "dtype": ("bf16, f16, f8e4m3", lambda value: value in ("bf16", "f16", "f8e4m3")),
     "kernel": ("a kernel's name, as in FLY_KERNEL", lambda value: type(value) is str and value != ""),
 }
 _OPTIONAL = ("seq_kv", "heads_kv", "kernel", "page_size")
@@ -67,7 +67,7 @@ def flash_attention(
     """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
 
     Args:
-        dtype: bf16 or f16. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
+        dtype: bf16, f16 or f8e4m3. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
 
     Raises:
         ArgumentError: another dtype.
@@ -76,7 +76,7 @@ def flash_attention(
 
     from .flash_attn_interface import flydsl_flash_attn_func
 
-    types = {"bf16": torch.bfloat16, "f16": torch.float16}
+    types = {"bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn}
     if dtype not in types:
         raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(types)}")
     generator = torch.Generator().manual_seed(0)
@@ -133,8 +133,8 @@ def placed(launch: Launch, **settings: Any) -> Launch:
 CALLS = {
     "flash_attn": ProfiledCall(
         flash_attention,
-        "--set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False dtype=bf16\n"
-        "        kernel=generic|gfx950 page_size=… (keys in pages)",
+        "--set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False dtype=bf16|f16|f8e4m3\n"
+        "        kernel=generic|gfx950|gfx950_fp8 page_size=… (keys in pages)",
         check_settings,
         placed,
     )

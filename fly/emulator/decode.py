@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 VCC, M0, EXEC, SCC, LITERAL, VGPR = 106, 124, 126, 253, 255, 256
 SADDR_OFF = 0x7F
 
+# The upper half of the first word of a matrix product with block scales; the tables leave it out, and would take any
+# instruction in front of a product without them for its prefix
+SCALED_PREFIX = 0xD3AC
+
 # Register space of `reads` and `writes` bit masks: 0..255 VGPR, 256..511 AGPR, then SGPR codes, then SCC
 SGPR_BIT = 512
 SCC_BIT = 512 + 128
@@ -126,6 +130,7 @@ def _encodings() -> tuple[_Encoding, ...]:
     for table in _load_formats()["cdna"]:
         fields = dict(table._fields)
         constants = [(f.mask << f.lo, f.default << f.lo) for f in fields.values() if isinstance(f, FixedBitField)]
+        constants += [(f.mask << f.lo, SCALED_PREFIX << f.lo) for name, f in fields.items() if name == "x2encoding"]
         constants += [(0x1FF, code) for suffix, code in _VARIANT_SRC0.items() if table.__name__.endswith(suffix)]
         deciding = [f.mask << f.lo for name, f in fields.items() if name in ("op", *_WIDTHS)]
         op = fields["op"]

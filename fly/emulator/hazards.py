@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from fly.emulator.decode import SGPR_BIT, VGPR, Instruction
 from fly.emulator.footprint import Footprint, vector_bits
-from fly.emulator.mfma import matrix_shape, register_counts
+from fly.emulator.mfma import MIXED, matrix_shape, register_counts
 
 if TYPE_CHECKING:
     from fly.emulator.checks import Checker
     from fly.emulator.state import Group
 
-# (rows, blocks) -> (passes of f32, passes of 8- and 16-bit types)
+# (rows, blocks) -> (passes of f32 and of f8f6f4 with 8-bit types, passes of other 8- and 16-bit types)
 _PASSES = {(32, 1): (16, 8), (16, 1): (8, 4), (32, 2): (16, 16), (16, 4): (8, 8), (4, 16): (2, 2)}
 
 
@@ -29,7 +29,8 @@ def passes(name: str, arch: str) -> int:
     shape = matrix_shape(name, arch)
     if shape is None:
         return 0
-    return _PASSES[shape.m, shape.blocks][0 if shape.a == "f32" else 1]
+    # of 4 and 6 bits half as many
+    return _PASSES[shape.m, shape.blocks][0 if shape.a == "f32" or name.endswith(MIXED) else 1]
 
 
 def wait_states(name: str, arch: str) -> tuple[int, int]:

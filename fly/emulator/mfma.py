@@ -19,13 +19,22 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"v_mfma_(f32|i32|f64)_(\d+)x(\d+)x(\d+)_(?:(\d+)b_)?([a-z0-9]+)(?:_([a-z0-9]+))?$")
 
 
+MIXED = "f8f6f4"
+
+
 def matrix_shape(name: str, arch: str) -> MatrixShape | None:
-    """Shape of `v_mfma_…`, or None for a name that is not one of the dense non-f64 forms."""
+    """Shape of `v_mfma_…`, or None for a name that is not one of the dense non-f64 forms.
+
+    f8f6f4 is taken for e4m3, which are its operands without cbsz and blgp. Its lanes hold runs of k as those of the
+    other 8-bit forms do; without block scales only A and B need the same order of k.
+    """
     match = _NAME.match(name)
-    if match is None or match[1] == "f64" or match[6] in ("xf32", "f8f6f4"):
+    if match is None or match[1] == "f64" or match[6] == "xf32":
         return None
     a = match[6]
     b = match[7] or a
+    if a == MIXED:
+        a = b = "fp8"
     if arch == "gfx942":
         a, b = (x + "z" if x in ("fp8", "bf8") else x for x in (a, b))
     return MatrixShape(int(match[2]), int(match[3]), int(match[4]), int(match[5] or 1), a, b)
@@ -42,7 +51,8 @@ def compile_mfma(inst: Instruction, machine: Executing) -> Callable[[Group], Non
     """Dense matrix instructions; EXEC is ignored, as on hardware.
 
     Raises:
-        EmulatorError: sparse, f64, xf32 and scaled f8f6f4 forms, and the cbsz / abid / blgp modifiers.
+        EmulatorError: sparse, f64, xf32 and scaled forms, and the cbsz / abid / blgp modifiers, of f8f6f4 the types
+            of operands that are not e4m3.
     """
     shape = matrix_shape(inst.name, machine.arch)
     if shape is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from fly.errors import ShapeError
 
@@ -26,6 +27,8 @@ class DualWaveOptions:
         ShapeError: a head dimension that the kernel does not have, a page size without a table or the reverse, or
             waves that do not go with the other options.
     """
+
+    head_dims: ClassVar[tuple[int, ...]] = (64, 128)
 
     head_dim: int
     causal: bool
@@ -52,22 +55,28 @@ class DualWaveOptions:
     def __post_init__(self) -> None:
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
-        if self.head_dim not in (64, 128):
-            raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes 64 and 128")
+        if self.head_dim not in self.head_dims:
+            dims = ", ".join(map(str, self.head_dims[:-1]))
+            raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes {dims} and {self.head_dims[-1]}")
         if self.waves not in (WAVES, WAVES // 2):
             raise ShapeError(f"waves is {self.waves}; the gfx950 kernel has {WAVES // 2} or {WAVES} in a block")
         if self.waves < WAVES and self.stagger:
             raise ShapeError(f"stagger with {self.waves} waves; a block needs {WAVES} for two groups: leave it out")
 
     @staticmethod
-    def of(request: Request) -> DualWaveOptions:
+    def waves_of(request: Request) -> int:
+        """How many waves a block has, so that its rows divide the blocks of a mask."""
+        block = request.static_features.block_size
+        return WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
         """Those of the build for one kind of call."""
         tuning = request.tuning
         switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
         given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
-        block = request.static_features.block_size
-        waves = WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
-        return DualWaveOptions(
+        waves = cls.waves_of(request)
+        return cls(
             request.head_dim,
             request.causal,
             daz=bool(tuning.get("daz")),

@@ -31,11 +31,12 @@ class Matrix:
     a: str
     b: str
     archs: tuple[str, ...] = ARCHS
+    types: str = ""  # as the instruction's name has them, where it is not by A and B
 
     @property
     def name(self) -> str:
         blocks = f"_{self.blocks}b" if self.blocks > 1 else ""
-        types = self.a if self.a[-1] != "8" or self.a == "i8" else f"{self.a}_{self.b}"
+        types = self.types or (self.a if self.a[-1] != "8" or self.a == "i8" else f"{self.a}_{self.b}")
         return f"v_mfma_{self.result}_{self.m}x{self.n}x{self.k}{blocks}_{types}"
 
     @property
@@ -55,6 +56,7 @@ TABLE = (
     *(Matrix(*s, a, b) for s in _FP8 for a in ("fp8", "bf8") for b in ("fp8", "bf8")),
     *(Matrix(*s, t, t, ("gfx950",)) for t in ("f16", "bf16") for s in ((32, 32, 16, 1), (16, 16, 32, 1))),
     *(Matrix(*s, "i8", "i8", ("gfx950",)) for s in ((32, 32, 32, 1), (16, 16, 64, 1))),
+    *(Matrix(*s, "fp8", "fp8", ("gfx950",), "f8f6f4") for s in ((32, 32, 64, 1), (16, 16, 128, 1))),
 )
 
 _PLACE = dict[int, Callable[[np.ndarray, np.ndarray], tuple]]
@@ -112,7 +114,13 @@ def _cases() -> tuple[Case, ...]:
         Case("sparse", "s_nop 4\nv_smfmac_f32_32x32x16_f16 $0, $1, $2, $3\ns_nop 15\ns_nop 15", "v16", "v2 v4 v")
     )
     cases.append(
-        Case("f8f6f4", _asm(first).replace("32x32x8_f16", "32x32x64_f8f6f4"), "v16", "v8 v8 v16", archs=("gfx950",))
+        Case(
+            "f8f6f4",
+            _asm(first, tail=" cbsz:1").replace("32x32x8_f16", "32x32x64_f8f6f4"),
+            "v16",
+            "v8 v8 v16",
+            archs=("gfx950",),
+        )
     )
     return tuple(cases)
 

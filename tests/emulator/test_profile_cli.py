@@ -145,7 +145,7 @@ def test_flash_attention_from_pages(capsys):
         (("k.hsaco", "--resident", "0"), r"--resident 0; expected at least 1"),
         (("k.hsaco", "--cold", "-1"), r"--cold -1; expected 0 or more"),
         (("flash_attn", "--set", "length=1"), r"--set: flash_attn has no setting 'length'; accepted: batch, seq"),
-        (("flash_attn", "--set", "dtype=f32"), r"--set dtype='f32'; accepted: bf16, f16"),
+        (("flash_attn", "--set", "dtype=f32"), r"--set dtype='f32'; accepted: bf16, f16, f8e4m3"),
         (("flash_attn", "--set", "seq=abc"), r"--set seq='abc'; accepted: a whole number from 1"),
         (("flash_attn", "--set", "batch=65536"), r"--set batch=65536; accepted: 1 to 65535"),
         (

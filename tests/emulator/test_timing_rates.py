@@ -10,7 +10,7 @@ TOLERANCE = 0.03
 CHOSEN = (
     "v_exp_f32", "v_fma_f32 (8 bytes) unaligned", "MFMA + 3 v_add_f32", "MFMA + 4 v_pk_mul_f32", "MFMA + v_exp_f32",
     "MFMA, 3 add, MFMA, exp", "MFMA, MFMA, 3 add, exp", "ds_read_b32, 8 dwords apart", "LDS: 4 waves of ds_read_b128",
-    "ds_read_b32 latency", "MFMA 32x32x16: 1024 FLOP/clk",
+    "ds_read_b32 latency", "MFMA 32x32x16: 1024 FLOP/clk", "MFMA 32x32x64 e4m3: 2048 FLOP/clk",
 )  # fmt: skip
 
 

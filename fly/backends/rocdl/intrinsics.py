@@ -80,6 +80,17 @@ def s_setprio(level: int) -> None:
     _call("llvm.amdgcn.s.setprio", i16(level).ir)
 
 
+def settle_products() -> None:
+    """The wait states that the vector unit needs behind a matrix instruction of 16 passes (gfx950: 20), all of them.
+
+    For places where vector instructions may follow closely: LLVM 22 looks back 19, and adds nothing where there are
+    exactly 19 (llvm/llvm-project#222040). With fewer it would fill up to 20.
+    """
+    for states in (16, 4):
+        _call("llvm.amdgcn.s.nop", i16(states - 1).ir)
+    sched_barrier()
+
+
 def sched_barrier(may_cross: Group = Group.NONE) -> None:
     """A line in the schedule that only instructions of the given classes may cross."""
     _call("llvm.amdgcn.sched.barrier", i32(int(may_cross)).ir)

@@ -190,7 +190,8 @@ def _constant(value: ir.Value) -> int | None:
 def _mma(op: ir.Operation, b: Builder) -> ir.Value:
     atom = b.target.atom(string(op, "atom"))
     a, b_, accumulator = op.operands
-    controls = [b.constant(0)] * 3  # cbsz, abid, blgp: no broadcast
+    # cbsz, abid, blgp: no broadcast; or cbsz, blgp: e4m3, and for each operand which byte of which scales
+    controls = [b.constant(0)] * (6 if ".scale." in atom.intrinsic else 3)
     for part_a, part_b in zip(b.slices(a, atom.issues), b.slices(b_, atom.issues), strict=True):
         (register_a,) = b.registers(part_a, atom.register)
         (register_b,) = b.registers(part_b, atom.register)

@@ -122,15 +122,15 @@ MISTAKES = {
     ),
     "packed 8-bit": (
         varlen,
-        {"q": e4m3(6, 4, 128), "k": e4m3(6, 2, 128), "v": e4m3(6, 2, 128), "v_descale": torch.ones(2, 2)},
+        {"q": e4m3(6, 4, 128), "k": e4m3(6, 2, 128), "v": e4m3(6, 2, 128), "dropout_p": 0.5},
         UNSUPPORTED,
-        "the gfx950_fp8 kernel does not do packed sequences (cu_seqlens_q, cu_seqlens_k) yet: call it once per",
+        "the gfx950_fp8 kernel does not do dropout (dropout_p) yet",
     ),
-    "lengths of an 8-bit cache": (
+    "head dimension of an 8-bit cache": (
         cached,
-        {"q": e4m3(2, 3, 4, 128), "k_cache": e4m3(2, 8, 2, 128), "v_cache": e4m3(2, 8, 2, 128), "cache_seqlens": 4},
+        {"q": e4m3(2, 3, 4, 96), "k_cache": e4m3(2, 8, 2, 96), "v_cache": e4m3(2, 8, 2, 96), "cache_seqlens": 4},
         UNSUPPORTED,
-        "the gfx950_fp8 kernel does not do lengths in use (cache_seqlens) yet: cut the sequences",
+        "the gfx950_fp8 kernel takes head_dim 64, 128, 256, not 96: pad",
     ),
     "new 8-bit keys": (
         cached,
@@ -226,9 +226,9 @@ MISTAKES = {
     "vllm: context parallel": (paged, {"cp_world_size": 2}, ArgumentError, "cp_world_size is for a rank's keys in"),
     "vllm: 8-bit": (
         paged,
-        {"q": e4m3(6, 4, 128), "k": e4m3(4, 16, 2, 128), "v": e4m3(4, 16, 2, 128), "k_descale": torch.ones(2, 2)},
+        {"q": e4m3(6, 4, 192), "k": e4m3(4, 16, 2, 192), "v": e4m3(4, 16, 2, 192), "k_descale": torch.ones(2, 2)},
         UNSUPPORTED,
-        "the gfx950_fp8 kernel does not do packed sequences",
+        "the gfx950_fp8 kernel takes head_dim 64, 128, 256, not 192: pad",
     ),
     "vllm: 8-bit scales": (
         paged,

@@ -306,10 +306,10 @@ def test_mistakes(changes, error, message):
         flydsl_flash_attn_func(**good() | changes)
 
 
-def test_a_kernel_without_pages_says_so(monkeypatch):
+def test_a_kernel_without_such_pages_says_so(monkeypatch):
     monkeypatch.setenv("FLY_KERNEL", "gfx950_fp8")
-    wanted = "the gfx950_fp8 kernel does not do keys in pages (block_table) yet: gather a sequence's pages into k and"
-    paged = Paged.of([40, 20], 16, KV_HEADS, (128, 128), torch.float8_e4m3fn, 0)
+    wanted = "the gfx950_fp8 kernel takes pages of a power of two of at least 16 keys, not of 24: allocate such pages"
+    paged = Paged.of([40, 20], 24, KV_HEADS, (128, 128), torch.float8_e4m3fn, 0)
     q = torch.zeros(2, 3, HEADS, 128).to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match=re.escape(wanted)):
         flydsl_flash_attn_func(q, paged.k, paged.v, **paged.options)

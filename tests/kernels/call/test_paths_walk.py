@@ -99,7 +99,7 @@ def check_choice(arch: str, request: Request) -> bool:
 def test_every_call_is_served_or_refused_in_full(arch):
     served = {request.features for request in requests() if check_choice(arch, request)}
     # where few architectures have them
-    alone = {"debug_counts": ("gfx950",), "descale": ("gfx950", "sm_90a"), "fp8_accumulate": ("sm_90a",)}
+    alone = {"debug_counts": ("gfx950",), **dict.fromkeys(("descale", "fp8_accumulate"), ("gfx950", "sm_90a"))}
     assert served == {(), *((name,) for name in BY_NAME if arch in alone.get(name, (arch,)))}
 
 

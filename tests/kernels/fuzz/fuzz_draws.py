@@ -23,7 +23,7 @@ FUNCTIONS = (
     *(*[CACHE] * 6, *[APPEND] * 2, VLLM),
 )
 # head dimensions of 8-bit inputs
-HEAD_DIMS_OF_8_BITS = {"gfx950": (128,), "sm_90a": (64, 128, 256)}
+HEAD_DIMS_OF_8_BITS = {"gfx950": (64, 128, 256), "sm_90a": (64, 128, 256)}
 BLOCKS = ((128, 128), (64, 64), (256, 64), (128, 64), (128, 112), (33, 17), (100, 256))
 PAGES = (16, 16, 16, 32, 64, 128, 1, 2, 3, 7, 8, 24, 48, 100)
 

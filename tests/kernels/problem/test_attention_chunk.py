@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 
-from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError
 from kernels.flash_attn_api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.api.api_reference import dense, packed
 from tests.kernels.emulated_kernels import TUNED, emulated, every_kernel, int32, random  # noqa: F401
 from tests.kernels.packed import offsets
@@ -117,10 +116,3 @@ def test_mistakes(chunk, error, message):
     q = random(1, 3, 2, 64)
     with pytest.raises(error, match=re.escape(message)):
         flash_attn_func(q, q, q, attention_chunk=chunk)
-
-
-def test_8_bit_inputs_are_refused(monkeypatch):
-    monkeypatch.delenv("FLY_KERNEL")
-    q = random(1, 3, 2, 128).to(torch.float8_e4m3fn)
-    with pytest.raises(UnsupportedError, match=re.escape("chunks of keys (attention_chunk)")):
-        flydsl_flash_attn_func(q, q, q, attention_chunk=2)
