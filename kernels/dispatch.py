@@ -120,6 +120,18 @@ def unless_paged(need: Need, paged: Need) -> Need:
     )
 
 
+def unless_filled(need: Need, filled: Need) -> Need:
+    """`filled` is for head dimensions that are no multiples of 64: their rows get columns of zeros."""
+
+    def refuses(request: Request) -> str | None:
+        whole = request.head_dim % 64 == request.value_dim % 64 == 0
+        return (need if whole else filled).refuses(request)
+
+    return Need(
+        f"{need.what} ({filled.what} at head_dims that are no multiples of 64)", refuses, by_length=need.by_length
+    )
+
+
 def mask_blocks(rows: int, keys: int) -> Need:
     """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
 
@@ -229,18 +241,22 @@ KERNELS: tuple[Kernel, ...] = (
         name="gfx950",
         module=".flash_attn_gfx950",
         archs=("gfx950",),
-        head_dims=(64, 128),
+        head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
         features=(*EVERYWHERE, "debug_counts"),
         tuning=dict.fromkeys(("waves_per_eu", "daz", *DUALWAVE), ("gfx950",)),
         reason="two waves per SIMD in antiphase, hand-pipelined for CDNA4",
         needs=(
             aligned(4),
-            unless_paged(keys_within(2**32, ahead=200), page_within(2**31, rows=512)),
+            unless_paged(
+                unless_filled(keys_within(2**32, ahead=200), keys_within(2**31, ahead=200)),
+                page_within(2**31, rows=512),
+            ),
             mask_blocks(128, 64),
             PAGES,
         ),
         switched_off=config.DISABLE_DUALWAVE_SWP,
+        mixed_dims=True,
     ),
     Kernel(
         name="gfx950_fp8",

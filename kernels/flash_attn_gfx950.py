@@ -13,10 +13,11 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-At D=64, x is in cluster 0. `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of
-it. K and V have two buffers each, filled by direct-to-LDS copies, from contiguous keys or from pages
-(`gfx950/copies.py`). A wait comes two barriers before the reads that need it: the other group passes
-its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
+At other D, x is in cluster 0. Above 128, K and V lie in LDS in panels of columns (`gfx950/wide.py`), and what
+registers do not hold of a tile is read in compute clusters (`gfx950/interleaving.py`). `Tiles` has this table as
+stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers each, filled by direct-to-LDS
+copies, from contiguous keys or from pages (`gfx950/copies.py`). A wait comes two barriers before the reads that need
+it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
 In the first step there is only K(0) to wait for. The block's queries are copied behind it, through LDS too
 (`gfx950/queries.py`); what the loop starts with is computed meanwhile ("settle"). All waves meet once, when both are
@@ -25,7 +26,7 @@ started past the last tile: a block takes an even number of tiles, and the two s
 ones. Causal blocks are spared some of that: a wave none of whose rows sees a key of the last tile only waits, meets
 the others and starts copies (the stages that are `shared`) in the steps in which no other tile is left.
 
-Pages and lists have another prologue, since their scalar registers are all taken: every lane loads its query itself
+Pages, lists and D above 128 have another prologue, without scalar registers or LDS: every lane loads its query itself
 and the groups part before K(0) is on its way. They take an odd number of tiles, with one step behind the loop and a
 copy past the end.
 
@@ -52,7 +53,6 @@ from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import (
-    Group,
     s_setprio,
     s_waitcnt_lds,
     sched_barrier,
@@ -61,10 +61,12 @@ from fly.backends.rocdl.intrinsics import (
 
 from .gfx950.copies import copies_of, k_tile, v_tile
 from .gfx950.groups import meet, part, rejoin
+from .gfx950.interleaving import among_output, among_scores, reads_ahead
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
+from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
@@ -74,7 +76,6 @@ from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
 RESCALE_THRESHOLD = 8.0  # log2 units
-MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 
 
 @fly.kernel
@@ -103,6 +104,7 @@ def flash_attn_gfx950(
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
         head_dim=options.head_dim,
+        head_dim_v=options.value_dim,
         causal=options.causal,
         block_m=options.block_m,
         block_n=BLOCK_N,
@@ -175,10 +177,11 @@ class Tiles:
         self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
         self.link = fly.chain(fly.target().mma(self.dtype.name, self.atom))
-        self.dim_steps = options.head_dim // self.link.atom.k
-        self.dim_tiles = options.head_dim // self.link.layout.columns
+        self.dim_steps = -(-options.head_dim // self.link.atom.k)
+        self.dim_tiles = -(-options.value_dim // self.link.layout.columns)
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
+        self.k_ahead, self.v_ahead = reads_ahead(self.dim_steps, self.dim_tiles, self.key_steps, options.alone)
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
@@ -186,7 +189,7 @@ class Tiles:
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
-        self.staged = options.page_size is None and work.listed is None
+        self.staged = options.staged
         self.spares = self.staged and options.causal
         # a block without keys has a tile that nobody sees
         self.count = fly.maximum(work.tiles.end - work.tiles.first, 1)
@@ -210,21 +213,27 @@ class Tiles:
 
         k_layout, v_layout = self._layouts()
         self.copies = copies_of(self.work, k_layout, v_layout)
-        self.k_load = fly.OperandLoader(plan(transposed=False), k_layout)
-        self.v_load = fly.OperandLoader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
+        self.k_load = loader(plan(transposed=False), k_layout)
+        self.v_load = loader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.copies.allocate()
         if self.staged:
-            self.staging = StagedQueries(self.work.q, k_layout, self.options.block_m, WAVE_ROWS)
+            assert isinstance(k_layout, fly.PaddedTile)
+            # the block's alone: all rows may span more than a bound of 32 bits
+            end = fly.minimum(self.work.q.count, self.work.first_row + self.options.block_m)
+            self.staging = StagedQueries(replace(self.work.q, count=end), k_layout, self.options.block_m, WAVE_ROWS)
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         """Those of the target for these elements."""
         loads: tuple[fly.MatrixLoad, ...] = fly.target().matrix_loads
         return loads
 
-    def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
+    def _layouts(self) -> tuple[Layout, Layout]:
         """Of K and V in LDS."""
-        shape = self.options.head_dim, self.options.together
-        return k_tile(*shape), v_tile(*shape)
+        together = self.options.together
+        return (
+            layout_of(self.options.head_dim, lambda columns: k_tile(columns, together)),
+            layout_of(self.options.value_dim, lambda columns: v_tile(columns, together)),
+        )
 
     def _narrow(self, probabilities: fly.Value) -> fly.Value:
         """As the matrix instructions take them."""
@@ -363,26 +372,14 @@ class Tiles:
         return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
-        """Between the matrix instructions of the scores: the exponentials of a pair, then its sum and conversion."""
-        if self.options.head_dim == 128:
-            sched_groups((MFMA, 1), (TRANS, 2))
-            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 1), (MFMA, 1), (TRANS, 1), repeat=7)
-            sched_groups((MFMA, 1), (VALU, 2))
-        else:
-            sched_groups((MFMA, 1), (TRANS, 2))
-            sched_groups((MFMA, 1), (VALU, 2), (TRANS, 2), repeat=7)
-            sched_groups((VALU, 2))
+        """Between the matrix instructions of the scores."""
+        reads = (self.dim_steps - self.k_ahead) * self.key_tiles
+        sched_groups(*among_scores(self.key_tiles * self.dim_steps, reads))
 
     def interleave_output(self) -> None:
-        """Between those of the output: the same for its second half, which needs it, then the maximum.
-
-        The branch waits for the maximum, so at D=128 that is early: the last matrix instructions stand alone.
-        """
-        steps = 8 if self.options.head_dim == 128 else 4
-        each = 16 // steps
-        sched_groups((MFMA, 1), (TRANS, each))
-        sched_groups((MFMA, 1), (VALU, each), (TRANS, each), repeat=steps - 1)
-        sched_groups((MFMA, 1), (VALU, 3 if self.packed_first else 20 // steps), repeat=steps)
+        """Between those of the output. At D=128 the maximum, which the branch waits for, is before the last ones."""
+        products, reads = self.key_steps * self.dim_tiles, (self.key_steps - self.v_ahead) * self.dim_tiles
+        sched_groups(*among_output(products, 3 if self.packed_first else None, reads))
 
     def settle(self, tile: fly.PipelineTile, *running: Any) -> tuple[Any, ...]:
         """What the loop starts with, computed while K(0) is on its way."""
@@ -394,26 +391,31 @@ class Tiles:
         s_waitcnt_lds()
 
     def read_k(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
-        """K operands [key tile][step over head_dim]."""
+        """K operands [step over head_dim][key tile], those that are read before the matrix instructions."""
+        return [self.k_operands(tile, t) for t in range(self.k_ahead)]
+
+    def k_operands(self, tile: fly.PipelineTile, step: int) -> list[fly.Value]:
+        """K operands of a step over head_dim, one for each key tile."""
         rows, depth = self.link.layout.columns, self.link.atom.k
-        return [
-            [self.k_load.load(self.copies.k[tile.slot], n * rows, t * depth)[0] for t in range(self.dim_steps)]
-            for n in range(self.key_tiles)
-        ]
+        buffer = self.copies.k[tile.slot]
+        return [self.k_load.load(buffer, n * rows, step * depth)[0] for n in range(self.key_tiles)]
 
     def read_v(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
-        """V operands [step over keys][dim tile]."""
+        """V operands [step over keys][dim tile], those that are read before the matrix instructions."""
+        return [self.v_operands(tile, t) for t in range(self.v_ahead)]
+
+    def v_operands(self, tile: fly.PipelineTile, step: int) -> list[fly.Value]:
+        """V operands of a step over keys, one for each tile of columns."""
         columns, depth = self.link.layout.columns, self.link.atom.k
-        return [
-            [self.v_load.load(self.copies.v[tile.slot], t * depth, n * columns)[0] for n in range(self.dim_tiles)]
-            for t in range(self.key_steps)
-        ]
+        buffer = self.copies.v[tile.slot]
+        return [self.v_load.load(buffer, step * depth, n * columns)[0] for n in range(self.dim_tiles)]
 
     def scores(self, tile: fly.PipelineTile, k: list[list[fly.Value]]) -> tuple[fly.Value, ...]:
         """Raw scores of the key tiles."""
         tiles = fly.Fragment.zeros(self.link.layout, 1, self.key_tiles).tiles[0]
         for t in range(self.dim_steps):
-            tiles = tuple(self.link.mma(self.queries[t], row[t], s) for row, s in zip(k, tiles, strict=True))
+            operands = k[t] if t < self.k_ahead else self.k_operands(tile, t)
+            tiles = tuple(self.link.mma(self.queries[t], x, s) for x, s in zip(operands, tiles, strict=True))
         return tiles
 
     def featured(
@@ -434,8 +436,9 @@ class Tiles:
         At D=128 that is at the start of a compute cluster, before the first one; the other group's last one ends
         while the groups meet. At D=64 vector instructions decide, and the matrix pipe has gaps anyway.
         """
-        # a pair at a time, the scale is two scalar registers through the loop and not one an element: lists need them
-        width = 2 if self.copies.listed else len(early)
+        # a pair at a time, the scale takes two scalar registers, not one an element: for lists, and pages of panels
+        panels = self.options.page_size is not None and max(self.options.head_dim, self.options.value_dim) > WIDEST
+        width = 2 if self.copies.listed or panels else len(early)
         scale, shift = (fly.broadcast(x, width) for x in (self.scale, softmax.shift))
 
         def scaled(scores: fly.Value) -> fly.Value:
@@ -467,7 +470,8 @@ class Tiles:
         late: list[fly.Value],
     ) -> fly.Fragment:
         tiles = list(output.tiles[0])
-        for weights, operands in zip([*early, *late], v, strict=True):
+        for t, weights in enumerate([*early, *late]):
+            operands = v[t] if t < self.v_ahead else self.v_operands(tile, t)
             for n, columns in enumerate(operands):
                 tiles[n] = self.link.mma(weights, columns, tiles[n])
         return fly.Fragment(output.layout, (tuple(tiles),))

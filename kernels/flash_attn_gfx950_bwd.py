@@ -100,7 +100,7 @@ def flash_attn_gfx950_bwd(
             # all heads' first blocks begin first: with causality those take longest, and where heads divide among the
             # dies, all blocks of a head add to the sums of dQ in the same level-2 cache
             number = block + fly.grid_dim.x * kv_head
-            block = number // heads
+            block = fly.first_lane(number // heads)
             kv_head = number - block * heads
         offsets = fly.reread(cu_seqlens_kv)
         keys = Tokens.of(tokens_of(fly.reread(k), offsets), offsets, batch, fly.reread(parameters.get("seqused_kv")))

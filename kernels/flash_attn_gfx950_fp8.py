@@ -27,10 +27,11 @@ from typing import Any, ClassVar
 import fly
 from fly.backends.rocdl.intrinsics import Group, cvt_pk_fp8, sched_barrier, sched_groups, settle_products
 
-from .flash_attn_gfx950 import MFMA, TRANS, VALU, Tiles, attend
+from .flash_attn_gfx950 import Tiles, attend
 from .gfx950 import byte_tiles
+from .gfx950.interleaving import MFMA, TRANS, VALU
 from .gfx950.launch import prepare_kernel
-from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions
+from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions, has_small_blocks
 from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
 from .problem.lazy_softmax import LazySoftmax
@@ -56,9 +57,10 @@ class Fp8Options(DualWaveOptions):
         """Whether a wave has a SIMD for itself."""
         return self.head_dim > 128
 
-    @staticmethod
-    def waves_of(request: Request) -> int:
-        return DualWaveOptions.waves_of(request) if request.head_dim == 128 else WAVES // 2
+    @classmethod
+    def block_of(cls, request: Request) -> tuple[bool, int]:
+        few = request.head_dim != 128 or has_small_blocks(request)
+        return request.head_dim > 128, WAVES // 2 if few else WAVES
 
 
 @fly.kernel

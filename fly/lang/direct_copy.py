@@ -5,6 +5,8 @@ at a time, each lane fetches what belongs at the place that it fills, and paddin
 
 The base and the bound of such a load are the same for a whole wave. Of a matrix they advance from tile to tile
 (`DirectCopy`); of rows in pages they belong to the page that has the rows of a wave's lines (`PagedDirectCopy`).
+
+A tile may have more columns than the rows: those become zeros, since their lanes fetch from past any bound.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from fly.lang.tensor import RowView, wide
 
 VECTOR_BYTES = 16  # that a lane moves with one instruction
 MAX_SHIFT = 4095  # bytes; the instruction's own offset has 12 bits
+PAST_ANY_BOUND = -(2**31)  # as a number without a sign, what rows span that are less wide than their tile at most
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class _LineCopy:
         if source.dtype.bytes != layout.element_bytes:
             raise ShapeError(f"a tile of {layout.element_bytes}-byte elements for rows of {source.dtype}")
         vector = VECTOR_BYTES // layout.element_bytes
-        if source.columns != layout.columns or source.alignment < 4:
+        if source.columns > layout.columns or source.columns % vector or source.alignment < 4:
             raise ShapeError(
-                f"a direct copy needs rows of {layout.columns} elements at 4-byte alignment, not {source.columns} "
-                f"at {source.alignment}"
+                f"a direct copy needs rows of {layout.columns} elements, or fewer in steps of {vector}, at 4-byte "
+                f"alignment, not {source.columns} at {source.alignment}"
             )
         x, y, z = current().block
         self.waves = x * y * z // target.wave_size
@@ -100,9 +103,12 @@ class _LineCopy:
         lines = [(r - origin, c) for (r, c), origin in zip(places, self._origins, strict=True)]
         row = row + lane_map([r - lines[0][0] for r, _ in lines], self._wave) + lines[0][0]
         column = column + lane_map([c - lines[0][1] for _, c in lines], self._wave) + lines[0][1]
-        return row * self.source.pitch + (
+        offset = row * self.source.pitch + (
             column * self.layout.element_bytes + self._bias - run * self.layout.line_bytes
         )
+        if self.source.columns == self.layout.columns:
+            return offset
+        return select(column < self.source.columns, offset, PAST_ANY_BOUND)
 
     def _start(self, base: Pointer, bound: Value, step: Any, destination: SharedTile) -> Token:
         """Fill the wave's lines of `destination` from `step` bytes past the base on."""
@@ -118,6 +124,7 @@ class _LineCopy:
 class DirectCopy(_LineCopy):
     """Tiles of `layout.rows` rows of `source`, in groups of `group` that share one base and bound.
 
+    Rows of fewer columns than the tile's, and a group's rows past their end, span less than 2**31 bytes together.
     Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
     loop's body copies.
 

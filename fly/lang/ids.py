@@ -53,8 +53,9 @@ def reread(given: Any) -> Any:
 def remade(given: Value) -> Value:
     """The same i32, which is the same in every lane of a wave: what was made of it before is made again from here on.
 
-    For numbers in a long loop that take an instruction each to make and a scalar register each to keep. AMD's
-    compiler alone is told so.
+    For numbers in a long loop that take an instruction each to make and a scalar register each to keep. One that
+    vector instructions make (a division, a float's integer) is read from the wave's first lane each time:
+    `fly.first_lane` where it is made spares that. AMD's compiler alone is told so.
     """
     return given.with_ir(emit("fly.reread", [given.ir], [given.ir.type]).results[0])
 

@@ -21,6 +21,7 @@ from fly.backends.rocdl.intrinsics import sched_barrier
 
 from ..work.tile_list import Listed
 from ..work.tile_scheduler import BlockWork
+from .wide import Layout, PanelCopy, PanelPagedCopy, buffer, direct_copy, paged_copy
 
 TILE_KEYS = 64
 LINE = 512  # elements
@@ -35,8 +36,8 @@ class KeyCopies:
 
     running: tuple[str, ...] = ()
     listed = ""
-    k_copy: fly.DirectCopy | fly.PagedDirectCopy
-    v_copy: fly.DirectCopy | fly.PagedDirectCopy
+    k_copy: fly.DirectCopy | fly.PagedDirectCopy | PanelCopy | PanelPagedCopy
+    v_copy: fly.DirectCopy | fly.PagedDirectCopy | PanelCopy | PanelPagedCopy
 
     def allocate(self) -> None:
         """The buffers, `k` and `v`."""
@@ -44,8 +45,8 @@ class KeyCopies:
         self.v = [self._buffer(f"v{i}", self.v_copy) for i in range(2)]
 
     @staticmethod
-    def _buffer(name: str, copy: fly.DirectCopy | fly.PagedDirectCopy) -> fly.SharedTile:
-        return fly.SharedTile.ring(name, copy.layout, copy.source.dtype, 1)[0]
+    def _buffer(name: str, copy: Any) -> Any:
+        return buffer(name, copy.layout, copy.source.dtype)
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         """What the stages' running values start with."""
@@ -68,13 +69,13 @@ class Copies(KeyCopies):
     """Of contiguous keys: two tiles share base and bound."""
 
     running = ("k_at", "v_at")
-    k_copy: fly.DirectCopy
-    v_copy: fly.DirectCopy
+    k_copy: fly.DirectCopy | PanelCopy
+    v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
-        self.k_copy = fly.DirectCopy(work.k, k_layout, group=2)
-        self.v_copy = fly.DirectCopy(work.v, v_layout, group=2)
+        self.k_copy = direct_copy(work.k, k_layout, group=2)
+        self.v_copy = direct_copy(work.v, v_layout, group=2)
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         first_key = first_tile * TILE_KEYS
@@ -97,7 +98,7 @@ class Copies(KeyCopies):
 
     @staticmethod
     def _copy(
-        copy: fly.DirectCopy, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[fly.SharedTile]
+        copy: Any, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[Any]
     ) -> tuple[fly.Token, fly.CopyPosition]:
         flight = copy.issue(at, tile.place, buffers[tile.slot])
         # early, or LLVM has two numbers for the base in a loop with copies behind it, and adds them up every turn
@@ -108,13 +109,13 @@ class PagedCopies(KeyCopies):
     """Of keys in pages; a tile's pages are those of K and of V."""
 
     running = ("pages",)
-    k_copy: fly.PagedDirectCopy
-    v_copy: fly.PagedDirectCopy
+    k_copy: fly.PagedDirectCopy | PanelPagedCopy
+    v_copy: fly.PagedDirectCopy | PanelPagedCopy
 
-    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
         assert isinstance(work.k, fly.PagedRows) and isinstance(work.v, fly.PagedRows)
-        self.k_copy = fly.PagedDirectCopy(work.k, k_layout)
-        self.v_copy = fly.PagedDirectCopy(work.v, v_layout)
+        self.k_copy = paged_copy(work.k, k_layout)
+        self.v_copy = paged_copy(work.v, v_layout)
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         return {"pages": self.k_copy.start(first_tile * TILE_KEYS)}
@@ -147,15 +148,15 @@ class ListedCopies(KeyCopies):
 
     running = ("found",)
     listed = "key_tile"
-    k_copy: fly.DirectCopy
-    v_copy: fly.DirectCopy
+    k_copy: fly.DirectCopy | PanelCopy
+    v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
         assert work.listed is not None
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
         self.list, self.first = work.listed, work.tiles.first
-        self.k_copy = fly.DirectCopy(work.k, k_layout)
-        self.v_copy = fly.DirectCopy(work.v, v_layout)
+        self.k_copy = direct_copy(work.k, k_layout)
+        self.v_copy = direct_copy(work.v, v_layout)
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         return {"found": self.list.find(first_tile, constant=True)}
@@ -178,8 +179,9 @@ class ListedCopies(KeyCopies):
         return self._copy_tile(self.v_copy, key_tile, self.v[tile.slot])
 
     @staticmethod
-    def _copy_tile(copy: fly.DirectCopy, key_tile: fly.Value, buffer: fly.SharedTile) -> fly.Token:
-        return copy.issue(copy.start(key_tile * TILE_KEYS), 0, buffer)
+    def _copy_tile(copy: Any, key_tile: fly.Value, destination: Any) -> fly.Token:
+        flight: fly.Token = copy.issue(copy.start(key_tile * TILE_KEYS), 0, destination)
+        return flight
 
     def find(self, tile: fly.PipelineTile, found: Listed) -> Listed:
         """As for pages."""
@@ -187,7 +189,7 @@ class ListedCopies(KeyCopies):
         return self.list.find(self.first + tile.number + 1, constant=True)
 
 
-def copies_of(work: BlockWork, k_layout: fly.PaddedTile, v_layout: fly.PaddedTile) -> KeyCopies:
+def copies_of(work: BlockWork, k_layout: Layout, v_layout: Layout) -> KeyCopies:
     """Those that a block's keys need."""
     if work.listed is not None:
         return ListedCopies(work, k_layout, v_layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -10,9 +11,18 @@ from fly.errors import ShapeError
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES, Features
 from .copies import TILE_KEYS
+from .wide import WIDEST
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
+HEAD_DIMS = range(8, 256 + 1, 8)
 BLOCK_M = WAVES * WAVE_ROWS
+# registers of a lane for queries and output: of two waves on a SIMD, and of two whatever the features are
+MOST_KEPT, ROOMY = 152, 96
+
+
+def kept(head_dim: int, value_dim: int) -> int:
+    """Registers of a lane for its part of the wave's queries and output."""
+    return 4 * -(-head_dim // 16) + 16 * -(-value_dim // 32)
 
 
 @dataclass(frozen=True)
@@ -21,14 +31,15 @@ class DualWaveOptions:
 
     `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
     `features`: what the operands are; `page_size`: of keys in pages. `waves` of a block: two groups of four, or one,
-    which has nothing to `stagger`.
+    which has nothing to `stagger`: of lists, or because a SIMD's registers hold one wave. `head_dim_v`: V's and the
+    output's head dimension (None: `head_dim`).
 
     Raises:
         ShapeError: a head dimension that the kernel does not have, a page size without a table or the reverse, or
             waves that do not go with the other options.
     """
 
-    head_dims: ClassVar[tuple[int, ...]] = (64, 128)
+    head_dims: ClassVar[Sequence[int]] = HEAD_DIMS
 
     head_dim: int
     causal: bool
@@ -41,6 +52,22 @@ class DualWaveOptions:
     features: Features = NO_FEATURES
     page_size: int | None = None
     waves: int = WAVES
+    head_dim_v: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of V and of the output."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def alone(self) -> bool:
+        """Whether a SIMD has one wave."""
+        return self.waves < WAVES and self.waves_per_eu == 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether queries go through LDS, which they do where there is room for them and for scalar registers."""
+        return self.page_size is None and self.features.block_size is None and self.head_dim <= WIDEST
 
     @property
     def block_m(self) -> int:
@@ -55,19 +82,20 @@ class DualWaveOptions:
     def __post_init__(self) -> None:
         if (self.page_size is None) == ("block_table" in self.features.operands):
             raise ShapeError(f"page_size is {self.page_size}; expected one with block_table and only then")
-        if self.head_dim not in self.head_dims:
-            dims = ", ".join(map(str, self.head_dims[:-1]))
-            raise ShapeError(f"head_dim is {self.head_dim}; the gfx950 kernel takes {dims} and {self.head_dims[-1]}")
+        for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.value_dim)):
+            if value not in self.head_dims:
+                raise ShapeError(f"{name} is {value}; the gfx950 kernel takes {_listed(self.head_dims)}")
         if self.waves not in (WAVES, WAVES // 2):
             raise ShapeError(f"waves is {self.waves}; the gfx950 kernel has {WAVES // 2} or {WAVES} in a block")
         if self.waves < WAVES and self.stagger:
             raise ShapeError(f"stagger with {self.waves} waves; a block needs {WAVES} for two groups: leave it out")
 
-    @staticmethod
-    def waves_of(request: Request) -> int:
-        """How many waves a block has, so that its rows divide the blocks of a mask."""
-        block = request.static_features.block_size
-        return WAVES if block is None or block[0] % BLOCK_M == 0 else WAVES // 2
+    @classmethod
+    def block_of(cls, request: Request) -> tuple[bool, int]:
+        """Whether a wave has a SIMD for itself, and how many waves a block has: its rows divide those of a mask's."""
+        small = has_small_blocks(request)
+        alone = _alone(request, small)
+        return alone, WAVES // 2 if alone or small else WAVES
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -75,14 +103,36 @@ class DualWaveOptions:
         tuning = request.tuning
         switches = {"lazy_rescale": "lazy_rescale", "setprio": "setprio", "stagger": "enable_stagger"}
         given = {name: tuning.get(f"dualwave_swp_{keyword}") for name, keyword in switches.items()}
-        waves = cls.waves_of(request)
+        alone, waves = cls.block_of(request)
         return cls(
             request.head_dim,
             request.causal,
             daz=bool(tuning.get("daz")),
-            waves_per_eu=tuning.get("waves_per_eu") or 2,
+            waves_per_eu=tuning.get("waves_per_eu") or (1 if alone else 2),
             features=request.static_features,
             page_size=request.page_size,
             waves=waves,
+            head_dim_v=request.head_dim_v,
             **{"stagger": waves == WAVES} | {name: value for name, value in given.items() if value is not None},
         )
+
+
+def has_small_blocks(request: Request) -> bool:
+    """Whether the blocks of a mask are no multiples of a block's rows."""
+    block = request.static_features.block_size
+    return block is not None and block[0] % BLOCK_M > 0
+
+
+def _listed(head_dims: Sequence[int]) -> str:
+    """Head dimensions, in words."""
+    if isinstance(head_dims, range):
+        return f"multiples of {head_dims.step} from {head_dims[0]} to {head_dims[-1]}"
+    return f"{', '.join(map(str, head_dims[:-1]))} and {head_dims[-1]}"
+
+
+def _alone(request: Request, small: bool) -> bool:
+    """Whether a wave needs the registers of a whole SIMD; `small`: a block has four waves anyway."""
+    of_queries, features = kept(request.head_dim, request.value_dim), request.static_features
+    # beside small blocks of wide heads LDS has no room for a second one
+    crowded = small or features.per_score or features.drops
+    return of_queries > MOST_KEPT or (of_queries > ROOMY and crowded)

@@ -18,12 +18,12 @@ def store_wide(view: fly.RowView, output: fly.Fragment, first_row: Any, count: i
     """
     window = view.window(first_row, count)
     runs = list(output.map(lambda tile, r, c: tile.to(view.dtype)).runs(view.columns))
-    if view.dtype.bytes != 2:
-        for row, column, values in runs:
-            window.store(values, row, column)
-        return
+    # a last run without a neighbour is stored as it is
+    paired = len(runs) // 2 * 2 if view.dtype.bytes == 2 else 0
+    for row, column, values in runs[paired:]:
+        window.store(values, row, column)
     further = (fly.lane_id() // _HALF) * 4
-    for (row, column, first), (_, _, second) in zip(runs[::2], runs[1::2], strict=True):
+    for (row, column, first), (_, _, second) in zip(runs[:paired:2], runs[1:paired:2], strict=True):
         pairs = zip(first.bitcast(fly.i32), second.bitcast(fly.i32), strict=True)
         words = [swap_lanes(a, b, _HALF) for a, b in pairs]
         values = fly.concat([fly.from_elements(list(half)).bitcast(view.dtype) for half in zip(*words, strict=True)])

@@ -16,6 +16,7 @@ Lengths of packed sequences are only known on the device: blocks past the end of
 
 from __future__ import annotations
 
+import functools
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -154,10 +155,11 @@ def block_work(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     block, head, batch, part_of_keys = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
     blocks, heads, slices, exists, parts = fly.grid_dim.x, q.shape[-2], None, None, 1
+    divided = functools.partial(_quotient, few=not folded) if xcds > 1 else operator.floordiv
     if folded:
         slices = sequences_of(q, cu_seqlens_q) * (out.shape[0] if out.rank > q.rank else 1)
         slice_, exists = slice_of_block(heads * slices)
-        batch = slice_ // heads
+        batch = divided(slice_, heads)
         head = slice_ - batch * heads
     if xcds > 1:
         linear = block + blocks * (head + heads * batch)
@@ -169,7 +171,7 @@ def block_work(
     if out.rank > q.rank:
         parts = out.shape[0]
         entry = batch
-        batch = entry // parts
+        batch = divided(entry, parts)
         part_of_keys = entry - batch * parts
         assert lse is not None
         out, lse = part(out, part_of_keys), part(lse, part_of_keys)
@@ -214,7 +216,7 @@ def shared_keys_place(
     """
     traced = isinstance(linear, fly.Value)
     smaller = fly.minimum if traced else min
-    divided = _quotient if traced and not folded else operator.floordiv
+    divided = functools.partial(_quotient, few=not folded) if traced else operator.floordiv
     blocks, heads, sequences = grid
     group = divided(heads, key_heads)
     total = blocks * heads * sequences
@@ -230,10 +232,11 @@ def shared_keys_place(
     return block, key_head * group + (item - block * group), sequence, key_head
 
 
-def _quotient(a: fly.Value, b: fly.Value) -> fly.Value:
-    """a // b of numbers below `FEW_BLOCKS`, as the compiler is told: a third of the instructions of a floored one."""
-    # vector instructions divide: said to be the same in every lane, or LLVM ends where scalar registers are asked for
-    quotient: fly.Value = fly.first_lane(fly.divide_unsigned(a & (FEW_BLOCKS - 1), b & (FEW_BLOCKS - 1)))
+def _quotient(a: fly.Value, b: fly.Value, *, few: bool) -> fly.Value:
+    """a // b; of `few`, which are below `FEW_BLOCKS`, with a third of the instructions of a floored division."""
+    found = fly.divide_unsigned(a & (FEW_BLOCKS - 1), b & (FEW_BLOCKS - 1)) if few else a // b
+    # vector instructions divide: in a scalar register from here on, or a loop would read it from there each turn
+    quotient: fly.Value = fly.first_lane(found)
     return quotient
 
 

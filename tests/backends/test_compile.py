@@ -14,7 +14,7 @@ from tests.backends.builds import VECTOR, build, cached, reversed_block, scaled,
 
 SHARED = ["plan-shared-memory", "insert-waits", "fast-math"]
 PASSES = {
-    "gfx942": [*SHARED, "narrow-splats", "lower-to-rocdl", "to-llvm", "rocdl-kernel-attributes"],
+    "gfx942": [*SHARED, "narrow-splats", "vector-rereads", "lower-to-rocdl", "to-llvm", "rocdl-kernel-attributes"],
     "sm_80": [*SHARED, "lower-to-nvvm", "to-llvm", "nvvm-kernel-attributes"],
 }
 

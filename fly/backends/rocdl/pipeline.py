@@ -8,6 +8,7 @@ from mlir import ir
 
 from fly.backends.lowering import denormals, passthrough, to_llvm
 from fly.backends.rocdl.lower import lower
+from fly.backends.rocdl.vector_rereads import VectorRereads
 from fly.backends.target import Target
 from fly.passes.fast_math import FastMath
 from fly.passes.insert_waits import InsertWaits
@@ -56,6 +57,7 @@ def passes(target: Target) -> list[Pass]:
         InsertWaits(groups=False),
         FastMath(),
         NarrowSplats(),
+        VectorRereads(),
         lower(target),
         Upstream("to-llvm", to_llvm()),
         KernelAttributes(),

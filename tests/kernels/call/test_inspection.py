@@ -52,8 +52,8 @@ def test_a_call_on_each_target(capsys):
     assert (found["call"]["head_dim"], found["call"]["features"]) == (72, ["packed"])
     assert {*found["targets"]} == {*dispatch.AMD, *dispatch.NVIDIA}
     amd, nvidia = found["targets"]["gfx950"], found["targets"]["sm_80"]
-    assert (amd["chosen"], amd["error"], amd["refusals"]["generic"]) == ("generic", None, None)
-    assert amd["refusals"]["gfx950"].startswith("takes head_dim 64, 128, not 72: pad")
+    assert (amd["chosen"], amd["error"], amd["refusals"]["generic"]) == ("gfx950", None, None)
+    assert amd["refusals"]["gfx950_fp8"].startswith("takes q of f8e4m3, not bf16")
     assert nvidia["chosen"] is None and "no tuning option waves_per_eu on sm_80" in nvidia["error"]
     # tuning is the forward kernel's alone
     assert printed(capsys, "--backward", "--tuning", "waves_per_eu")["targets"]["sm_80"]["chosen"] == "generic"
@@ -83,7 +83,7 @@ def test_plans():
     with pytest.raises(ArgumentError, match="num_kv_splits must be from 0 to 64, got 65"):
         flydsl_flash_attn_plan(q, k, v, num_kv_splits=65)
     with pytest.raises(UnsupportedError, match="the generic kernel has no tuning option dualwave_swp_setprio on gfx"):
-        flydsl_flash_attn_plan(*(x[..., :40] for x in (q, k, v)), dualwave_swp_setprio=True)
+        flydsl_flash_attn_plan(*(x[..., 1:41] for x in (q, k, v)), dualwave_swp_setprio=True)
 
 
 PACKAGE = """

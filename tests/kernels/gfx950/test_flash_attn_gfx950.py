@@ -147,8 +147,8 @@ def test_other_builds(seed):
     out = flydsl_flash_attn_func(q, k, v, daz=True, waves_per_eu=1)
     report = check(out, reference(q, k, v, causal=True))
     assert report.ok, f"seed {seed}: {report}"
-    with pytest.raises(ShapeError, match="head_dim is 96; the gfx950 kernel takes 64 and 128"):
-        DualWaveOptions(96, True)
+    with pytest.raises(ShapeError, match="head_dim is 100; the gfx950 kernel takes multiples of 8 from 8 to 256"):
+        DualWaveOptions(100, True)
 
 
 def rescales(q, k, v, threshold: float) -> tuple[int, int]:
@@ -199,6 +199,19 @@ def test_offsets_past_32_bits(seed, tmp_path):
     assert report.ok, f"seed {seed}: {report}"
 
 
+def test_queries_past_32_bits(seed, tmp_path):
+    """All rows of the queries span more than 4 GiB, a block's far less."""
+    pitch, queries = 7 << 19, 640  # elements, so 7 MiB
+    memory = np.memmap(tmp_path / "sparse", np.float16, "w+", shape=queries * pitch)
+    q = torch.from_numpy(memory).as_strided((1, queries, 1, 64), (0, pitch, 64, 1))
+    assert q.stride(1) * 2 * queries > 2**32
+    values, k, v = inputs(seed, "f16", (1, queries), (1, 70), heads=1)
+    q.copy_(values)
+    out, lse = flydsl_flash_attn_func(q, k, v, False, return_lse=True)
+    report = check(out, reference(values, k, v, causal=False), lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
 REQUEST = {
     "head_dim": 64,
     "dtype": "f16",
@@ -218,7 +231,7 @@ REQUEST = {
     [
         ({"kv_pitch": 1 << 20, "seq_len_kv": 3897}, "reaches 3896 keys whose rows are 1048576 bytes apart, not 3897"),
         ({"seq_len_kv": 64, "alignment": 2}, "takes tensors whose addresses and strides are multiples of 4 bytes"),
-        ({"seq_len_kv": 64, "head_dim": 96}, "takes head_dim 64, 128, not 96"),
+        ({"seq_len_kv": 64, "head_dim": 100}, "takes head_dim 8 to 256 in steps of 8, not 100"),
         ({"seq_len_kv": 64, "dtype": "f32"}, "takes q of bf16, f16, not f32"),
     ],
 )
