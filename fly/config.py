@@ -139,7 +139,7 @@ LLD = Variable("FLY_LLD", "", str, "path of ld.lld; by default ROCm's, then PATH
 KERNEL = Variable(
     "FLY_KERNEL",
     "",
-    _one_of("", "generic", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8", "sm90_fp8_cache"),
+    _one_of("", "generic", "gfx942", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8", "sm90_fp8_cache"),
     "force a flash-attention kernel",
 )
 BACKWARD_KERNEL = Variable(
@@ -149,7 +149,7 @@ BACKWARD_KERNEL = Variable(
     "force a kernel of flash attention's backward pass",
 )
 DISABLE_DUALWAVE_SWP = Variable(
-    "FLYDSL_DISABLE_DUALWAVE_SWP", "0", _boolean, "1 keeps the gfx950 dual-wave kernel from being chosen"
+    "FLYDSL_DISABLE_DUALWAVE_SWP", "0", _boolean, "1 keeps the gfx950 and gfx942 dual-wave kernels from being chosen"
 )
 DUMP_IR = Variable("FLYDSL_DUMP_IR", "0", _boolean, "1 is the same as FLY_DUMP=all")
 

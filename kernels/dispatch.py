@@ -280,6 +280,18 @@ KERNELS: tuple[Kernel, ...] = (
         switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
+        name="gfx942",
+        module=".flash_attn_gfx942",
+        archs=("gfx942",),
+        head_dims=(64, 128),
+        dtypes=("bf16", "f16"),
+        features=(*(name for name in EVERYWHERE if name not in ("paged", "dropout", "block_mask")), "debug_counts"),
+        tuning=dict.fromkeys(("waves_per_eu", "daz"), ("gfx942",)),
+        reason="the stages of the gfx950 kernel, with K and V through registers",
+        needs=(aligned(4),),
+        switched_off=config.DISABLE_DUALWAVE_SWP,
+    ),
+    Kernel(
         name="sm90",
         module=".flash_attn_sm90",
         archs=("sm_90a",),

@@ -134,7 +134,7 @@ def attend(
     output, softmax = tiles.run()
 
     inverse, row_lse = tiles.finish(softmax)
-    store_wide(work.out, output.scale_rows(given.scale_kept(inverse)), wave_row, WAVE_ROWS)
+    tiles.store(output.scale_rows(given.scale_kept(inverse)), wave_row)
     if work.lse is not None:
         # made again: kept over the loop, a lane's row takes a register that features need
         rows = row_numbers(tiles.link.layout, 1, fly.remade(tiles.first_row))
@@ -152,13 +152,13 @@ class Tiles:
 
     Tiles count from `work.tiles.first`; where they are steps of a list, stages also get `listed`, the key tile's
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
-    instructions, `threshold`, see the module, `measured_shift`, the shift of scores that are measured from their
-    maximum: nearly that of a maximum of 0, but none that such a row has by chance without being as good as 0; and
-    `sums`, tiles that the output has behind its own.
+    instructions, `threshold` and `stages_queries` (through LDS), see the module, `measured_shift`, that of scores
+    measured from their maximum: nearly a maximum of 0's, but none that such a row has by chance and is not as good;
+    and `sums`, tiles that the output has behind its own.
     """
 
     atom = (32, 32, 16)
-    threshold = RESCALE_THRESHOLD
+    threshold, stages_queries = RESCALE_THRESHOLD, True
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
     sums = 0
 
@@ -189,7 +189,7 @@ class Tiles:
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
-        self.staged = options.staged
+        self.staged = self.stages_queries and options.staged
         self.spares = self.staged and options.causal
         # a block without keys has a tile that nobody sees
         self.count = fly.maximum(work.tiles.end - work.tiles.first, 1)
@@ -238,6 +238,10 @@ class Tiles:
     def _narrow(self, probabilities: fly.Value) -> fly.Value:
         """As the matrix instructions take them."""
         return probabilities.to(self.dtype, rounding="nearest_any")
+
+    def store(self, output: fly.Fragment, first_row: fly.Value) -> None:
+        """The wave's rows on their way to memory."""
+        store_wide(self.work.out, output, first_row, WAVE_ROWS)
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""

@@ -178,8 +178,8 @@ def flydsl_flash_attn_func(
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
         dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
             all on by default; another kernel refuses them.
-        debug_counts: (2,) float32 on q's device, to which the gfx950 kernel adds how often it kept and took a
-            rescale; another kernel refuses it.
+        debug_counts: (2,) float32 on q's device, to which the gfx950 and gfx942 kernels add how often they kept and
+            took a rescale; another kernel refuses it.
         stream: what the work is queued on, a `torch.cuda.Stream` or a raw handle; torch's current stream of
             q's device by default.
         names: `seqlen_k`, `kv_cache_layout` and `dualwave_swp_xcd_swizzle` of later versions of FlyDSL: see

@@ -45,7 +45,7 @@ FLOORS = (
     ("arguments", "second_name"),
     ("problem",),
     ("work",),
-    ("generic", "gfx950", "sm90"),
+    ("generic", "gfx942", "gfx950", "sm90"),
     (
         "flash_attn_generic",
         "flash_attn_generic_bwd",
@@ -55,7 +55,13 @@ FLOORS = (
         "flash_attn_sm90",
         "flash_attn_sm90_bwd",
     ),
-    ("flash_attn_gfx950_fp8", "flash_attn_sm90_bwd_wide", "flash_attn_sm90_fp8", "flash_attn_sm90_fp8_cache"),
+    (
+        "flash_attn_gfx942",
+        "flash_attn_gfx950_fp8",
+        "flash_attn_sm90_bwd_wide",
+        "flash_attn_sm90_fp8",
+        "flash_attn_sm90_fp8_cache",
+    ),
     ("dispatch",),
     ("call",),
     ("cache", "merging"),

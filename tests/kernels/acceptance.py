@@ -1,8 +1,8 @@
 """What every flash-attention kernel has to pass: where kernels run (`RUNS`) against configurations (`FAMILIES`).
 
 A new kernel is one row of `RUNS`. On an emulated GPU the configurations are reduced, and without --exhaustive every
-one of them runs on two of the rows, with one of the eight kinds, another one on each; on a real GPU all run as they
-are. A configuration that the dispatch table says a kernel does not serve must be refused with an error.
+one of them runs on two or three of the rows, with one of the eight kinds, another one on each; on a real GPU all run
+as they are. A configuration that the dispatch table says a kernel does not serve must be refused with an error.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Run:
         """The kernel in the dispatch table, or all that may be chosen."""
         return [row for row in dispatch.KERNELS if self.kernel in ("", row.name) and row.module is not None]
 
+    def has(self, feature: str) -> bool:
+        """Whether the dispatch table says that the kernel does this."""
+        return any(feature in row.features for row in self.rows)
+
     def unavailable(self) -> str | None:
         """Why it cannot run here at all, or None."""
         if not self.rows:
@@ -89,9 +93,11 @@ def _features(workload: Workload) -> dict[str, bool]:
 RUNS = (
     Run("generic", "gfx942"),
     Run("generic", "gfx950"),
+    Run("gfx942", "gfx942"),
     Run("gfx950", "gfx950"),
     Run("sm90", "sm_90a"),
     Run("generic"),
+    Run("gfx942"),
     Run("gfx950"),
     Run("sm90"),
 )

@@ -22,7 +22,7 @@ DENSE = KIND.dense(1, 8, 2)
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(REDUCED_LENGTHS)))
-def test_every_configuration_runs_on_two_rows(number, family):
+def test_every_configuration_runs_on_two_rows_or_three(number, family):
     """Of what `test_emulated` runs, which is marked `sample(2)`."""
     runs = Counter(
         replace(workload, **vars(KINDS[0]))
@@ -32,7 +32,7 @@ def test_every_configuration_runs_on_two_rows(number, family):
         for workload in acceptance.sampled(run, family, kind)
     )
     every = {replace(workload, **vars(KINDS[0])) for workload in acceptance.reduced(family, KINDS[0])}
-    assert runs.keys() == every and set(runs.values()) == {2}
+    assert runs.keys() == every and set(runs.values()) <= {2, 3}
 
 
 def test_every_small_length_runs_on_every_row():

@@ -62,7 +62,7 @@ def test_a_call_on_each_target(capsys):
 def test_one_target_and_a_forced_kernel(capsys, monkeypatch):
     monkeypatch.setenv("FLY_KERNEL", "sm90")
     found = printed(capsys, "--arch", "gfx942", "--causal")
-    assert found["forced"] == "sm90" and [row["name"] for row in found["kernels"]] == ["generic"]
+    assert found["forced"] == "sm90" and [row["name"] for row in found["kernels"]] == ["gfx942", "generic"]
     verdict = found["targets"]["gfx942"]
     assert verdict["chosen"] is None and "runs on sm_90a, not on gfx942" in verdict["error"]
 
