@@ -145,7 +145,7 @@ KERNEL = Variable(
 BACKWARD_KERNEL = Variable(
     "FLY_BACKWARD_KERNEL",
     "",
-    _one_of("", "gfx950", "sm90", "sm90_wide", "generic"),
+    _one_of("", "gfx942", "gfx950", "sm90", "sm90_wide", "generic"),
     "force a kernel of flash attention's backward pass",
 )
 DISABLE_DUALWAVE_SWP = Variable(

@@ -349,6 +349,20 @@ KERNELS: tuple[Kernel, ...] = (
 # Their inputs are aligned: others are copied before (`as_backward`).
 BACKWARD_KERNELS: tuple[Kernel, ...] = (
     Kernel(
+        name="gfx942",
+        module=".flash_attn_gfx942_bwd",
+        archs=("gfx942",),
+        head_dims=(64, 128),
+        dtypes=("bf16", "f16"),
+        features=(
+            *("packed", "split_kv", "seqused", "window", "attention_chunk"),
+            *("softcap", "alibi", "bias", "sink", "dropout", "score_mod", "mask_mod"),
+        ),
+        tuning={},
+        reason="five products instead of seven, with a wave's registers on each SIMD",
+        needs=(INPUTS_ALONE, ANY_ORDER),
+    ),
+    Kernel(
         name="gfx950",
         module=".flash_attn_gfx950_bwd",
         archs=("gfx950",),

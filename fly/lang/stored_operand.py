@@ -253,14 +253,20 @@ class FragmentStore:
             if len(row) % runs.tiles:
                 raise ShapeError(f"{len(row)} tiles in a row of the fragment; expected a multiple of {runs.tiles}")
             for c in range(0, len(row), runs.tiles):
-                corner = _along(source, stored.turned, 0, c, 0)
-                if stored.turned:
-                    corner = corner[0], corner[1] + r * source.rows
-                else:
-                    corner = corner[0] + r * source.rows, corner[1]
-                for (at_row, at_column), piece in zip(runs.places, _pieces(runs, row[c : c + runs.tiles])):
-                    address = self._address.of(tile, corner[0] + at_row, corner[1] + at_column)
-                    memory.store(piece, address, align=runs.length * _BYTES)
+                for i, piece in enumerate(_pieces(runs, row[c : c + runs.tiles])):
+                    self.store_run(i, piece, tile, r, c)
+
+    def store_run(self, index: int, values: Value, tile: SharedTile, row_tile: int = 0, column_tile: int = 0) -> None:
+        """Store run number `index` of `stored.runs` alone, of one of a fragment's tiles (or of the first of two)."""
+        stored, runs = self.stored, self.stored.runs
+        row, column = _along(stored.source, stored.turned, 0, column_tile, 0)
+        if stored.turned:
+            column += row_tile * stored.source.rows
+        else:
+            row += row_tile * stored.source.rows
+        at_row, at_column = runs.places[index]
+        address = self._address.of(tile, row + at_row, column + at_column)
+        memory.store(values, address, align=runs.length * _BYTES)
 
 
 def _pieces(runs: Runs, tiles: Sequence[Value]) -> Iterator[Value]:

@@ -1,1 +1,1 @@
-"""Parts of the gfx942 kernel."""
+"""Parts of the gfx942 kernels."""

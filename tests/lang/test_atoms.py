@@ -40,8 +40,8 @@ def test_layouts_are_bijections(arch, atom):
 
 # (outer, k) of value v in lane l, and (row, column) of accumulator register r
 def amd_operand(atom: MmaAtom, lane: int, value: int) -> tuple[int, int]:
-    # CDNA3 ISA, 7.1: the lanes run over the outer index first; 8 values of k a lane (for gfx942, two instructions)
-    return lane % atom.m, value + 8 * (lane // atom.m)
+    # CDNA3 ISA, 7.1: lanes run over the outer index first; 8 values of k a lane (gfx942: of two instructions)
+    return lane % atom.m, value + atom.values("a") * (lane // atom.m)
 
 
 def amd_accumulator(atom: MmaAtom, lane: int, register: int) -> tuple[int, int]:

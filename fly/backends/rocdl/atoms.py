@@ -16,14 +16,19 @@ _C16 = Layout(((16, 4), 4), ((16, 4), 1))
 # A and B: outer index = lane % 32 (or 16); each lane holds 8 consecutive k
 _AB32 = Layout(((32, 2), 8), ((1, 256), 32))
 _AB16 = Layout(((16, 4), 8), ((1, 128), 16))
+# the same of half the depth: each lane holds 4 consecutive k
+_AB32_HALF = Layout(((32, 2), 4), ((1, 128), 32))
+_AB16_HALF = Layout(((16, 4), 4), ((1, 64), 16))
 # of bytes: each lane holds two runs of 16 consecutive k, which are 16-byte loads. A and B agree, and without block
 # scales that is all that the sum over k asks for.
 _AB32_BYTES = Layout(((32, 2), (16, 2)), ((1, 512), (32, 1024)))
 
 
-def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int) -> MmaAtom:
+def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int, half: bool = False) -> MmaAtom:
     operands, c, k = (_AB32, _C32, 16) if shape == 32 else (_AB16, _C16, 32)
-    name = f"mfma_{shape}x{shape}x{k // issues}_{dtype}"
+    if half:
+        operands, k = (_AB32_HALF, 8) if shape == 32 else (_AB16_HALF, 16)
+    name = f"mfma_{shape}x{shape}x{k // issues}_{dtype}" + "_alone" * half
     return MmaAtom(
         name,
         shape,
@@ -47,6 +52,11 @@ GFX942_MMA = (
     _mfma(32, "f16", "32x32x8f16", "vector<4xf16>", 2),
     _mfma(16, "bf16", "16x16x16bf16.1k", "vector<4xi16>", 2),
     _mfma(16, "f16", "16x16x16f16", "vector<4xf16>", 2),
+    # one instruction alone, for kernels that place something between the two
+    _mfma(32, "bf16", "32x32x8bf16.1k", "vector<4xi16>", 1, half=True),
+    _mfma(32, "f16", "32x32x8f16", "vector<4xf16>", 1, half=True),
+    _mfma(16, "bf16", "16x16x16bf16.1k", "vector<4xi16>", 1, half=True),
+    _mfma(16, "f16", "16x16x16f16", "vector<4xf16>", 1, half=True),
 )
 GFX950_MMA = (
     _mfma(32, "bf16", "32x32x16.bf16", "vector<8xbf16>", 1),

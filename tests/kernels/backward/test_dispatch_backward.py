@@ -136,7 +136,7 @@ def test_a_call_is_refused_when_it_is_made(emulate, monkeypatch):
     with pytest.raises(UnsupportedError, match="FLY_BACKWARD_KERNEL=generic: the generic kernel takes head_dim 64"):
         flydsl_flash_attn_func(*small(length=10))
     monkeypatch.setenv(config.BACKWARD_KERNEL.name, "sm80")
-    with pytest.raises(ConfigError, match="expected one of '', 'gfx950', 'sm90', 'sm90_wide', 'generic'"):
+    with pytest.raises(ConfigError, match="expected one of '', 'gfx942', 'gfx950', 'sm90', 'sm90_wide', 'generic'"):
         flydsl_flash_attn_func(*small(length=10))
 
 

@@ -1,0 +1,46 @@
+"""Builds of the gfx942 backward kernel: their static parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..gfx950.backward import Gfx950BackwardOptions
+
+
+@dataclass(frozen=True)
+class Build:
+    """What was found best for a head dimension: keys of a wave, and how many steps stand behind how many products.
+
+    `weigh`: of those that make P, `pull`: of those that make dS.
+    """
+
+    wave_keys: int
+    weigh: tuple[int, int]
+    pull: tuple[int, int]
+
+
+BUILDS = {64: Build(64, (2, 1), (1, 1)), 128: Build(32, (3, 4), (1, 2))}  # by head_dim
+AHEAD = 40  # registers for operands that are read before their turn
+
+
+@dataclass(frozen=True)
+class Gfx942BackwardOptions(Gfx950BackwardOptions):
+    """The static parameters of one build: as of the gfx950 kernel, whose sums of dQ are the same, and more.
+
+    `weigh`, `pull`: see `Build`. `late`: products of dK behind the barrier, whose operands are read before it.
+    `before`: products of dP whose operands are read with the tile before.
+    """
+
+    weigh: tuple[int, int] = field(kw_only=True)
+    pull: tuple[int, int] = field(kw_only=True)
+    late: int = 6
+    before: int = 8
+
+    @property
+    def hides_tail(self) -> bool:
+        """Whether weights of keys past the end have to be hidden.
+
+        Operands of S repeat the last key there, and those of dQ are zeros: nothing comes of weights that are finite.
+        A function of the key's number may make others of them.
+        """
+        return self.features.modifies or self.features.masks_every_tile
