@@ -20,7 +20,9 @@ if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import flash_attn_decode, report
+from benchmarks.foreign import __main__ as foreign
 from benchmarks.report import geomean
+from benchmarks.run_record import MODEL
 from benchmarks.shapes import PRESETS_OF
 from benchmarks.workload import COLUMNS
 
@@ -99,6 +101,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _circumstances(run: Run) -> str:
     """When and on what a run was made, in sentences; what its file does not say is named too."""
+    if run["device"] == MODEL:
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in run.rows))
+        text = f"Predicted on {run['date']} (UTC) by the {MODEL}; {_versions(run['versions'])}; commit {commits}."
+        return f"{text} {run['note']}." if run["note"] else text
     said = {"driver": run["driver"], "versions": _versions(run["versions"]), "commit": run["commit"]}
     known = [value if name == "versions" else f"{name} {value}" for name, value in said.items() if value]
     unknown = [name for name, value in said.items() if not value]
@@ -211,6 +217,45 @@ def _time(row: Row, name: str) -> str:
     return f"{text}, {float(row['floor_us']) / float(row['microseconds']):.0%}"
 
 
+_FOREIGN_CELL = ("arch", "head_dim", "causal", "seq_len")
+
+
+def _foreign(run: Run) -> list[str]:
+    what = (
+        "Thousands of cycles of one compute unit for all queries of one head of 32; a ratio is a peer's cycles over "
+        "ours: above 1, ours is faster. Of Triton the fastest of its configurations, of FlyDSL the kernel that its "
+        "dispatch takes for 16384 tokens. A footnote says why a figure is of another kernel, or missing."
+    )
+    peers = [name for name in run.providers if name != foreign.OURS]
+    notes = {
+        reason: n + 1 for n, reason in enumerate(dict.fromkeys(row["missing"] for row in run.rows if row["missing"]))
+    }
+    rows: list[list[str]] = []
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for cell in run.cells(_FOREIGN_CELL):
+        ours = cell[foreign.OURS]
+        texts = [ours["arch"], _group(ours), ours["seq_len"], _thousands(ours["cycles"]), ours["build"] or UNKNOWN]
+        for name in peers:
+            row = cell[name]
+            if row["over_fly"]:
+                ratios.setdefault((name, ours["arch"]), []).append(float(row["over_fly"]))
+            note = f" [{notes[row['missing']]}]" if row["missing"] else ""
+            texts += [_thousands(row["cycles"]) + note, _number(row["over_fly"], 3), row["build"] or UNKNOWN]
+        rows.append(texts)
+    header = ["chip", "", "length", "fly", "kernel"]
+    header += [title for name in peers for title in (name, f"{name} / fly", "kernel")]
+    means = [
+        [f"{name} / fly", arch, str(len(of)), f"{geomean(of):.3f}", f"{min(of):.3f}"]
+        for (name, arch), of in ratios.items()
+    ]
+    lines = [what, "", *_table(["", "chip", "cells", "geometric mean", "least"], means), "", *_table(header, rows)]
+    return lines + [line for reason, n in notes.items() for line in ("", f"[{n}] {reason}")]
+
+
+def _thousands(cycles: str) -> str:
+    return f"{float(cycles) / 1e3:.1f}" if cycles else UNKNOWN
+
+
 @dataclass(frozen=True)
 class Section:
     """What a preset's files become: a title, what was run, the columns that a file must have, and the tables."""
@@ -248,6 +293,13 @@ SECTIONS: Mapping[str, Section] = {
         flash_attn_decode.CSV_COLUMNS,
         _decode,
     ),
+    foreign.PRESET: Section(
+        "Other projects' kernels on AMD GPUs: predicted, not measured",
+        "FlyDSL's and Triton's forward kernels next to ours on the timing model, bf16",
+        "python -m benchmarks.foreign",
+        foreign.CSV_COLUMNS,
+        _foreign,
+    ),
 }
 
 _INTRODUCTION = """\
@@ -256,9 +308,10 @@ _INTRODUCTION = """\
 This page is made by `python -m benchmarks.results` from the CSV files in `benchmarks/results`; do not edit it.
 [Benchmarks](benchmarks.md) says how the files are made, and [the notebook](notebook.md) what was tried on the way.
 
-Every figure is a median over rounds in which all providers take turns in one process, with the second-level cache
-emptied before each call. A ratio is the speed of fly over that of a peer in the same run: above 1, fly is faster. One
-card's clocks differ from hour to hour, so speeds of different runs do not compare; ratios do.
+Every figure but those that are called predicted is a median over rounds in which all providers take turns in one
+process, with the second-level cache emptied before each call. A ratio is the speed of fly over that of a peer in the
+same run: above 1, fly is faster. One card's clocks differ from hour to hour, so speeds of different runs do not
+compare; ratios do.
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = "timing model"  # the device of figures that are predicted
 PACKAGES = ("triton", "flash-attn", "flash-attn-4", "aiter")  # peers that do not come with torch
 # `preset`: what was run; `date`: UTC; `versions`: of torch, what comes with it, and peers; `commit`: of this
 # repository, with a + where files differed from it; `note`: empty for what the benchmark itself wrote
@@ -33,7 +34,7 @@ def versions() -> str:
     return " ".join(f"{name}={value}" for name, value in found.items() if value is not None)
 
 
-def _said(command: Sequence[str]) -> str:
+def said(command: Sequence[str]) -> str:
     """What a command prints, without the blanks around it; "" where it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
@@ -44,22 +45,39 @@ def _said(command: Sequence[str]) -> str:
 
 def driver() -> str:
     """The version of NVIDIA's driver, or of AMD's kernel module; "" where nothing says it."""
-    nvidia = _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
+    nvidia = said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     amd = Path("/sys/module/amdgpu/version")
     return nvidia or (amd.read_text().strip() if amd.exists() else "")
 
 
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+
+
 def commit() -> str:
     """The checkout's commit, with a + where tracked files differ from it; "" outside a checkout."""
-    head = _said(["git", "rev-parse", "--short=10", "HEAD"])
-    return head + "+" * bool(head and _said(["git", "status", "--porcelain", "--untracked-files=no"]))
+    head = said(["git", "rev-parse", "--short=10", "HEAD"])
+    return head + "+" * bool(head and said(["git", "status", "--porcelain", "--untracked-files=no"]))
+
+
+def modelled_record(preset: str, peers: str) -> dict[str, str]:
+    """`RUN_COLUMNS` of a run on the timing model, now; `peers`: the versions of what was compared."""
+    return {
+        "preset": preset,
+        "date": _now(),
+        "device": MODEL,
+        "driver": "",
+        "versions": peers,
+        "commit": commit(),
+        "note": "",
+    }
 
 
 def run_record(preset: str, of_commit: str | None = None) -> dict[str, str]:
     """`RUN_COLUMNS` of a run on the current GPU, now; `of_commit` where the checkout has no git."""
     return {
         "preset": preset,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "date": _now(),
         "device": torch.cuda.get_device_name(),
         "driver": driver(),
         "versions": versions(),

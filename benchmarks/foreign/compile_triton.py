@@ -2,7 +2,7 @@
 
     python -m benchmarks.foreign.compile_triton JSON
 
-Needs triton and torch. Writes a code object for each of the kernel's configurations.
+Needs triton and torch. Writes a code object for each of the kernel's configurations and of AMD_TILES.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+# BLOCK_M, BLOCK_N, waves, stages beside those of `triton_attention`, which are for NVIDIA's shared memory: the fewer
+# keys and stages that Triton's own tutorial tries on AMD GPUs, and blocks of 256 rows
+AMD_TILES = (
+    (128, 64, 4, 1), (128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 2),
+    (256, 64, 8, 2),
+)  # fmt: skip
 
 
 def main(chosen: dict[str, Any]) -> None:
@@ -30,7 +37,8 @@ def main(chosen: dict[str, Any]) -> None:
         **dict.fromkeys(("heads", *numbers, *strides), "i32"),
     }
     made = []
-    for config in triton_attention.CONFIGS:
+    amd = [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in AMD_TILES]
+    for config in [*triton_attention.CONFIGS, *amd]:
         # the launcher makes a constant of an argument that is 1, here the heads that share keys
         constants = {"group": 1, "CAUSAL": chosen["causal"], "HEAD_DIM": chosen["head_dim"], **config.kwargs}
         signature = {name: "constexpr" if name in constants else given[name] for name in function.arg_names}
@@ -48,7 +56,7 @@ def main(chosen: dict[str, Any]) -> None:
         made.append({
             "path": str(path), "rows": rows, "threads": 64 * config.num_warps, "lds": done.metadata.shared,
             "arguments": [name for name in function.arg_names if name not in constants],
-            "tiles": f"{rows} x {config.kwargs['BLOCK_N']}, {config.num_warps} waves",
+            "tiles": f"{rows} x {config.kwargs['BLOCK_N']}, {config.num_warps} waves, {config.num_stages} stages",
         })  # fmt: skip
     print(json.dumps(made))
 

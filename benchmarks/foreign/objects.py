@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.run_record import said
 from fly import config
 from fly.backends.rocdl.codegen import _find_lld
 from fly.backends.target import target
@@ -28,6 +29,12 @@ from fly.emulator.timing.launch import Places
 from fly.errors import FlyError
 
 ROOT = Path(__file__).resolve().parents[2]
+FULL_CHIP = (
+    16384  # tokens of the call that FlyDSL's dispatch is asked about: with few it takes tiles for an empty chip
+)
+# From 64 query blocks on FlyDSL deals workgroups to dies in another order, for which it calls a function of ROCm's
+# device library. What a block does is the same, so that longer calls are served by the build for this length.
+_LONGEST = 8192
 _FORMATS = {"i32": "<i", "f32": "<f"}
 
 
@@ -43,7 +50,7 @@ class Shape:
     head_dim: int
     causal: bool
     batch: int = 1
-    heads: int = 8
+    heads: int = 32
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """q, k, v, uniform in [-1, 1), and an output of NaN."""
@@ -143,6 +150,19 @@ class Compilers:
             raise ForeignError(f"{name} compiled nothing: {lines[-1] if lines else f'status {done.returncode}'}")
         return json.loads(done.stdout.strip().splitlines()[-1])
 
+    def versions(self, names: Sequence[str]) -> str:
+        """Of the other projects' packages in that Python, and the checkout's commit, on one line."""
+        script = (
+            "import sys, json\nfrom importlib.metadata import PackageNotFoundError, version\nfound = {}\n"
+            "for name in sys.argv[1:]:\n    try: found[name] = version(name)\n    except PackageNotFoundError: pass\n"
+            "print(json.dumps(found))"
+        )
+        found = self._run("Python", ["-c", script, *names], {})
+        if self.checkout is not None and "flydsl" in found:
+            commit = said(["git", "-C", str(self.checkout), "rev-parse", "--short=10", "HEAD"])
+            found["flydsl"] += f"+kernels.of.{commit}" if commit else ""
+        return " ".join(f"{name}={value}" for name, value in found.items())
+
     def triton(self, arch: str, shape: Shape) -> list[Foreign]:
         """Our Triton kernel, one for each configuration that fits the chip's LDS.
 
@@ -179,7 +199,7 @@ class Compilers:
         ]  # fmt: skip
 
     def flydsl(self, arch: str, shape: Shape) -> list[Foreign]:
-        """The forward kernel that FlyDSL's dispatch takes for a shape.
+        """The forward kernel that FlyDSL's dispatch takes for a shape, in a batch of `FULL_CHIP` tokens.
 
         Raises:
             ForeignError: FlyDSL is not installed, no checkout of it was given, or it failed.
@@ -188,7 +208,7 @@ class Compilers:
             raise ForeignError("FlyDSL's kernels are not in its wheel; --flydsl names a checkout of the project")
         chosen = {
             "arch": arch, "head_dim": shape.head_dim, "causal": shape.causal, "heads": shape.heads,
-            "batch": shape.batch, "length": shape.length,
+            "batch": max(shape.batch, FULL_CHIP // shape.length), "length": min(shape.length, _LONGEST),
         }  # fmt: skip
         key = ("flydsl", *chosen.values())
         if key not in self.made:

@@ -130,7 +130,7 @@ def read_code_object(data: bytes) -> CodeObject:
     kernels, ends = {}, {}
     for name, (value, symbol_size) in symbols_of(data, sections).items():
         if not name.endswith(".kd"):
-            ends[name] = value + symbol_size
+            ends[name] = value + symbol_size if symbol_size else _section_end(value, sections)
             continue
         raw = image[value : value + 64].tobytes()
         lds, scratch, kernarg = struct.unpack_from("<III", raw, 0)
@@ -141,6 +141,11 @@ def read_code_object(data: bytes) -> CodeObject:
             base, value + entry, lds, scratch, kernarg, rsrc1, rsrc2, rsrc3, properties, preload, args.get(base, ())
         )
     return CodeObject(arch, image, kernels, ends, named, data)
+
+
+def _section_end(address: int, sections: list[Section]) -> int:
+    """Where the code of a symbol without a size ends at the latest: assembly need not say it."""
+    return next((s.address + s.size for s in sections if s.address <= address < s.address + s.size), address)
 
 
 def _relocate(data: bytes, sections: list[Section], image: np.ndarray) -> None:

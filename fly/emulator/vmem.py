@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Run = Callable[[Group], None]
 _LANE = np.arange(64)
+_WHOLE = 1 << 63  # a limit that holds every access
 _U64 = np.uint64
 
 # name suffix -> (bytes, sign-extended bits, half)
@@ -117,8 +118,9 @@ def _global_address(inst: Instruction, machine: Executing) -> Address:
 def _buffer_offset(inst: Instruction, machine: Executing) -> Located:
     """(address, byte offset, limit) of a MUBUF access.
 
-    Raw range rule: byte offset without the scalar offset against num_records minus the scalar offset; structured
-    swizzled buffers compare the index (CDNA3 ISA, "Buffer range checking").
+    Raw range rule: byte offset without the scalar offset against num_records minus the scalar offset (CDNA3 ISA,
+    "Buffer range checking"). With an index and a stride, num_records counts strides, and only the index is compared
+    (Mesa, ac_descriptors.c, of GFX9): such an access is given as inside a limit that holds it, or outside of none.
     """
     rsrc, immediate = inst.get("srsrc") * 4, np.uint32(inst.get("offset"))
     offen, idxen = inst.get("offen"), inst.get("idxen")
@@ -135,10 +137,13 @@ def _buffer_offset(inst: Instruction, machine: Executing) -> Located:
         offset = np.zeros((g.waves, 64), _U64) + immediate
         if offen:
             offset = offset + g.vu[offset_row]
-        if idxen:
-            offset = offset + g.vu[index_row].astype(_U64) * stride
         extra = np.asarray(scalar(g)).astype(_U64)
-        return base + offset + extra, offset + extra, g.su[rsrc + 2].astype(_U64)
+        limit = g.su[rsrc + 2].astype(_U64)
+        if idxen:
+            index = g.vu[index_row].astype(_U64)
+            inside = np.where(index < limit, _U64(_WHOLE), _U64(0))
+            offset, limit = offset + index * stride, np.where(stride != 0, inside, limit)
+        return base + offset + extra, offset + extra, limit
 
     return run
 

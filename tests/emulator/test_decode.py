@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from fly.backends.rocdl.assemble import assemble, kernel_source
+from fly.emulator import Program
 from fly.emulator import decode as decoding
 from fly.errors import EmulatorError
 
@@ -47,3 +49,10 @@ def test_an_instruction_is_the_same_whatever_was_decoded_before(monkeypatch):
     for code, one in zip(codes, shared, strict=True):
         decoding._kinds.clear()
         assert decoded(code) == one, code.hex()
+
+
+def test_code_of_a_symbol_without_a_size():
+    """As hand-written assembly leaves it: the code ends with its section."""
+    source = kernel_source("s_nop 0\ns_endpgm").replace(".size k, .Lend-k", "")
+    machine = Program(assemble(source, "gfx950")).machine("k")
+    assert [inst.name for inst in machine.instructions][:2] == ["s_nop", "s_endpgm"]

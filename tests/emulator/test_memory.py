@@ -458,7 +458,7 @@ def test_buffers(arch: str) -> None:
         (got,) = t.run(f"buffer.{name}", offset, resource)
         want = np.where(offset + size <= records, narrow(t.memory.view(np.uint8), offset, kind, offset), 0)
         np.testing.assert_array_equal(got, want, err_msg=name)
-    (got,) = t.run("buffer.idxen", t.lane, t.descriptor(40 * 12, stride=12))
+    (got,) = t.run("buffer.idxen", t.lane, t.descriptor(40, stride=12))  # records are strides
     np.testing.assert_array_equal(got, np.where(t.lane < 40, t.memory[t.lane * 3], 0))
     start, x = t.memory.copy(), t.bits(64)
     (old,) = t.run("buffer.atomic", x, t.lane * 4, t.descriptor(128))

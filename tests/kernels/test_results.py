@@ -8,6 +8,7 @@ import re
 import pytest
 
 from benchmarks import flash_attn_decode, report, results, run_record, shapes
+from benchmarks.foreign import __main__ as foreign
 from benchmarks.report import Figure, geomean
 from benchmarks.timing import Timing
 from benchmarks.workload import Workload
@@ -54,7 +55,12 @@ def test_a_page_that_differs_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_every_preset_of_the_benchmarks_has_a_section():
-    assert set(results.SECTIONS) == {*shapes.PRESETS, *shapes.BACKWARD_PRESETS, flash_attn_decode.PRESET}
+    assert set(results.SECTIONS) == {
+        *shapes.PRESETS,
+        *shapes.BACKWARD_PRESETS,
+        flash_attn_decode.PRESET,
+        foreign.PRESET,
+    }
 
 
 def test_without_a_file_a_section_says_so():
@@ -126,7 +132,7 @@ def test_decoding_shows_the_floor_in_percent_of_the_time(tmp_path):
         (
             "preset,date\nfast,2026\n",
             "preset is 'fast'; expected one of h200, short, chunked, head_dims, generic, backward, backward_gqa, "
-            "decode",
+            "decode, foreign",
         ),
         ("preset,date\nh200,2026\n", "has no column batch"),
     ],
@@ -140,7 +146,7 @@ def test_a_file_that_is_none_of_a_benchmark(text, message, tmp_path):
 
 def test_a_run_records_its_circumstances(monkeypatch):
     monkeypatch.setattr(run_record.torch.cuda, "get_device_name", lambda: "pretended GPU")
-    monkeypatch.setattr(run_record, "_said", lambda command: "said " + command[0])
+    monkeypatch.setattr(run_record, "said", lambda command: "said " + command[0])
     made = run_record.run_record("h200")
     assert tuple(made) == run_record.RUN_COLUMNS
     assert made["driver"] == "said nvidia-smi" and made["commit"] == "said git+" and "torch=" in made["versions"]
@@ -148,7 +154,7 @@ def test_a_run_records_its_circumstances(monkeypatch):
 
 
 def test_a_command_that_is_missing_or_fails_says_nothing():
-    assert run_record._said(["no-such-command"]) == run_record._said(["git", "no-such-subcommand"]) == ""
+    assert run_record.said(["no-such-command"]) == run_record.said(["git", "no-such-subcommand"]) == ""
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/targets.md"])
