@@ -136,11 +136,15 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values)) or "-"
 
 
-def _tuning(kernel: Kernel) -> str:
+def _by_arch(kernel: Kernel, names: Mapping[str, tuple[str, ...]]) -> str:
+    """Names, with their architectures where they are not all of the kernel's."""
     return _listed(
-        name if set(archs) == set(kernel.archs) else f"{name} ({_listed(archs)})"
-        for name, archs in kernel.tuning.items()
+        name if set(archs) == set(kernel.archs) else f"{name} ({_listed(archs)})" for name, archs in names.items()
     )
+
+
+def _features(kernel: Kernel) -> str:
+    return _by_arch(kernel, {name: kernel.partly.get(name, kernel.archs) for name in kernel.features})
 
 
 def _dims(kernel: Kernel) -> str:
@@ -153,8 +157,8 @@ COLUMNS = (
     Column("targets", 8, lambda k: _listed(k.archs)),
     Column("head_dim", 8, _dims),
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
-    Column("features", 14, lambda k: _listed(k.features)),
-    Column("tuning", 23, _tuning),
+    Column("features", 14, _features),
+    Column("tuning", 23, lambda k: _by_arch(k, k.tuning)),
     Column("needs", 16, lambda k: _listed(need.what for need in k.needs)),
     Column("why it is there", 16, lambda k: k.reason),
 )

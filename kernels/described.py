@@ -21,7 +21,7 @@ from .call.operand_gradients import memory_for
 from .dispatch import FORWARD, KERNELS, Pass, as_backward, serve
 from .flash_attn_interface import flydsl_flash_attn_func
 from .problem.block_mask import BlockMask
-from .problem.catalogue import BLOCKS
+from .problem.catalogue import BLOCKS, VECTOR_LAYOUTS
 from .problem.contract import Request, Tensors
 from .work.tile_list import LISTS_BY_KEYS
 
@@ -79,6 +79,7 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
         "block_table": _int32(r.batch, -(-r.seq_len_kv // PAGE)),
         "seqused_kv": _int32(r.batch),
     },
+    "kv_cache_layout": lambda r: {**ASKING["paged"](r), "kv_cache_layout": VECTOR_LAYOUTS[0]},
     "window": lambda r: {"window_size": (WINDOW, 0 if r.causal else WINDOW)},
     "attention_chunk": lambda r: {"attention_chunk": WINDOW},
     "softcap": lambda r: {"softcap": 30.0},
@@ -118,7 +119,7 @@ def _inputs(request: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     keys: tuple[int, ...] = (request.batch, request.seq_len_kv)
     if "packed" in request.features:
         queries, keys = ((math.prod(sizes),) for sizes in (queries, keys))
-    if "paged" in request.features:
+    if not {"paged", "kv_cache_layout"}.isdisjoint(request.features):
         keys = (request.batch * -(-request.seq_len_kv // PAGE), PAGE)
     heads, dim, dtype = request.num_kv_heads, request.head_dim, DTYPES[request.dtype]
     q = _tensor(request, *queries, request.num_heads, dim, dtype=dtype)

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fly import config
 from fly.errors import ConfigError, UnsupportedError
@@ -220,7 +220,8 @@ class Kernel:
     kernel is not built.
     `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
     the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
-    it stands where it stands. `mixed_dims`: whether V's may be another one of `head_dims`.
+    it stands where it stands. `mixed_dims`: whether V's may be another one of `head_dims`. `partly`: architectures of
+    features that it has on these alone.
     """
 
     name: str
@@ -234,6 +235,11 @@ class Kernel:
     needs: tuple[Need, ...] = ()
     switched_off: config.Variable | None = None
     mixed_dims: bool = False
+    partly: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def has(self, feature: str, arch: str) -> bool:
+        """Whether it does a feature on an architecture."""
+        return feature in self.features and arch in self.partly.get(feature, self.archs)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -339,10 +345,11 @@ KERNELS: tuple[Kernel, ...] = (
         archs=AMD + NVIDIA,
         head_dims=tuple(HEAD_DIMS),
         dtypes=("bf16", "f16"),
-        features=(*EVERYWHERE, "fp8_cache"),
+        features=(*EVERYWHERE, "fp8_cache", "kv_cache_layout"),
         tuning={"waves_per_eu": AMD, "daz": AMD + NVIDIA},
         reason="one algorithm over the atoms of every target",
         mixed_dims=True,
+        partly={"kv_cache_layout": AMD},
     ),
 )
 
@@ -534,7 +541,7 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
             f"takes (head_dim, head_dim_v) {pairs}, not ({request.head_dim}, {request.value_dim}): pad {arg.v} with "
             f"zeros to head_dim {request.head_dim} and cut the output"
         )
-    missing = [BY_NAME[name].told for name in request.features if name not in kernel.features]
+    missing = [BY_NAME[name].told for name in request.features if not kernel.has(name, arch)]
     if missing:
         return "; ".join(f"does not do {what} yet: {instead}" for what, instead in missing)
     meaningless = [name for name in request.tuning if arch not in kernel.tuning.get(name, ())]

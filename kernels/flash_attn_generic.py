@@ -181,7 +181,7 @@ def _attend(
     value_factor = None if scales.v_keys is None else scales.v_keys.load
     tiles = KeyValues(link, work.k, work.v, tiling, int(options.overlap), tile_number, work.q.dtype, value_factor)
     ring = tiles.ring
-    output = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, work.v.columns))
+    output = fly.Fragment.zeros(layout, row_tiles, column_tiles(link, work.v.columns, work.v))
     softmax = OnlineSoftmax.start(layout, row_tiles)
     flight = ring.start(work.tiles.first)
     queries: Queries

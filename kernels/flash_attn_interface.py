@@ -27,6 +27,7 @@ from .arguments.checks import (
 )
 from .arguments.flydsl_names import FlyDslNames, translated
 from .arguments.stacked import is_stacked, leaves_of, unstacked
+from .cache.layouts import in_pages
 from .call import device_values
 from .call.checks import Call, check_call
 from .call.plan import Plan, Plans, plan_of
@@ -89,6 +90,7 @@ def flydsl_flash_attn_func(
     cache_leftpad: torch.Tensor | None = None,
     kv_batch_idx: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    kv_cache_layout: str = "linear",
     waves_per_eu: int | None = None,
     daz: bool | None = None,
     dualwave_swp_lazy_rescale: bool | None = None,
@@ -175,6 +177,10 @@ def flydsl_flash_attn_func(
             rows 0 to seqused_kv[b] of the pages block_table[b], in order. Needs seqused_kv, or with packed queries
             cu_seqlens_kv, whose differences are lengths then. Table entries behind a length's pages are not
             used. max_seqlen_kv may be given, for the choice of splits.
+        kv_cache_layout: what pages look like: "linear", as above; "linear3d", (pages, Hkv, D) of one key each; and on
+            AMD's targets, x being the elements of 16 bytes, "vectorized", k (pages, Hkv, D/x, page_size, x) and v
+            (pages, Hkv, page_size/x, D, x), which AITER and vLLM call SHUFFLE, or "paged_attention", the same k with
+            v (pages, Hkv, D, page_size). Pages of the last two are contiguous, of a multiple of x keys.
         waves_per_eu: occupancy to compile for, waves per SIMD (AMD). daz: flush denormals to zero.
         dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger: switches of the gfx950 kernel,
             all on by default; another kernel refuses them.
@@ -182,7 +188,7 @@ def flydsl_flash_attn_func(
             took a rescale; another kernel refuses it.
         stream: what the work is queued on, a `torch.cuda.Stream` or a raw handle; torch's current stream of
             q's device by default.
-        names: `seqlen_k`, `kv_cache_layout` and `dualwave_swp_xcd_swizzle` of later versions of FlyDSL: see
+        names: `seqlen_k` and `dualwave_swp_xcd_swizzle` of later versions of FlyDSL: see
             docs/compatibility.md.
 
     Returns:
@@ -205,6 +211,8 @@ def flydsl_flash_attn_func(
     if v is None and is_stacked(q, k):
         leaves = leaves_of(q, k, v)
         q, k, v = unstacked(leaves)
+    if kv_cache_layout != "linear":
+        k, v = in_pages(ATTENTION, kv_cache_layout, {"k": k, "v": v}, block_table)
     if TYPE_CHECKING:
         assert k is not None and v is not None
     try:
@@ -273,6 +281,7 @@ def flydsl_flash_attn_func(
                 softcap,
                 dropout_p,
                 fp8_accumulate,
+                kv_cache_layout,
                 *[None if mod is None else Mod.of(mod) for mod in functions],
                 *[None if tensor is None else _geometry(tensor) for tensor in operands.values()],
             )
@@ -361,6 +370,8 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **opt
     given.apply_defaults()
     options = _translated(given.arguments)
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
+    if options["kv_cache_layout"] != "linear":
+        k, v = in_pages(ATTENTION, options["kv_cache_layout"], {"k": k, "v": v}, options["block_table"])
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "score_mod_bwd", "aux_tensors")
         score_mod, score_mod_bwd, aux = (options[name] for name in names[1:])

@@ -48,7 +48,8 @@ def row(kernel: Kernel) -> dict[str, Any]:
     """A row of a table.
 
     `package`: whose it is; `module`: None while it is not built; `mixed_head_dims`: whether V's may be
-    another one of `head_dims`; `tuning`: targets by option; `needs`: in words.
+    another one of `head_dims`; `features_on`: targets of features that it has on some alone; `tuning`: targets by
+    option; `needs`: in words.
     """
     module = kernel.module
     own = module is None or module.startswith(".")
@@ -61,6 +62,7 @@ def row(kernel: Kernel) -> dict[str, Any]:
         "mixed_head_dims": kernel.mixed_dims,
         "dtypes": list(kernel.dtypes),
         "features": list(kernel.features),
+        "features_on": {name: list(archs) for name, archs in kernel.partly.items()},
         "tuning": {name: list(archs) for name, archs in kernel.tuning.items()},
         "needs": [need.what for need in kernel.needs],
         "reason": kernel.reason,

@@ -325,7 +325,7 @@ class TransposedCopy(_Copy):
             raise ShapeError(
                 f"a transposed tile of {source.columns} columns needs at least as many rows, not {layout.rows}"
             )
-        linear_layout(slot_of_piece)  # what _slot relies on
+        linear_layout(slot_of_piece)  # what `slot` relies on
         super().__init__(source, layout.columns // self.PIECE, layout.rows, vector, self.PIECE)
         self.layout = layout
         bytes_ = source.dtype.bytes
@@ -336,11 +336,12 @@ class TransposedCopy(_Copy):
             for p in range(self.passes):
                 first = (self._unit + self._first_units[p]) * self.PIECE
                 offsets = [(first + r) * pitch + self.column * bytes_ for r in range(self.PIECE)]
-                slot = self._slot(self.row + p * self.rows_per_pass, slot_of_piece)
+                slot = self.slot(self.row + p * self.rows_per_pass, slot_of_piece)
                 places = [layout.base(self.column + (group + c), slot) for c in range(vector)]
                 self._pieces.append((self._reach(offsets, group, PAST_THE_END), group * bytes_, places))
 
-    def _slot(self, piece: Value, slot_of_piece: tuple[int, ...]) -> Value:
+    @staticmethod
+    def slot(piece: Value, slot_of_piece: tuple[int, ...]) -> Value:
         """Column of the tile where a 4-row piece starts."""
         count = len(slot_of_piece)
         inside = piece & (count - 1)
@@ -348,7 +349,7 @@ class TransposedCopy(_Copy):
         slot = piece - inside
         for bit in range((count - 1).bit_length()):
             slot = slot + ((inside >> bit) & 1) * slot_of_piece[1 << bit]
-        return slot * self.PIECE
+        return slot * TransposedCopy.PIECE
 
     def issue(self, tile: Any, destination: SharedTile, located: Located | None = None) -> Any:
         """Start loading tile number `tile` into registers; `located`: see `RowCopy.issue`."""

@@ -24,16 +24,24 @@ from ..arguments.callers import CALLERS, Caller, arg, problem
 from ..arguments.checks import ATTENTION, Checks, shares_memory
 from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
+from ..cache.layouts import vectors
 from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
-from ..problem.catalogue import DIFFERENTIABLE, FEATURES, FP8_SUMS
+from ..problem.catalogue import DIFFERENTIABLE, FEATURES
 from ..problem.dropout_mask import random_state
 from .rows import padded_dim, ready
 
 F = TypeVar("F")
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, bool causal"
-_DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0", "str": f'"{FP8_SUMS[0]}"'}
+_DEFAULTS = {"Tensor?": "None", "SymInt[]?": "None", "SymInt": "0", "float": "0.0"}
+
+
+def _default(name: str, kind: str) -> str:
+    """An option's default in the schema."""
+    return f'"{OPTION_DEFAULTS[name]}"' if kind == "str" else _DEFAULTS[kind]
+
+
 _OPTIONS = {
     "softmax_scale": "float? softmax_scale=None",
     "return_lse": "bool return_lse=False",
@@ -41,7 +49,7 @@ _OPTIONS = {
     "deterministic": "bool deterministic=False",
     **{name: f"Tensor? {name}=None" for name in ("cu_seqlens_q", "cu_seqlens_kv")},
     **{name: f"SymInt? {name}=None" for name in ("max_seqlen_q", "max_seqlen_kv")},
-    **{name: f"{kind} {name}={_DEFAULTS[kind]}" for f in FEATURES for name, kind in f.keywords.items() if kind},
+    **{name: f"{kind} {name}={_default(name, kind)}" for f in FEATURES for name, kind in f.keywords.items() if kind},
     "caller": "str? caller=None",
 }
 _LISTED = ", ".join(_OPTIONS.values())
@@ -264,7 +272,8 @@ def _flash_attn_out(*arguments: Any, **options: Any) -> torch.Tensor:
 def _empty(named: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     q, _, v = unstacked(leaves_of(named["q"], named["k"], named["v"]))
     *batch, seq_len, heads, _ = q.shape
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
+    head_dim_v = v.shape[-1 if vectors(named.get("kv_cache_layout", "linear")) is None else -2]
+    out = q.new_empty((*q.shape[:-1], head_dim_v), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
     return out, q.new_empty((*batch, heads, seq_len) if named.get("return_lse") else (0,), dtype=torch.float32)
 
 

@@ -35,7 +35,9 @@ from ..call.plan import Plans
 from ..problem.contract import Launch, Tensors
 from ..work.steps import Steps, bind_kernel
 from ..work.tile_scheduler import fold_grid, slice_of_block
+from ..work.vectorized import VectorPages
 from .checks import CHECKS, SCALES, check_append, check_gradients, check_length, check_memory, written_scales
+from .layouts import in_pages, vectors
 from .quantised import Quantised
 from .rotary import VECTOR, Rotary
 
@@ -145,11 +147,13 @@ def rotate_and_append(
     head_dim_v: int,
     rotary: Rotary | None,
     each_query: bool,
+    layout: str | None = None,
     folded: bool = False,
 ) -> None:
     """The module's formulas; without `rotary` there are no q, tables and result, and k is appended as it is.
 
-    To caches of 8 bits rows are appended divided by their scales, see `Quantised`.
+    To caches of 8 bits rows are appended divided by their scales, see `Quantised`. `layout`: of pages that are not
+    (num_pages, page_size, Hkv, D), see `VectorPages`.
 
     Grid: (blocks of k's rows, then of v's, then of q's; sequences), or `folded`: spare blocks write what those of the
     last sequence do. A thread has 16 bytes of one row. Rotated dimensions of a query whose position the tables do
@@ -182,6 +186,10 @@ def rotate_and_append(
             return source, partial(source.load_inside, 0, column, VECTOR)
         return source, lambda: rotary.piece(source, column, *angles(length + token))
 
+    def vectors_of(cache: fly.Tensor, heads: Heads) -> VectorPages | None:
+        """The pages of a cache whose rows are not in one piece."""
+        return None if layout is None else VectorPages(cache, layout, cache.shape[1], heads.columns, cache is v_cache)
+
     def append(
         heads: Heads, new: fly.Tensor, cache: fly.Tensor, scales: fly.Tensor | None, block: fly.Value, turns: bool
     ) -> None:
@@ -191,7 +199,7 @@ def rotate_and_append(
             if turns and cos is not None:
                 # a row's largest element is looked for, and angles loaded, before it is known where the row goes
                 exists = exists & fly.compare("ult", length + token, cos.shape[0])
-            quantised = Quantised(cache, scales, heads.lanes, VECTOR, maxima)
+            quantised = Quantised(cache, scales, heads.lanes, VECTOR, maxima, vectors_of(cache, heads))
             piece = lambda: row_of(heads, new, token, head, column, turns)[1]()  # noqa: E731
             quantised.store(piece, exists, (batch, head), lambda: target(cache, token), column)
             return
@@ -199,7 +207,10 @@ def rotate_and_append(
             entry, row, writable = target(cache, token)
             with fly.when(writable):
                 source, whole = row_of(heads, new, token, head, column, turns)
-                heads.store(whole, source, cache, (entry, row, head), column)
+                if (pages := vectors_of(cache, heads)) is not None:
+                    pages.store(whole(), (entry, row, head), column)
+                else:
+                    heads.store(whole, source, cache, (entry, row, head), column)
 
     with fly.when(block < end_k):
         append(heads_k, k, k_cache, k_descale, block, turns=True)
@@ -257,6 +268,7 @@ def append_to_cache(
     rotate_each_query: bool = True,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    kv_cache_layout: str = "linear",
 ) -> torch.Tensor:
     """Write new keys and values into a KV cache, and rotate them and the queries by their positions.
 
@@ -289,6 +301,8 @@ def append_to_cache(
             (1,), (Hkv,) or (B, Hkv) they are given, and new values are divided by them, 1 by default; what is then
             above 448 becomes 448. Of the shape of the cache without its last dimension, (B_cache, S_cache, Hkv) or
             (num_pages, page_size, Hkv), they are written: each new row's largest magnitude over 448.
+        kv_cache_layout: what pages look like, as of `flydsl_flash_attn_func`; scales by key are the same in each,
+            (num_pages, page_size, Hkv).
 
     Returns:
         A new tensor with q rotated, or q itself without tables. Rotated dimensions of a query whose position the
@@ -299,6 +313,9 @@ def append_to_cache(
             emulator, and on a GPU with FLY_CHECK_INPUTS=1, also what has no place.
         UnsupportedError: a tensor that needs a gradient; a graph capture with FLY_CHECK_INPUTS=1.
     """
+    if kv_cache_layout != "linear":
+        k_cache, v_cache = in_pages(CHECKS, kv_cache_layout, {"k_cache": k_cache, "v_cache": v_cache}, block_table)
+    layout = vectors(kv_cache_layout)
     # fmt: off
     given = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
@@ -306,7 +323,8 @@ def append_to_cache(
         "cache_leftpad": cache_leftpad, "block_table": block_table, "k_descale": k_descale, "v_descale": v_descale,
     }
     # fmt: on
-    geometry: list[Any] = [rotary_interleaved, rotate_each_query, _environment(_ARCH), _environment(_CHECK_INPUTS)]
+    geometry: list[Any] = [rotary_interleaved, rotate_each_query, layout]
+    geometry += (_environment(_ARCH), _environment(_CHECK_INPUTS))
     addresses: dict[str, int] = {}
     needs_gradient = False
     extents: Mapping[str, int]
@@ -352,7 +370,7 @@ def append_to_cache(
     rotated = None if rotary_cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     tensors = {**given, "cache_seqlens": cache_seqlens, "q_rotated": rotated}
     if plan is None:
-        plan = Plan(_prepare(tensors, rotary_interleaved, rotate_each_query), extents, checked)
+        plan = Plan(_prepare(tensors, rotary_interleaved, rotate_each_query, layout), extents, checked)
         if key is not None:
             _plans[key] = plan
     if plan.launch is not None:
@@ -371,7 +389,7 @@ def _may_overlap(addresses: Mapping[str, int], extents: Mapping[str, int], writt
     return False
 
 
-def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | None:
+def _prepare(tensors: Tensors, interleaved: bool, each_query: bool, layout: str | None) -> Launch | None:
     """The launch for the arguments by name, and the result as q_rotated; None when nothing is written."""
     k, v, cos = (tensors[name] for name in ("k", "v", "rotary_cos"))
     q = None if cos is None else tensors["q"]
@@ -387,6 +405,7 @@ def _prepare(tensors: Tensors, interleaved: bool, each_query: bool) -> Launch | 
         "head_dim_v": head_dim_v,
         "rotary": None if cos is None else Rotary(2 * cos.shape[1], interleaved),
         "each_query": each_query,
+        **({} if layout is None else {"layout": layout}),
     }
     grid, fold = fold_grid((blocks, batch, 1))
     called = {"cos": "rotary_cos", "sin": "rotary_sin"}

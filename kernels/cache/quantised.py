@@ -9,6 +9,7 @@ from typing import Any
 import fly
 
 from ..work.key_scales import by_key
+from ..work.vectorized import VectorPages
 
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 2.0**-126  # a row of zeros has one too, and no value is divided by 0
@@ -19,7 +20,8 @@ class Quantised:
     """How a block's threads store rows to `cache`, (entries, rows, Hkv, D) e4m3; a thread has `vector` elements.
 
     `scales`: (B, Hkv) f32, None for 1, or (entries, rows, Hkv), which get each row's largest magnitude over
-    `LARGEST`. `lanes` threads next to each other have a row.
+    `LARGEST`. `lanes` threads next to each other have a row. `pages`: where the cache's elements are, if its rows are
+    not in one piece.
     """
 
     cache: fly.Tensor
@@ -27,6 +29,7 @@ class Quantised:
     lanes: int
     vector: int
     maxima: fly.SharedMemory | None
+    pages: VectorPages | None = None
 
     @staticmethod
     def room(scales: tuple[fly.Tensor | None, ...], threads: int) -> fly.SharedMemory | None:
@@ -58,8 +61,11 @@ class Quantised:
                     scale = fly.f32(1.0) if self.scales is None else self.scales.load(*head)
                 scale = fly.maximum(scale, LEAST_SCALE)
                 narrow = (values / scale).to(self.cache.dtype)
-                place = self.cache.at(entry, row, head[1], column)
-                fly.store(narrow, place, align=min(self.vector, self.cache.alignment))
+                if self.pages is not None:
+                    self.pages.store(narrow, (entry, row, head[1]), column)
+                else:
+                    place = self.cache.at(entry, row, head[1], column)
+                    fly.store(narrow, place, align=min(self.vector, self.cache.alignment))
                 if own:
                     assert self.scales is not None
                     with fly.when(column == 0):

@@ -18,7 +18,10 @@ from typing import Any
 import fly
 
 from ..work.fragments import load_queries, product
+from ..work.vectorized import VectorRows
+from .vectorized import KeyPieces, ValuePieces
 
+Rows = fly.RowView | fly.PagedRows | VectorRows  # what passes by
 Queries = Callable[[int], list[fly.Value]]  # step over the head dimension -> one operand per row tile
 PAD = 32
 
@@ -43,9 +46,14 @@ def _transposed_plan(link: fly.Chain) -> fly.OperandPlan | None:
     return _plan(link, link.column_operand, transposed=True, slot_of=lambda k: link.columns[k])
 
 
-def column_tiles(link: fly.Chain, columns: int) -> int:
-    """Accumulator tiles across `columns` columns of a product along a stream."""
-    together = (_transposed_plan(link) or _straight_plan(link, link.column_operand)).tiles
+def _along_plan(link: fly.Chain, rows: Rows | None) -> fly.OperandPlan | None:
+    """`_transposed_plan`, or None where `rows` are stored transposed, since that is how they come."""
+    return None if isinstance(rows, VectorRows) else _transposed_plan(link)
+
+
+def column_tiles(link: fly.Chain, columns: int, rows: Rows | None = None) -> int:
+    """Accumulator tiles across `columns` columns of a product along a stream, which is of `rows` if they say more."""
+    together = (_along_plan(link, rows) or _straight_plan(link, link.column_operand)).tiles
     return -(-columns // (link.layout.columns * together)) * together
 
 
@@ -118,7 +126,7 @@ class Stream:
         self,
         name: str,
         link: fly.Chain,
-        rows: fly.RowView | fly.PagedRows,
+        rows: Rows,
         tiling: Tiling,
         *,
         across: bool,
@@ -132,13 +140,12 @@ class Stream:
         self.steps = -(-rows.columns // atom.k)
         self.row_steps = tiling.rows // atom.k
         self.row_tiles = tiling.rows // columns
-        plan, transposing = _straight_plan(link, operand), _transposed_plan(link)
+        plan, transposing = _straight_plan(link, operand), _along_plan(link, rows)
         if across or transposing is not None:
             granule = max(p.load.granule for p in (plan if across else None, transposing if along else None) if p)
             layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
             slots = fly.SharedTile.ring(name, layout, dtype, tiling.stages)[0]
-            row_copy = partial(fly.RowCopy, vector=tiling.vector, asynchronous=tiling.asynchronous)
-            self._copies.append((partial(row_copy, rows, layout), slots))
+            self._copies.append((_row_copy(rows, layout, tiling), slots))
         if across:
             self._across = fly.OperandLoader(plan, layout)
             for t in range(self.steps):
@@ -151,12 +158,10 @@ class Stream:
             dims = padded(rows.columns)
             layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
             pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
-            vector = min(tiling.vector, _turned_vector(tiling.rows, dims))
             transposed = fly.SharedTile.ring(f"{name} transposed", layout, dtype, tiling.stages)[0]
-            transposed_copy = partial(fly.TransposedCopy, vector=vector, slot_of_piece=pieces)
-            self._copies.append((partial(transposed_copy, rows, layout), transposed))
+            self._copies.append((_transposed_copy(rows, layout, tiling, pieces), transposed))
         self._along = fly.OperandLoader(transposing or plan, layout)
-        for n in range(0, column_tiles(link, rows.columns), self._along.plan.tiles):
+        for n in range(0, column_tiles(link, rows.columns, rows), self._along.plan.tiles):
             for t in range(self.row_steps):
                 self._along.prepare(*self._place(n, t))
 
@@ -255,8 +260,8 @@ class KeyValues:
     def __init__(
         self,
         link: fly.Chain,
-        k_rows: fly.RowView | fly.PagedRows,
-        v_rows: fly.RowView | fly.PagedRows,
+        k_rows: Rows,
+        v_rows: Rows,
         tiling: Tiling,
         lag: int = 0,
         listed: Callable[[Any], Any] | None = None,
@@ -280,6 +285,23 @@ class KeyValues:
     def accumulate(self, output: fly.Fragment, probabilities: fly.Fragment, tile: fly.SharedTile) -> fly.Fragment:
         """output + P V with a tile of V."""
         return self.v.along(output, probabilities, [tile])
+
+
+def _row_copy(rows: Rows, layout: fly.SwizzledTile, tiling: Tiling) -> Callable[[], Any]:
+    """What makes the copy of tiles that stay rows."""
+    if isinstance(rows, VectorRows):
+        return partial(KeyPieces, rows, layout)
+    return partial(fly.RowCopy, rows, layout, vector=tiling.vector, asynchronous=tiling.asynchronous)
+
+
+def _transposed_copy(
+    rows: Rows, layout: fly.SwizzledTile, tiling: Tiling, slot_of_piece: tuple[int, ...]
+) -> Callable[[], Any]:
+    """What makes the copy of tiles that are stored transposed; values in vectors of keys are so already."""
+    if isinstance(rows, VectorRows):
+        return partial(ValuePieces, rows, layout, slot_of_piece)
+    vector = min(tiling.vector, _turned_vector(tiling.rows, layout.rows))
+    return partial(fly.TransposedCopy, rows, layout, vector=vector, slot_of_piece=slot_of_piece)
 
 
 def _turned_vector(keys: int, dims: int) -> int:

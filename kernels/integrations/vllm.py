@@ -20,10 +20,11 @@ from ..api.conversions import check_dense
 from ..api.options import PACKED, add_packing, attend, options_of, refuse
 from ..arguments.callers import VLLM
 from ..arguments.checks import Checks
+from ..cache.layouts import in_pages
 from ..merging import merge_states
 from ..problem.catalogue import NO_WINDOW
 from .ranks import add_ranks
-from .slots import refuse_vectorised, write_slots
+from .slots import layout_of, write_slots
 
 FUNCTION = VLLM.function
 CHECKS = Checks(FUNCTION)
@@ -68,7 +69,9 @@ def flash_attn_varlen_func(
 
     Args:
         k, v: (total_k, Hkv, D) with cu_seqlens_k, or pages (pages, page size, Hkv, D) with block_table
-            (B, max pages) int32 and seqused_k (B,) int32, the keys of each sequence.
+            (B, max pages) int32 and seqused_k (B,) int32, the keys of each sequence. On ROCm pages may also be, x
+            being the elements of 16 bytes, k (pages, Hkv, D/x, page size, x) with v (pages, Hkv, page size/x, D, x),
+            vLLM's SHUFFLE, or with v (pages, Hkv, D, page size), vLLM's `PagedAttention`.
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length.
         out: (total_q, H, D), written and returned.
         s_aux: (H,) sinks. num_splits: parts that keys are split into, 0 takes what suits the device.
@@ -88,8 +91,6 @@ def flash_attn_varlen_func(
         UnsupportedError: what is not available (a NotImplementedError).
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table, fa_version)
-    if block_table is not None and isinstance(k, torch.Tensor) and k.dim() == 5:
-        refuse_vectorised(CHECKS, "k", k)
     refuse(FUNCTION, "qv", q_v, "q_v")
     if return_attn_probs is not False:
         CHECKS.flag("return_attn_probs", return_attn_probs)
@@ -121,6 +122,8 @@ def flash_attn_varlen_func(
         num_splits,
     )
     add_packing(VLLM, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    if block_table is not None and (layout := layout_of(k, v)) != "linear":
+        options["kv_cache_layout"] = layout
     if cp_tot_seqused_k is not None or (world_size, rank) != (1, 0):
         causal = add_ranks(CHECKS, options, causal, world_size, rank, cp_tot_seqused_k)
     out, lse = attend(VLLM, q, k, v, causal, options, out=out, return_lse=return_softmax_lse)
@@ -179,7 +182,7 @@ def reshape_and_cache_flash(
 
     Args:
         key_cache, value_cache: (pages, page size, Hkv, D) of any strides, so that the memory may have heads before
-            rows (vLLM's HND) and K and V beside each other.
+            rows (vLLM's HND) and K and V beside each other; or ROCm's, see `flash_attn_varlen_func`.
         slot_mapping: (slots,) int64 or int32 on key's device, at most as many as tokens: page · page size + row of
             each token, negative for none. Tokens behind them are padding.
         kv_cache_dtype: "auto", "float16" or "bfloat16": the cache has key's dtype. k_scale, v_scale: of 8-bit caches,
@@ -187,18 +190,19 @@ def reshape_and_cache_flash(
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
-        UnsupportedError: another kv_cache_dtype, ROCm's SHUFFLE layout.
+        UnsupportedError: another kv_cache_dtype.
     """
     if kv_cache_dtype not in CACHE_DTYPES:
         CACHE.fail(
             f"kv_cache_dtype {kv_cache_dtype!r} is not available; accepted: {', '.join(CACHE_DTYPES)}",
             UnsupportedError,
         )
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    for name, cache in caches.items():
         CACHE.plain(name, cache)
-        if cache.dim() == 5:
-            refuse_vectorised(CACHE, name, cache)
-        if cache.dim() != 4:
+    layout = layout_of(key_cache, value_cache)
+    for name, cache in caches.items():
+        if layout == "linear" and cache.dim() != 4:
             CACHE.fail(f"{name} must have shape (pages, page size, Hkv, D), got {tuple(cache.shape)}")
     for name, new in (("key", key), ("value", value)):
         CACHE.plain(name, new)
@@ -211,8 +215,9 @@ def reshape_and_cache_flash(
     if count:
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         pages = torch.arange(len(key_cache), **numbers)[None]
-        slots = slot_mapping.to(torch.int32)
-        write_slots(key[:count], value[:count], key_cache, value_cache, slots, torch.zeros(count, **numbers), pages)
+        slots, entries = slot_mapping.to(torch.int32), torch.zeros(count, **numbers)
+        in_pages(CACHE, layout, caches, pages)  # its errors have this function's names
+        write_slots(key[:count], value[:count], key_cache, value_cache, slots, entries, pages, layout)
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any, fa_version: Any) -> None:

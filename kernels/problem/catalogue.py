@@ -31,6 +31,9 @@ SOFTCAPS = (2.0**-100, 2.0**127)  # what kernels are given
 SPLIT_UNIT = 128  # keys: the tiles of every build for `split_keys` divide it
 WIDE_SOFTCAP = 256.0  # from here on, see `Features.wide_softcap`
 DESCALES = ("q_descale", "k_descale", "v_descale")
+VECTOR_LAYOUTS = ("vectorized", "paged_attention")  # of pages, where `kv_cache_layout` is none of `PLAIN_LAYOUTS`
+PLAIN_LAYOUTS = ("linear", "linear3d")
+VECTOR_STEP = 8  # keys of a page, and columns, that kernels find in one piece there
 FP8_SUMS = ("float32", "fast")  # how products of 8-bit inputs add up: of `fp8_accumulate`, the first by default
 Found = Mapping[str, Any]
 
@@ -113,6 +116,19 @@ def _pages(call: CallArguments) -> Found:
     if not call.k.shape[1]:
         fail(f"pages of {arg.k} and {arg.v} must have at least one key, got shape {tuple(call.k.shape)}")
     return {"block_table": table}
+
+
+def _layout(call: CallArguments) -> Found:
+    """Pages are of nominal shape here: `cache.layouts.in_pages` has checked what was given."""
+    layout = call["kv_cache_layout"]
+    if layout not in VECTOR_LAYOUTS:
+        return {}
+    if call["cache_leftpad"] is not None:
+        call.checks.fail(
+            f"{arg.cache_leftpad} is not for kv_cache_layout={layout!r}, whose pieces of {VECTOR_STEP} keys start "
+            "with a page: pass pages that start with a sequence's first key"
+        )
+    return {"kv_cache_layout": layout}
 
 
 def _window(call: CallArguments) -> Found:
@@ -341,6 +357,14 @@ FEATURES = (
         flash_attention={"page_table": "block_table"},
         operands=("block_table",),
         check=_pages,
+    ),
+    Feature(
+        "kv_cache_layout",
+        f"pages in ROCm's vectorised layouts ({arg.kv_cache_layout})",
+        f"allocate {arg.k} and {arg.v} as (pages, page_size, Hkv, D)",
+        everywhere=False,
+        keywords={"kv_cache_layout": "str"},
+        check=_layout,
     ),
     Feature(
         "window",

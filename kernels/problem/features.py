@@ -30,7 +30,8 @@ class Features:
     `block_size`: (queries, keys) of the blocks of a block-sparse mask; `mask_mod` is for its partial blocks then.
     `one_query`: rows are heads of one query (`work.launch.heads_as_rows`), and `sink` is (Hkv, rows).
     `wide_softcap`: the softcap is so large that `fly.tanh`'s error would show, which is a part of the cap.
-    `fp8_accumulate`: how products of 8-bit inputs add up, None for the default.
+    `fp8_accumulate`: how products of 8-bit inputs add up, None for the default. `kv_cache_layout`: of pages, None for
+    (pages, page_size, Hkv, D), else see `work.vectorized`.
     """
 
     operands: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Features:
     one_query: bool = False
     wide_softcap: bool = False
     fp8_accumulate: str | None = None
+    kv_cache_layout: str | None = None
 
     def only(self, names: Iterable[str]) -> Features:
         """These operands alone, and no function."""

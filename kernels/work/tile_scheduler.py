@@ -30,6 +30,7 @@ from ..problem.mask import KeyRange, TileRange
 from .fragments import group_size
 from .sequences import PagedSequence, Sequence, Uniform, keys_of, sequences_of, tokens_of
 from .tile_list import TileList
+from .vectorized import VectorPages, VectorRows
 
 MAX_SPLITS = 64
 MAX_GRID_YZ = 65_535  # blocks along y and along z: CUDA's limit; HIP's is one more
@@ -118,8 +119,8 @@ class BlockWork(Work):
     """
 
     q: fly.RowView
-    k: fly.RowView | fly.PagedRows
-    v: fly.RowView | fly.PagedRows
+    k: fly.RowView | fly.PagedRows | VectorRows
+    v: fly.RowView | fly.PagedRows | VectorRows
     out: fly.RowView
     lse: fly.Tensor | None
     ragged: bool
@@ -194,12 +195,23 @@ def block_work(
     return BlockWork(
         **vars(work),
         q=queries.rows(q, head, head_dim),
-        k=kv.rows(k, kv_head, head_dim),
-        v=kv.rows(v, kv_head, head_dim_v or head_dim),
+        k=_key_rows(kv, given, k, kv_head, head_dim, values=False),
+        v=_key_rows(kv, given, v, kv_head, head_dim_v or head_dim, values=True),
         out=queries.rows(out, head, head_dim_v or head_dim),
         lse=None if lse is None else queries.vector(lse, head),
         ragged=queries.bounded or folded,
     )
+
+
+def _key_rows(
+    kv: Sequence | PagedSequence, given: BoundFeatures, tensor: fly.Tensor, head: Any, columns: int, *, values: bool
+) -> fly.RowView | fly.PagedRows | VectorRows:
+    """Rows of K, or V's `values`, of one head, in whichever layout they are."""
+    layout = given.features.kv_cache_layout
+    if layout is None or isinstance(kv, Sequence):
+        return kv.rows(tensor, head, columns)
+    pages = VectorPages(tensor, layout, kv.page_size, columns, values)
+    return VectorRows(pages, head, kv.table[kv.index, :], kv.length)
 
 
 def shared_keys_place(

@@ -50,7 +50,7 @@ def test_every_feature_can_be_described():
 def test_a_described_call_has_its_feature_and_the_kernel_that_dispatch_takes(name):
     request, tensors = described.call_of(request_of(f"--seq-len 512 {CALLS[name]}"))
     assert name in request.features
-    arch = "gfx950" if name == "debug_counts" else "sm_90a"
+    arch = "gfx950" if name in ("debug_counts", "kv_cache_layout") else "sm_90a"
     chosen = commands.choose(arch, request)
     (first, *_) = described.attention_first(described.bindings_of(arch, request, tensors))
     assert first.kernel.name == f"flash_{chosen.module.removeprefix('.flash_')}"

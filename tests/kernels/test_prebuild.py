@@ -53,13 +53,15 @@ def test_gradients_and_a_log_sum_exp_are_built_on_request():
 
 
 def test_every_feature_can_be_asked_for():
-    narrow = ("descale", "fp8_accumulate")  # of 8-bit inputs
+    narrow, amd = ("descale", "fp8_accumulate"), ("kv_cache_layout",)  # of 8-bit inputs; of AMD's targets
     calls = [
-        CALL | {"feature": [[name] for name in FLAGS if name not in narrow], "alignment": 16},
+        CALL | {"feature": [[name] for name in FLAGS if name not in (*narrow, *amd)], "alignment": 16},
         CALL | {"feature": [[name] for name in narrow], "dtype": "f8e4m3", "alignment": 16},
     ]
     planned = prebuild.plan({"targets": ["sm_90a"], "call": calls})
     assert len(planned.builds) >= len(FLAGS) - 2 and not planned.unserved
+    planned = prebuild.plan({"targets": ["gfx950"], "call": [CALL | {"feature": [[name] for name in amd]}]})
+    assert len(planned.builds) == len(amd) and not planned.unserved
 
 
 def test_calls_that_no_kernel_serves_are_listed_and_an_entry_without_others_is_an_error():

@@ -56,8 +56,8 @@ MISTAKES = {
     ),
     "shuffled": (
         {"key_cache": SHUFFLED},
-        UnsupportedError,
-        r"key_cache of shape \(3, 2, 4, 16, 8\) is in ROCm's SHUFFLE",
+        ArgumentError,
+        r"pages in the layout 'paged_attention' are .*got value_cache of shape \(3, 16, 2, 32\)",
     ),
     "no cache": ({"value_cache": None}, ArgumentTypeError, "value_cache must be a torch.Tensor, got NoneType"),
     "a flat cache": (
@@ -84,11 +84,3 @@ def test_mistakes_say_what_is_wrong(emulate, name):
     given = {"key": new, "value": new, "key_cache": k_cache, "value_cache": v_cache, "kv_cache_dtype": "auto"}
     with pytest.raises(error, match=rf"^vllm\.reshape_and_cache_flash: .*{message}"):
         vllm.reshape_and_cache_flash(**given | {"slot_mapping": torch.zeros(6).long()} | change)
-
-
-def test_shuffled_caches_are_not_read(emulate):
-    emulate("gfx950", "generic")
-    q, numbers = torch.zeros(1, HEADS, DIM).bfloat16(), torch.ones(1).int()
-    given = {"seqused_k": numbers, "block_table": torch.zeros(1, 1).int()}
-    with pytest.raises(UnsupportedError, match=r"k of shape .* is in ROCm's SHUFFLE layout"), torch.no_grad():
-        vllm.flash_attn_varlen_func(q, SHUFFLED, SHUFFLED, 1, torch.tensor([0, 1]).int(), 16, **given)

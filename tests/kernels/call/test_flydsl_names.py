@@ -55,12 +55,12 @@ MISTAKES = {
     "layout": (
         {"kv_cache_layout": "tiled"},
         ArgumentError,
-        "must be one of linear, linear3d, vectorized, got 'tiled'",
+        "must be one of linear, linear3d, vectorized, paged_attention, got 'tiled'",
     ),
     "vectorized": (
         {"kv_cache_layout": "vectorized"},
-        UnsupportedError,
-        "no row of a token in one piece, .* pass pages",
+        ArgumentError,
+        r"page_size a multiple of x, got k of shape \(7, 1, 2, 32\)",
     ),
     "ranks": ({"kv_cache_layout": "linear3d"}, ArgumentError, r"got k of shape \(7, 1, 2, 32\)"),
     "swizzle": ({"dualwave_swp_xcd_swizzle": False}, UnsupportedError, "False is not available: query blocks of a"),
@@ -77,13 +77,3 @@ def test_what_is_refused(pages, name, function):
     options = {key: lengths if key.startswith("seq") else value for key, value in options.items()}
     with pytest.raises(error, match=f"flydsl_flash_attn_func: .*{message}"):
         function(*inputs, **table, **options)
-
-
-def test_vectorized_pages_become_the_others_as_the_message_says(pages):
-    """k (pages, Hkv, D / 8, page_size, 8), v (pages, Hkv, page_size / 8, D, 8)."""
-    plain = torch.randn(3, 16, 2, 32)
-    k = plain.view(3, 16, 2, 4, 8).permute(0, 2, 3, 1, 4)
-    v = plain.view(3, 2, 8, 2, 32).permute(0, 3, 1, 4, 2)
-    assert k.shape == (3, 2, 4, 16, 8) and v.shape == (3, 2, 2, 32, 8)
-    assert torch.equal(k.permute(0, 3, 1, 2, 4).flatten(3), plain)
-    assert torch.equal(v.permute(0, 2, 4, 1, 3).flatten(1, 2), plain)

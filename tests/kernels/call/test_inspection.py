@@ -15,7 +15,7 @@ from kernels import dispatch, inspection
 from kernels.call.plan import Plans
 
 ROW = {"name", "package", "module", "targets", "head_dims", "mixed_head_dims", "dtypes", "features", "tuning"}
-ROW |= {"needs", "reason"}
+ROW |= {"features_on", "needs", "reason"}
 CALL = {"head_dim", "dtype", "causal", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads"}
 CALL |= {"num_kv_splits", "alignment", "page_size", "head_dim_v", "features", "tuning"}
 
