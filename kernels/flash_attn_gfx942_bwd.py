@@ -201,8 +201,6 @@ class _Block:
         self.ds = fly.SharedTile.ring("ds", self.stored.layout, dtype, 1)[0]
         zero = fly.i32(0)
         self.corner = (zero, self.wave_row) if self.stored.turned else (self.wave_row, zero)
-        # an element of a lane is a run of its own, since the lane has one key
-        self.run_of = {register: i for i, (_, (register,)) in enumerate(self.stored.runs.registers)}
         self.of_q = Products(link, self.q, options.head_dim)
         self.of_dout = Products(link, self.dout, options.head_dim_v)
         # where a run of 4 queries is among those of an operand whose others are weights' registers
@@ -304,7 +302,7 @@ class _Block:
                 stages.ds = Pairs.of(self.link, ds)
 
             def store(r: int, v: int, element: fly.Value) -> None:
-                to_ds.store_run(self.run_of[v], element, self.ds, r)
+                to_ds.store_run(element, self.ds, r, v)
 
             of_dp = list(self.of_dout.across(dp, self.v.__getitem__, dout_here))  # delta - dP, dP = V dO^T
             across = len(of_dp)
@@ -386,7 +384,7 @@ class _Block:
         # also where no masked tiles follow whole ones, a third loop: the second is faster for it
         (state,) = walk(replace(tiles, first=first, end=end), (state,), walked, always_masked=always)
         with fly.when(end > first):
-            for addition in dq.add(state.dq, place.head, end - 1):
+            for addition in dq.add(state.dq, dq.of_lane(place.head, end - 1)):
                 addition.run()
         result: tuple[fly.Fragment, fly.Fragment] = state.sums
         return result

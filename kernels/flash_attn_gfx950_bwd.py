@@ -12,15 +12,17 @@ and dV it sums up in accumulators, and queries pass by in tiles of 32.
 | dS of the block | LDS, two slots |
 | dQ | sums in global memory, atomically (`gfx950.dq_sums`) |
 
-One tile's step, j:
+One tile's step, j; the other columns of a row are between its matrix instructions, in an order that LLVM's scheduler
+keeps where scores are as they are and nothing is dropped (`gfx950.tile_weights`):
 
 | | matrix | vector | LDS and memory |
 |---|---|---|---|
-| before the barrier | dP = V dO^T | P = exp2(S(j)) | reads of dO |
-| | dV += P^T dO | dS | dO transposed |
-| | dK += dS^T Q | | dS stored; Q transposed |
-| behind it | S(j+1) = K Q(j+1)^T | | copies of tile j+2 start; reads of Q(j+1) |
-| | a quarter of dQ's columns = dS K | | reads of dS and K, of all keys; atomic additions |
+| before the barrier | dP - delta = V dO^T - delta | P = exp2(S(j)) | reads of dO |
+| | dV += P^T dO | dS | dO transposed; dS stored; the last tile's dQ added atomically |
+| | dK += dS^T Q | | Q transposed; statistics of tile j+1 to LDS |
+| behind it | the last of them | | |
+| | S(j+1) = K Q(j+1)^T | | copies of tile j+2 start; reads of Q(j+1), K |
+| | a quarter of dQ's columns = dS K | | reads of dS and K, of all keys |
 
 One barrier a tile is enough: what a wave writes behind it, or before the next, nobody reads any more.
 """
@@ -30,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +44,12 @@ from fly.runtime.device import device_of
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as sums_of_dq
-from .gfx950.backward import BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions
+from .gfx950.backward import AHEAD_BEHIND, BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions
 from .gfx950.dq_sums import ACROSS, APART, round_dq
 from .gfx950.dq_sums import Sums as SumsOfDq
-from .gfx950.operand_queue import Compute, Multiply, between, in_order
+from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
 from .gfx950.panels import Copies, Loads, Panels, Products, Sums, plan
+from .gfx950.tile_weights import PlainWeights, TileWeights, WholeWeights
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
 from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
@@ -145,15 +149,18 @@ def flash_attn_gfx950_bwd(
             store_output(keys.rows(fly.reread(dk), kv_head, options.head_dim), sum_k, first, options.wave_keys)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _State:
-    """What one tile hands to the next: the sums, its S, the last one's dQ, and what is in flight behind it."""
+    """What one tile hands to the next, step by step: the sums, its S, the last one's dQ and where it is to be added,
+    and what is in flight behind it.
+    """
 
     sums: tuple[fly.Fragment, fly.Fragment]
     raw: fly.Fragment
     dq: fly.Fragment
     flight: fly.Token
     statistics: tuple[Any, ...]
+    at: fly.Pointer
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,23 @@ class _Slot:
     dout: Panels
     vectors: tuple[fly.SharedVector, ...]
     ds: fly.SharedTile
+
+
+class _Statistics:
+    """Of a tile's rows, as a lane holds them: read from LDS where they are asked for."""
+
+    def __init__(self, layout: fly.AccumulatorLayout, vectors: tuple[fly.SharedVector, ...]):
+        self._layout, self._vectors = layout, vectors
+
+    @property
+    def lse(self) -> tuple[fly.Value, ...]:
+        """The log-sum-exp."""
+        return self._vectors[0].columns(self._layout, 1).values[0]
+
+    @property
+    def less(self) -> fly.ColumnVector:
+        """Minus delta."""
+        return self._vectors[1].columns(self._layout, 1)
 
 
 class _Block:
@@ -194,7 +218,8 @@ class _Block:
         self.slots = [self._slot(i) for i in range(STAGES)]
         self.of_q, self.of_dout = (Products(link, x) for x in (self.slots[0].q, self.slots[0].dout))
         zero = fly.i32(0)
-        self.ds_corner = (zero, self.wave_row) if self.stored.turned else (self.wave_row, zero)
+        corner = (zero, self.wave_row) if self.stored.turned else (self.wave_row, zero)
+        self.ds_store = fly.FragmentStore(self.stored, corner)
         mine = fly.i32(0), fly.wave_id() * ACROSS
         self.k_turned = Loads(self.k_panels, plan(atom, "a", transposed=True), mine)
 
@@ -220,7 +245,10 @@ class _Block:
         options, link = self.options, self.link
         copies = Copies(self.k_panels, k)
         parts = options.block_n // LINK_ROWS
-        flights = [copies.issue(self.first_key + i * LINK_ROWS, self.k_panels.slot(fly.i32(i))) for i in range(parts)]
+        flights = [
+            copies.issue(copies.locate(self.first_key + i * LINK_ROWS), self.k_panels.slot(fly.i32(i)))
+            for i in range(parts)
+        ]
         window = v.window(self.first_key, options.block_n)
         steps = options.head_dim_v // link.atom.k
         of_v = direct_rows(link, window, self.wave_row, options.wave_keys)
@@ -249,93 +277,152 @@ class _Block:
         copies = Copies(self.slots[0].q, views[0]), Copies(self.slots[0].dout, views[1])
         vectors = [fly.VectorCopy(vector, asynchronous=False) for vector in statistics]
         nothing = fly.Fragment.zeros(self.layout, options.row_tiles, 1)
+        plain = not (options.features.modifies or options.features.drops)
+        rows = transposed_layout(self.layout)
 
         def issue(tile: Any, slot: _Slot) -> tuple[fly.Token, tuple[Any, ...]]:
             row = tile * BLOCK_M
-            token = fly.join([copies[0].issue(row, slot.q), copies[1].issue(row, slot.dout)])
+            token = fly.join([x.issue(x.locate(row), y) for x, y in zip(copies, (slot.q, slot.dout), strict=True)])
             return token, tuple(copy.issue(tile, x) for copy, x in zip(vectors, slot.vectors, strict=True))
 
-        def land(token: fly.Token, numbers: tuple[Any, ...], slot: _Slot) -> None:
-            for copy, vector, loaded in zip(vectors, slot.vectors, numbers, strict=True):
-                copy.land(loaded, vector)
-            fly.wait(token)
+        def start(tile: Any, slot: _Slot, now: _State) -> tuple[list[Compute], list[Compute]]:
+            """The same in steps, addresses first; `now` gets what is in flight."""
+            row = tile * BLOCK_M
+            tokens: list[fly.Token] = []
+            numbers: list[Any] = []
+            places: list[list[Any]] = []
 
-        def step(j: fly.Value, now: _State, slot: _Slot, other: _Slot) -> _State:
-            first_query = j * BLOCK_M
-            lse_at, delta_at = slot.vectors
-            wave_key = self.first_key + self.wave_row
-            dp, dk, dv = Sums(nothing), Sums(now.sums[0]), Sums(now.sums[1])
-            made: Weights
-            p = ds = nothing
+            def statistics(copy: fly.VectorCopy, vector: fly.SharedVector) -> None:
+                numbers.append(copy.issue(tile, vector))
+                now.statistics = tuple(numbers)
 
-            def hide(scores: fly.Fragment) -> fly.Fragment:
-                def hidden() -> fly.Fragment:
-                    return given.mask(self._limit(scores, first_query), rows, wave_key, place)
+            def locate(copy: Copies) -> None:
+                places.append(copy.locate(row))
 
-                if options.features.masks_every_tile:
-                    return hidden()
-                seen: fly.Fragment = fly.cond(tiles.sees_whole(j), lambda: scores, hidden)
-                return seen
+            def panels(copy: Copies, into: Panels) -> None:
+                tokens.append(copy.issue(places.pop(0), into))
+                now.flight = fly.join(tokens)
 
-            lse = fly.RowVector(transposed_layout(self.layout), lse_at.columns(self.layout, 1).values)
-            rows = lse.rows().map(lambda row: row + first_query)
-
-            def weigh() -> None:
-                nonlocal made, p
-                found = weights(
-                    transposed(now.raw), given, place, rows, wave_key, scale_log2, lse, hide, first_query, early=True
-                )
-                made, p = found, self._narrow(found.of_values)
-
-            def pull() -> None:
-                nonlocal ds
-                deltas = delta_at.columns(self.layout, 1).map(given.of_kept)
-                less = nothing.map_columns(lambda zero, delta: -delta, deltas)
-                excess = dp.fragment.map(lambda x, r, c: x + less.tiles[r][c])
-                ds = self._narrow(made.score_gradients(transposed(excess), transposed(less)).raw)
-                fly.FragmentStore(self.stored, self.ds_corner).store(ds, slot.ds)
-
-            before: list[Multiply | Compute] = [
-                *self.of_dout.across(dp, self.v.__getitem__, slot.dout, kept=True),  # dP = V dO^T
-                Compute(weigh),
-                *self.of_dout.along(dv, lambda: p, slot.dout),  # dV += P^T dO
-                Compute(pull),
-                *self.of_q.along(dk, lambda: ds, slot.q),  # dK += dS^T Q
+            pairs = zip(vectors, slot.vectors, strict=True)
+            return [Compute(partial(locate, copy)) for copy in copies], [
+                *(Compute(partial(statistics, *pair)) for pair in pairs),
+                Compute(partial(panels, copies[0], slot.q)),
+                Compute(partial(panels, copies[1], slot.dout)),
             ]
+
+        def land(numbers: tuple[Any, ...], slot: _Slot) -> None:
+            """Of the statistics: the rows' log-sum-exp, and minus delta."""
+            of_lse, of_delta = numbers
+            of_delta = tuple(-given.of_kept(delta) for delta in of_delta)
+            for copy, vector, loaded in zip(vectors, slot.vectors, (of_lse, of_delta), strict=True):
+                copy.land(loaded, vector)
+
+        def numbers_of(first_query: fly.Value) -> fly.RowVector:
+            zeros = fly.RowVector.full(rows, 1, 0.0)
+            return zeros.rows().map(lambda row: row + first_query)
+
+        def hide(scores: fly.Fragment, tile: fly.Value) -> fly.Fragment:
+            """-inf where queries do not see keys; queries are rows."""
+            first_query, wave_key = tile * BLOCK_M, self.first_key + self.wave_row
+
+            def hidden() -> fly.Fragment:
+                limited = self._limit(scores, first_query)
+                return given.mask(limited, numbers_of(first_query), wave_key, place)
+
+            if options.features.masks_every_tile:
+                return hidden()
+            seen: fly.Fragment = fly.cond(tiles.sees_whole(tile), lambda: scores, hidden)
+            return seen
+
+        def tile_weights(
+            j: fly.Value, now: _State, excess: Sums, statistics: _Statistics, slot: _Slot
+        ) -> TileWeights:
+            if plain:
+                return PlainWeights(
+                    self.link, self.dtype, options.row_tiles, given.scale(scale_log2), lambda: now.raw,
+                    lambda first, count: statistics.lse[first : first + count], lambda: excess.fragment,
+                    lambda values, r, first: self.ds_store.store_run(values, slot.ds, r, first),
+                )  # fmt: skip
+            first_query, wave_key = j * BLOCK_M, self.first_key + self.wave_row
+
+            def whole() -> Weights:
+                return weights(
+                    transposed(now.raw), given, place, numbers_of(first_query), wave_key, scale_log2,
+                    fly.RowVector(rows, (statistics.lse,)), lambda scores: hide(scores, j), first_query, early=True,
+                )  # fmt: skip
+
+            return WholeWeights(
+                self.link, self.dtype, whole, lambda: excess.fragment,
+                lambda: nothing.map_columns(lambda zero, less: less, statistics.less),
+                lambda ds: self.ds_store.store(ds, slot.ds),
+            )  # fmt: skip
+
+        def step(j: fly.Value, now: _State, slot: _Slot, other: _Slot) -> Iterator[Step]:
+            """One tile's; `now` becomes the next one's state."""
+            excess, dk, dv, raw, stale = (Sums(x) for x in (nothing, *now.sums, nothing, now.dq))
+            of_tile, statistics = self._no_dq(), _Statistics(self.layout, slot.vectors)
+            tile = tile_weights(j, now, excess, statistics, slot)
+            located, coming = start(j + 2, slot, now)
+            adds = dq.add(stale, now.at)
+
+            def begin() -> None:
+                tile.begin()
+                # P times dO, minus the rows' delta from the start on
+                less = nothing.spread(statistics.less, 0)
+                excess.tiles = [[less] for _ in excess.tiles]
+                if plain:  # a branch: before what is to be done between products
+                    now.raw = transposed(hide(transposed(now.raw), j))
+
+            def find() -> None:
+                now.at = dq.of_lane(place.head, j)
+
+            def meet() -> None:
+                fly.wait(now.flight)
+                fly.barrier()
+
+            def end() -> None:
+                now.sums, now.raw, now.dq = (dk.fragment, dv.fragment), raw.fragment, of_tile.fragment
+
+            of_v = list(self.of_dout.along(dv, tile.p, slot.dout))
+            of_k = list(self.of_q.along(dk, tile.ds, slot.q))
+            soon, behind = len(of_v) // 8, len(of_k) // 4
+            yield Compute(begin)
+            yield Room(options.ahead)
+            yield from spread(self.of_dout.across(excess, self.v.__getitem__, slot.dout, kept=True), tile.weigh)
+            yield from of_v[:soon]
             # the last tile's dQ is added meanwhile
-            in_order(between(before, dq.add(now.dq, place.head, fly.maximum(j - 1, first))), options.ahead)
-            land(now.flight, now.statistics, other)
-            fly.barrier()
-            flight, numbers = issue(j + 2, slot)
-            raw = Sums(nothing)
-            of_tile = self._no_dq()
-            # S(j+1) = K Q(j+1)^T, dQ = dS K
-            in_order(
-                [*self.of_q.across(raw, self.k_rows, other.q, kept=False), *self._dq(of_tile, slot.ds)], options.ahead
-            )
-            return _State((dk.fragment, dv.fragment), raw.fragment, of_tile.fragment, flight, numbers)
+            yield from spread(of_v[soon:], merged(tile.pull, list(adds)))
+            yield from spread(of_k[: -2 * behind], [*located, Compute(find)])
+            yield Compute(lambda: land(now.statistics, other))
+            yield from of_k[-2 * behind : -behind]
+            yield Meet(meet, behind)
+            yield from of_k[-behind:]
+            yield Room(AHEAD_BEHIND)
+            yield from spread(self.of_q.across(raw, self.k_rows, other.q, kept=False), coming)
+            yield from self._dq(of_tile, slot.ds)
+            yield Compute(end)
 
         fly.barrier()  # nobody reads the slots of the head before any more
         pairs = (count + 1) // 2
         here, there = self.slots
-        land(*issue(first, here), here)
+        flight, numbers = issue(first, here)
+        land(numbers, here)
+        fly.wait(flight)
         flight, numbers = issue(first + 1, there)
         fly.barrier()
         raw = Sums(nothing)
         in_order(self.of_q.across(raw, self.k_rows, here.q, kept=False), options.ahead)
-        state = _State(sums, raw.fragment, self._no_dq().fragment, flight, numbers)
-        for pair, now in (loop := fly.range(0, pairs, carry=state)):
-            j = first + pair * 2
-            loop.next(step(j + 1, step(j, now, here, there), there, here))
+        state = _State(sums, raw.fragment, self._no_dq().fragment, flight, numbers, dq.of_lane(place.head, first))
+        for pair, carried in (loop := fly.range(0, pairs, carry=state)):
+            j, now = first + pair * 2, replace(carried)
+            in_order([*step(j, now, here, there)], fenced=plain)
+            in_order([*step(j + 1, now, there, here)], fenced=plain)
+            loop.next(now)
         fly.wait(loop.results.flight)
         with fly.when(count > 0):
-            in_order(dq.add(loop.results.dq, place.head, first + pairs * 2 - 1), 0)
+            in_order(dq.add(Sums(loop.results.dq), dq.of_lane(place.head, first + pairs * 2 - 1)))
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
-
-    def _narrow(self, fragment: fly.Fragment) -> fly.Fragment:
-        """Rows and columns exchanged, in 16 bits."""
-        return transposed(fragment).map(lambda x, r, c: x.to(self.dtype, rounding="nearest_any"))
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
@@ -350,26 +437,29 @@ class _Block:
 
     def _dq(self, sums: Sums, ds: fly.SharedTile) -> Iterator[Multiply]:
         """The wave's columns of dS K, of all keys of the block."""
+        for key in range(0, self.options.block_n, self.stored.atom.k):
+            yield from self._dq_of(key, sums, ds)
+
+    def _dq_of(self, key: int, sums: Sums, ds: fly.SharedTile) -> Iterator[Multiply]:
+        """The same of as many keys from `key` on as an instruction takes."""
         load, atom = self.stored.loader(), self.stored.atom
-        for key in range(0, self.options.block_n, atom.k):
-            rows: list[fly.Value] = []
-            slot, row = divmod(key, LINK_ROWS)
-            tile = self.k_panels.slot(fly.i32(slot))
-            for c in range(len(sums.tiles[0])):
+        queries: list[fly.Value] = []
+        columns: list[fly.Value] = []
+        slot, row = divmod(key, LINK_ROWS)
+        tile = self.k_panels.slot(fly.i32(slot))
 
-                def read(
-                    c: int = c, key: int = key, row: int = row, tile: Panels = tile, rows: list[fly.Value] = rows
-                ) -> fly.Value:
-                    if not rows:
-                        for r in range(0, BLOCK_M, atom.n * load.plan.tiles):
-                            rows.extend(load.load(ds, *self.stored.place(r, key)))
-                    return self.k_turned.load(tile, row, c * APART)
+        def read(c: int, r: int) -> None:
+            if r == 0:
+                columns.append(self.k_turned.load(tile, row, c * APART))
+            if len(queries) <= r:
+                queries.extend(load.load(ds, *self.stored.place(r * atom.n, key)))
 
-                def use(column: fly.Value, c: int = c, rows: list[fly.Value] = rows) -> None:
-                    for r, operand in enumerate(rows):
-                        sums.tiles[r][c] = fly.mma(atom, column, operand, sums.tiles[r][c])
+        def use(c: int, r: int, read: None) -> None:
+            sums.tiles[r][c] = fly.mma(atom, columns[c], queries[r], sums.tiles[r][c])
 
-                yield Multiply(read, use, 4 if c else 4 + 4 * len(sums.tiles))
+        for c, of_columns in enumerate(zip(*sums.tiles, strict=True)):
+            for r in range(len(of_columns)):
+                yield Multiply(partial(read, c, r), partial(use, c, r), 4 * ((r == 0) + (c == 0)))
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

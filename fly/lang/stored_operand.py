@@ -248,25 +248,41 @@ class FragmentStore:
         if fragment.layout != source:
             raise ShapeError(f"the store is for fragments of {source}, not of {fragment.layout}")
         for r, row in enumerate(fragment.tiles):
-            if row[0].dtype is not tile.dtype or tile.dtype.bits != 16:
-                raise DTypeError(f"cannot store a fragment of {row[0].dtype} into a tile of {tile.dtype}; narrow it")
+            self._check(row[0], tile)
             if len(row) % runs.tiles:
                 raise ShapeError(f"{len(row)} tiles in a row of the fragment; expected a multiple of {runs.tiles}")
             for c in range(0, len(row), runs.tiles):
-                for i, piece in enumerate(_pieces(runs, row[c : c + runs.tiles])):
-                    self.store_run(i, piece, tile, r, c)
+                for place, piece in zip(runs.places, _pieces(runs, row[c : c + runs.tiles])):
+                    self._store(piece, tile, r, c, place)
 
-    def store_run(self, index: int, values: Value, tile: SharedTile, row_tile: int = 0, column_tile: int = 0) -> None:
-        """Store run number `index` of `stored.runs` alone, of one of a fragment's tiles (or of the first of two)."""
-        stored, runs = self.stored, self.stored.runs
-        row, column = _along(stored.source, stored.turned, 0, column_tile, 0)
-        if stored.turned:
-            column += row_tile * stored.source.rows
+    def store_run(self, values: Value, tile: SharedTile, row_tile: int, first: int) -> None:
+        """Store some neighbouring registers of a fragment's first tile in a row, or one, from number `first` on.
+
+        Raises:
+            DTypeError: as `store`.
+            ShapeError: these registers are not what a lane stores at once, without trading with others.
+        """
+        self._check(values, tile)
+        runs, wanted = self.stored.runs, tuple(range(first, first + (values.length or 1)))
+        held = [registers for of_tile, registers in runs.registers if of_tile == 0]
+        if runs.swap or wanted not in held:
+            raise ShapeError(f"registers {wanted} are not stored at once; a lane stores {held}, swap {runs.swap}")
+        self._store(values, tile, row_tile, 0, runs.places[runs.registers.index((0, wanted))])
+
+    @staticmethod
+    def _check(values: Value, tile: SharedTile) -> None:
+        if values.dtype is not tile.dtype or tile.dtype.bits != 16:
+            raise DTypeError(f"cannot store a fragment of {values.dtype} into a tile of {tile.dtype}; narrow it")
+
+    def _store(self, values: Value, tile: SharedTile, r: int, c: int, place: tuple[int, int]) -> None:
+        source, turned = self.stored.source, self.stored.turned
+        row, column = _along(source, turned, 0, c, 0)
+        if turned:
+            column += r * source.rows
         else:
-            row += row_tile * stored.source.rows
-        at_row, at_column = runs.places[index]
-        address = self._address.of(tile, row + at_row, column + at_column)
-        memory.store(values, address, align=runs.length * _BYTES)
+            row += r * source.rows
+        address = self._address.of(tile, row + place[0], column + place[1])
+        memory.store(values, address, align=self.stored.runs.length * _BYTES)
 
 
 def _pieces(runs: Runs, tiles: Sequence[Value]) -> Iterator[Value]:

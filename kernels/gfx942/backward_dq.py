@@ -21,7 +21,7 @@ class StepwiseSums(Sums):
         values: list[Iterator[fly.Value]] = []
 
         def find() -> None:
-            places.append(self._of_lane(head, tile))
+            places.append(self.of_lane(head, tile))
 
         def add(i: int) -> None:
             if not values:

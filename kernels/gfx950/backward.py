@@ -12,6 +12,7 @@ WAVES = 4  # of a block, one on each SIMD
 BLOCK_M = 32  # queries of a tile
 LINK_ROWS = 32  # keys of an accumulator tile, and of a tile of K in LDS
 STAGES = 2  # slots of Q, of dO and of dS
+AHEAD_BEHIND = 48  # as `Build.ahead`, behind a tile's barrier: P and dS are done with
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Build:
     ahead: int
 
 
-BUILDS = {(64, 64): Build(64, 40), (128, 128): Build(64, 40), (192, 128): Build(32, 32)}  # by (head_dim, head_dim_v)
+BUILDS = {(64, 64): Build(64, 40), (128, 128): Build(64, 16), (192, 128): Build(32, 32)}  # by (head_dim, head_dim_v)
 
 
 @dataclass(frozen=True)

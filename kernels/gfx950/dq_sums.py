@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import fly
@@ -46,22 +47,29 @@ class Sums:
     queries: Sequence
     batch: Any
 
-    def _of_lane(self, head: Any, tile: Any) -> fly.Pointer:
+    def of_lane(self, head: Any, tile: Any) -> fly.Pointer:
+        """Where a lane's first number of a tile is."""
         entry, number = tile_of_all(self.queries, self.batch, tile, BLOCK_M)
         values = BLOCK_M * self.sums.shape[-1] // WAVES
         at = self.sums.at(entry, head, number * BLOCK_M, 0)
         return at.offset((fly.wave_id() * values) * 4).offset(fly.lane_id() * 4)
 
-    def add(self, part: fly.Fragment, head: Any, tile: Any) -> Iterator[Compute]:
-        """Add a wave's accumulators of a tile, an atomic instruction a step."""
-        values = (value for row in part.tiles for of_tile in row for value in of_tile)
-        at = self._of_lane(head, tile)
-        for i, value in enumerate(values):
-            yield Compute(partial(fly.atomic_add, value, at.offset(i * LANES * 4)))
+    def add(self, part: Any, at: fly.Pointer) -> Iterator[Compute]:
+        """Add a wave's accumulators of a tile, an atomic instruction a step.
+
+        `part`: has their `tiles` when a step is traced, and their `layout`. `at`: of the lane (`of_lane`).
+        """
+
+        def add(i: int, r: int, c: int, register: int) -> None:
+            fly.atomic_add(part.tiles[r][c][register], at.offset(i * LANES * 4))
+
+        rows, columns, count = len(part.tiles), len(part.tiles[0]), part.layout.values
+        for i, (r, c, register) in enumerate(product(range(rows), range(columns), range(count))):
+            yield Compute(partial(add, i, r, c, register))
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""
-        at, count = self._of_lane(head, tile), kind.values
+        at, count = self.of_lane(head, tile), kind.values
 
         def accumulators(index: int) -> fly.Value:
             places = range(index * count, (index + 1) * count)

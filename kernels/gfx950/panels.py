@@ -83,10 +83,14 @@ class Copies:
     def __init__(self, panels: Panels, rows: fly.RowView):
         self.copies = [fly.DirectCopy(p.of(rows), p.slots.layout) for p in panels.panels]  # type: ignore[arg-type]
 
-    def issue(self, first_row: Any, tile: Panels) -> fly.Token:
-        """Start rows from `first_row` on; those past the end become zeros."""
-        pairs = zip(self.copies, tile.panels, strict=True)
-        return fly.join([copy.issue(copy.alone(first_row), 0, panel.slots) for copy, panel in pairs])
+    def locate(self, first_row: Any) -> list[Any]:
+        """Where rows from `first_row` on are."""
+        return [copy.alone(first_row) for copy in self.copies]
+
+    def issue(self, located: Sequence[Any], tile: Panels) -> fly.Token:
+        """Start the rows there; those past the end become zeros."""
+        parts = zip(self.copies, located, tile.panels, strict=True)
+        return fly.join([copy.issue(at, 0, panel.slots) for copy, at, panel in parts])
 
 
 class Loads:
@@ -128,38 +132,76 @@ class Products:
         self.turned = Loads(panels, turned)
 
     def across(
-        self, sums: Sums, rows: Callable[[int], Sequence[fly.Value]], tile: Panels, *, kept: bool
+        self,
+        sums: Sums,
+        rows: Callable[[int], Sequence[fly.Value]],
+        tile: Panels,
+        *,
+        kept: bool,
+        given: Sequence[fly.Value] = (),
     ) -> Iterator[Multiply]:
-        """sums += rows · tileᵀ; `rows`: operands of a step over the columns, one a row tile."""
-        for column in range(0, self.columns, self.link.atom.k):
+        """sums += rows · tileᵀ; `rows`: operands of a step over the columns, one a row tile.
 
-            def read(at: int = column) -> tuple[Sequence[fly.Value], fly.Value]:
-                return rows(at // self.link.atom.k), self.straight.load(tile, 0, at)
+        `given`: the tile's first operands (`first`).
+        """
+        for step, column in enumerate(range(0, self.columns, self.link.atom.k)):
+            of_columns: list[fly.Value] = list(given[step : step + 1])
+            of_rows: list[fly.Value] = []
 
-            def use(operands: tuple[Sequence[fly.Value], fly.Value]) -> None:
-                for row, of_row in zip(sums.tiles, operands[0], strict=True):
-                    row[0] = self.link.mma(of_row, operands[1], row[0])
+            def read(
+                at: int = column, columns: list[fly.Value] = of_columns, operands: list[fly.Value] = of_rows
+            ) -> None:
+                if not columns:
+                    columns.append(self.straight.load(tile, 0, at))
+                operands.extend(rows(at // self.link.atom.k))
 
-            # of a tile's operand and, where they are not kept, of the rows'
-            yield Multiply(read, use, 4 if kept else 4 * (1 + len(sums.tiles)))
+            for r in range(len(sums.tiles)):
 
-    def along(self, sums: Sums, weights: Callable[[], fly.Fragment], tile: Panels) -> Iterator[Multiply]:
-        """sums += weights · tile; the weights, of 16 bits, are there when the first step is traced."""
+                def use(
+                    _: None, r: int = r, columns: list[fly.Value] = of_columns, operands: list[fly.Value] = of_rows
+                ) -> None:
+                    sums.tiles[r][0] = self.link.mma(operands[r], columns[0], sums.tiles[r][0])
+
+                # of a tile's operand and, where they are not kept, of the rows'
+                registers = 4 * (step >= len(given)) + (0 if kept else 4 * len(sums.tiles))
+                yield Multiply(read, use, registers) if r == 0 else Multiply(_nothing, use, 0)
+
+    def first(self, tile: Panels, count: int) -> list[fly.Value]:
+        """The first operands of a tile for `across`."""
+        return [self.straight.load(tile, 0, step * self.link.atom.k) for step in range(count)]
+
+    def along(self, sums: Sums, weights: Callable[[int], Sequence[fly.Value]], tile: Panels) -> Iterator[Multiply]:
+        """sums += weights · tile, all of its rows for columns after columns.
+
+        `weights`: operands of the wave's row tiles, of a step over the tile's rows; there when it is traced.
+        """
         extent, depth = self.link.layout.columns, self.link.atom.k
-        rows: list[list[fly.Value]] = []
+        operands: dict[int, Sequence[fly.Value]] = {}
         for n in range(self.columns // extent):
             for t in range(ROWS // depth):
+                columns: list[fly.Value] = []
 
-                def read(t: int = t, n: int = n) -> fly.Value:
-                    return self.turned.load(tile, t * depth, n * extent)
+                def read(t: int = t, n: int = n, columns: list[fly.Value] = columns) -> None:
+                    columns.append(self.turned.load(tile, t * depth, n * extent))
 
-                def use(column: fly.Value, t: int = t, n: int = n) -> None:
-                    if not rows:
-                        rows.extend(self.link.operands(row) for row in weights().tiles)
-                    for row, of_row in zip(sums.tiles, rows, strict=True):
-                        row[n] = self.link.mma(of_row[t], column, row[n])
+                for r in range(len(sums.tiles)):
 
-                yield Multiply(read, use)
+                    def use(
+                        _: None,
+                        r: int = r,
+                        t: int = t,
+                        n: int = n,
+                        columns: list[fly.Value] = columns,
+                    ) -> None:
+                        if t not in operands:
+                            operands[t] = weights(t)
+                        sums.tiles[r][n] = self.link.mma(operands[t][r], columns[0], sums.tiles[r][n])
+
+                    yield Multiply(read, use) if r == 0 else Multiply(_nothing, use, 0)
+
+
+def _nothing() -> None:
+    """An operand that is there already."""
 
 
 def plan(atom: fly.MmaAtom, operand: str, **places: Any) -> fly.OperandPlan:

@@ -226,6 +226,10 @@ def test_fragments_that_do_not_fit_are_refused():
             store.store(fly.Fragment.zeros(layout, 1, 2), tile)
         with pytest.raises(ShapeError, match="the store is for fragments of"):
             store.store(fly.Fragment.zeros(fly.AccumulatorLayout(atom, "m"), 1, 2), tile)
+        with pytest.raises(DTypeError, match="cannot store a fragment of f32 into a tile of bf16; narrow it"):
+            store.store_run(fly.from_elements([fly.f32(0.0)] * 4), tile, 0, 0)
+        with pytest.raises(ShapeError, match=r"registers \(1, 2\) are not stored at once; a lane stores \["):
+            store.store_run(fly.from_elements([fly.f32(0.0)] * 2).to(fly.bf16), tile, 0, 1)
 
     trace(kernel, "i32")
 

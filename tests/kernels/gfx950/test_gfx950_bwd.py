@@ -113,7 +113,7 @@ BUGS = (
         "dS is read before all have written it",
         bwd._Block,
         "take_in",
-        "fly.barrier()\n        flight, numbers = issue(j + 2 => flight, numbers = issue(j + 2",
+        "fly.wait(now.flight)\n            fly.barrier() => fly.wait(now.flight)",
         "two tiles",
         "report",
     ),
