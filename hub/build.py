@@ -40,7 +40,7 @@ _LEFT_OUT = tuple(
         "fly": ("simulator/", "passes/", "__main__.py"),
         "fly/backends": ("compile.py", "llvm.py", "lowering.py"),
         "fly/backends/nvvm": ("codegen.py", "lower.py", "lower_hopper.py", "pipeline.py"),
-        "fly/backends/rocdl": ("assemble.py", "codegen.py", "lower.py", "pipeline.py"),
+        "fly/backends/rocdl": ("assemble.py", "codegen.py", "lower.py", "pipeline.py", "vector_rereads.py"),
         "fly/runtime": (
             *("cli.py", "emulate_cli.py", "emulate_arguments.py", "profile_cli.py", "prebuild.py"),
             *("object_files.py", "simulated.py"),

@@ -50,6 +50,7 @@ class Fp8Options(DualWaveOptions):
     """The same of a build for 8-bit floats, whose FMAs are not packed."""
 
     head_dims: ClassVar[tuple[int, ...]] = byte_tiles.HEAD_DIMS
+    most_staged: ClassVar[int] = byte_tiles.HEAD_DIMS[-1]
     ahead: bool = False
 
     @property

@@ -27,7 +27,7 @@ from .arguments.checks import (
 )
 from .arguments.flydsl_names import FlyDslNames, translated
 from .arguments.stacked import is_stacked, leaves_of, unstacked
-from .cache.layouts import in_pages
+from .cache.layouts import in_pages, is_linear
 from .call import device_values
 from .call.checks import Call, check_call
 from .call.plan import Plan, Plans, plan_of
@@ -211,7 +211,7 @@ def flydsl_flash_attn_func(
     if v is None and is_stacked(q, k):
         leaves = leaves_of(q, k, v)
         q, k, v = unstacked(leaves)
-    if kv_cache_layout != "linear":
+    if not is_linear(kv_cache_layout):
         k, v = in_pages(ATTENTION, kv_cache_layout, {"k": k, "v": v}, block_table)
     if TYPE_CHECKING:
         assert k is not None and v is not None
@@ -370,7 +370,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **opt
     given.apply_defaults()
     options = _translated(given.arguments)
     q, k, v, causal, out = (options.pop(name) for name in ("q", "k", "v", "causal", "out"))
-    if options["kv_cache_layout"] != "linear":
+    if not is_linear(options["kv_cache_layout"]):
         k, v = in_pages(ATTENTION, options["kv_cache_layout"], {"k": k, "v": v}, options["block_table"])
     if isinstance(options["block_mask"], BlockMask) and isinstance(q, torch.Tensor):
         names = ("block_mask", "score_mod", "score_mod_bwd", "aux_tensors")

@@ -187,8 +187,8 @@ def write_csv(path: Path, rows: Sequence[Measured], of_run: Mapping[str, str]) -
             })  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; the status is 1 if a peer's kernel is missing in it."""
+def _parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.foreign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -201,6 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="the Python that has flydsl and triton")
     parser.add_argument("--folder", type=Path, help="where compiled objects stay (default: a temporary folder)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="every figure, as benchmarks/results has them")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; the status is 1 if a peer's kernel is missing in it."""
+    parser = _parser()
     chosen = parser.parse_args(arguments)
     if any(length < 256 or length % 256 for length in chosen.seq):
         parser.error(f"--seq {chosen.seq}: expected multiples of 256, which every kernel's blocks divide")

@@ -149,8 +149,8 @@ def predictions(compilers: Compilers, aiter: Aiter, archs: Sequence[str]) -> Ite
         yield {**asdict(figure), "model_tflops": tflops, "error": error, "clock_ghz": clock, **asdict(time)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
+def _parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.foreign.published",
         description=__doc__,
@@ -161,7 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--aiter", type=Path, required=True, metavar="FOLDER", help="a checkout of aiter")
     parser.add_argument("--python", default=sys.executable, help="the Python that has flydsl")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure with its cycles")
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    chosen = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         compilers = Compilers(chosen.python, chosen.flydsl.resolve(), Path(temporary).resolve())
         found = list(predictions(compilers, Aiter(chosen.aiter.resolve()), chosen.arch))

@@ -37,7 +37,7 @@ from ..work.steps import Steps, bind_kernel
 from ..work.tile_scheduler import fold_grid, slice_of_block
 from ..work.vectorized import VectorPages
 from .checks import CHECKS, SCALES, check_append, check_gradients, check_length, check_memory, written_scales
-from .layouts import in_pages, vectors
+from .layouts import in_pages, is_linear, vectors
 from .quantised import Quantised
 from .rotary import VECTOR, Rotary
 
@@ -313,7 +313,7 @@ def append_to_cache(
             emulator, and on a GPU with FLY_CHECK_INPUTS=1, also what has no place.
         UnsupportedError: a tensor that needs a gradient; a graph capture with FLY_CHECK_INPUTS=1.
     """
-    if kv_cache_layout != "linear":
+    if not is_linear(kv_cache_layout):
         k_cache, v_cache = in_pages(CHECKS, kv_cache_layout, {"k_cache": k_cache, "v_cache": v_cache}, block_table)
     layout = vectors(kv_cache_layout)
     # fmt: off

@@ -22,6 +22,11 @@ LAYOUTS = (*PLAIN_LAYOUTS, *VECTOR_LAYOUTS)
 MAX_PAGE_BYTES = 2**31  # offsets inside of a page have 32 bits
 
 
+def is_linear(layout: Any) -> bool:
+    """Whether tensors are as they are without the keyword; an array is compared with nothing."""
+    return isinstance(layout, str) and layout == "linear"
+
+
 def in_pages(checks: Checks, layout: Any, caches: Mapping[str, Any], block_table: Any) -> tuple[Any, Any]:
     """Caches of K and V, by what they are called, as (pages, page_size, Hkv, D) of the same memory.
 

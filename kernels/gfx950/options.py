@@ -40,6 +40,7 @@ class DualWaveOptions:
     """
 
     head_dims: ClassVar[Sequence[int]] = HEAD_DIMS
+    most_staged: ClassVar[int] = WIDEST  # head dimension of queries that LDS has room for beside keys
 
     head_dim: int
     causal: bool
@@ -67,7 +68,7 @@ class DualWaveOptions:
     @property
     def staged(self) -> bool:
         """Whether queries go through LDS, which they do where there is room for them and for scalar registers."""
-        return self.page_size is None and self.features.block_size is None and self.head_dim <= WIDEST
+        return self.page_size is None and self.features.block_size is None and self.head_dim <= self.most_staged
 
     @property
     def block_m(self) -> int:

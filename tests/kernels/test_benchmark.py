@@ -25,6 +25,8 @@ from benchmarks import (
     tune,
 )
 from benchmarks import comparison as benchmark
+from benchmarks.foreign import __main__ as foreign
+from benchmarks.foreign import published
 from benchmarks.providers import BACKWARD, FORWARD, Provider
 from benchmarks.report import Figure
 from benchmarks.timing import Timing
@@ -349,10 +351,10 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
         (["--peers", "FA4", "--provider", "fly"], "--peers and --provider: name the peers with one of them"),
         (
             ["--peers", "nobody"],
-            "no provider is called 'nobody'; providers: 'fly', 'fly gfx950', 'fly sm90', "
+            "no provider is called 'nobody'; providers: 'fly', 'fly gfx942', 'fly gfx950', 'fly sm90', "
             "'fly sm90_wide', 'fly generic', 'SDPA",
         ),
-        (["--kernel", "gfx942"], "invalid choice: 'gfx942'"),
+        (["--kernel", "gfx90a"], "invalid choice: 'gfx90a'"),
     ):
         with pytest.raises(SystemExit):
             benchmark.main(flags, pretended(BACKWARD))
@@ -411,7 +413,8 @@ def test_bad_flags(flags, message, capsys):
 def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
-    for module in (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade):
+    timed = (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade)
+    for module in (*timed, foreign, published):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
     for name in (*shapes.SETS, *shapes.PRESETS, *shapes.BACKWARD_PRESETS, *harness.CSV_COLUMNS, *report.CSV_COLUMNS):

@@ -128,13 +128,13 @@ def inspect(capsys, flags: str) -> tuple[int, str, str]:
 
 
 def test_inspect_says_which_kernel_serves_a_call_and_shows_the_stage(capsys):
-    code, out, _ = inspect(capsys, "--arch gfx950 --head-dim 72 --stage isa")
+    code, out, _ = inspect(capsys, "--arch gfx942 --head-dim 72 --stage isa")
     verdict, _, isa = out.partition("\n\n")
     assert code == 0
-    assert "gfx950    no: it takes head_dim 64, 128, not 72" in verdict
+    assert "gfx942    no: it takes head_dim 64, 128, not 72" in verdict
     assert "generic   chosen" in verdict
     assert "flash_attn_generic, grid 8 x 16 x 1\n    head_dim=72, causal=True" in isa
-    assert "flash_attn_generic.kd" in isa and 'amdhsa--gfx950"' in isa
+    assert "flash_attn_generic.kd" in isa and 'amdhsa--gfx942"' in isa
 
 
 def test_inspect_of_split_keys_names_every_kernel_of_the_call(capsys):

@@ -172,7 +172,7 @@ def test_every_backward_kernel_can_be_forced_and_peers_say_what_is_missing(monke
     }
     with pytest.raises(
         ValueError,
-        match="no provider is called 'aiter CK'; providers: 'fly', 'fly gfx950', 'fly sm90', "
+        match="no provider is called 'aiter CK'; providers: 'fly', 'fly gfx942', 'fly gfx950', 'fly sm90', "
         "'fly sm90_wide', 'fly generic', 'SDPA",
     ):
         BACKWARD.named(["aiter CK"])

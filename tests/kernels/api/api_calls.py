@@ -58,7 +58,7 @@ CALLS = {
 }
 APPENDED = {"k": K[:, :1].clone(), "v": K[:, :1].clone(), "cache_seqlens": 2}
 IN_PAGES = {"k_cache": PAGES, "v_cache": PAGES.clone(), "page_table": TABLE, "cache_seqlens": 2}
-FP8 = {"q": zeros(2, 3, 4, 128, dtype=E4M3)} | {n: zeros(2, 8, 2, 128, dtype=E4M3) for n in ("k_cache", "v_cache")}
+FP8 = {"q": zeros(2, 3, 4, 96, dtype=E4M3)} | {n: zeros(2, 8, 2, 96, dtype=E4M3) for n in ("k_cache", "v_cache")}
 
 
 def call(name, **changes):

@@ -114,7 +114,7 @@ NAMED = [
     (
         VLLM,
         {"cp_tot_seqused_k": OFFSETS},
-        "cp_world_size, cp_rank and cp_tot_seqused_k are for pages, with seqused_k",
+        "cp_tot_seqused_k is for a rank's keys in pages: pass cp_world_size, cp_rank, cp_tot_seqused_k and seqused_k",
     ),
     (VLLM, {"cp_rank": 1}, "cp_rank must be from 0 to 0, got 1"),
     (VLLM, {"window_size": 3}, "window_size must be two ints (left, right), got 3 (int)"),
@@ -169,14 +169,13 @@ def test_checks_of_numbers_on_the_device_name_the_callers_arguments(name, change
         call(name, **changes)
 
 
-def test_refusals_by_kernels_name_the_callers_arguments():
+def test_refusals_by_kernels_name_the_callers_arguments(monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx942")
+    monkeypatch.setenv("FLY_KERNEL", "gfx942")
+    pages = zeros(4, 16, 2, 64)
     with pytest.raises(UnsupportedError) as caught:
-        call(CACHE, **FP8, cache_seqlens=4, cache_leftpad=int32(0, 0), window_size=(3, 3))
-    for part in (
-        "lengths in use (cache_seqlens)",
-        "cut it off k_cache and v_cache",
-        "a mask_mod of flydsl_flash_attn_func gives the same result",
-    ):
+        call(CACHE, **IN_PAGES | {"q": zeros(2, 3, 4, 64), "k_cache": pages, "v_cache": pages.clone()})
+    for part in ("keys in pages (page_table)", "gather a sequence's pages into k_cache and v_cache"):
         assert part in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,6 +157,10 @@ MISTAKES = {
     "padding": ({"cache_leftpad": torch.zeros(1).int()}, "cache_leftpad is not for kv_cache_layout='vectorized'"),
     "no tensor": ({"k": 1}, "k must be a torch.Tensor, got int"),
     "no name": ({"kv_cache_layout": 5}, "must be one of linear, linear3d, vectorized, paged_attention, got 5"),
+    "numbers": (
+        {"kv_cache_layout": np.zeros(2)},
+        "must be one of linear, linear3d, vectorized, paged_attention, got",
+    ),
 }
 
 

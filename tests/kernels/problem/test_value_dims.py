@@ -83,8 +83,8 @@ def test_an_output_has_v_s_head_dimension(monkeypatch):
 
 
 def test_a_kernel_for_equal_dimensions_says_so(monkeypatch):
-    monkeypatch.setenv(config.ARCH.name, "gfx950")
-    monkeypatch.setenv(config.KERNEL.name, "gfx950")
+    monkeypatch.setenv(config.ARCH.name, "gfx942")
+    monkeypatch.setenv(config.KERNEL.name, "gfx942")
     message = r"takes \(head_dim, head_dim_v\) none that differ, not \(128, 64\): pad v with zeros to head_dim 128"
     with pytest.raises(UnsupportedError, match=message):
         flydsl_flash_attn_func(*tensors(128, 64, "cpu", 0))
