@@ -218,9 +218,7 @@ class Tiles:
         self.copies.allocate()
         if self.staged:
             assert isinstance(k_layout, fly.PaddedTile)
-            # the block's alone: all rows may span more than a bound of 32 bits
-            end = fly.minimum(self.work.q.count, self.work.first_row + self.options.block_m)
-            self.staging = StagedQueries(replace(self.work.q, count=end), k_layout, self.options.block_m, WAVE_ROWS)
+            self.staging = StagedQueries(self.work.q, k_layout, self.options.block_m, WAVE_ROWS)
 
     def _loads(self) -> tuple[fly.MatrixLoad, ...]:
         """Those of the target for these elements."""

@@ -140,10 +140,14 @@ class DirectCopy(_LineCopy):
         self._step = source.pitch * layout.rows
         self._plan_lanes()
 
-    def start(self, first: Any, lead: int = 0) -> CopyPosition:
-        """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied."""
+    def start(self, first: Any, lead: int = 0, most: int | None = None) -> CopyPosition:
+        """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied.
+
+        `most`: how many rows from `first` on may be copied, where all that follow span 2**32 bytes or more.
+        """
         source = self.source
         count = source.count - minimum(source.count, first)
+        count = count if most is None else minimum(count, most)
         bytes_ = select(count > 0, (count - 1) * source.pitch + source.columns * source.dtype.bytes, 0)
         base = source.row(wide(first) - lead * self.layout.rows).offset(-self._bias)
         return CopyPosition(base, bytes_ + (self._step * (lead + self.group) + self._bias))

@@ -21,13 +21,13 @@ class StagedQueries:
 
     def __init__(self, view: fly.RowView, layout: fly.PaddedTile, block_rows: int, wave_rows: int):
         tiles = block_rows // layout.rows
-        self.wave_rows = wave_rows
+        self.wave_rows, self.block_rows = wave_rows, block_rows
         self.copy = fly.DirectCopy(view, layout, group=tiles)
         self.tiles = [fly.SharedTile.ring(f"q{i}", layout, view.dtype, 1)[0] for i in range(tiles)]
 
     def start(self, first_row: fly.Value) -> fly.Token:
         """Start the block's rows, from number `first_row` on; rows that do not exist become zeros."""
-        at = self.copy.start(first_row)
+        at = self.copy.start(first_row, most=self.block_rows)
         return fly.join([self.copy.issue(at, i, tile) for i, tile in enumerate(self.tiles)])
 
     def read(self, loader: fly.OperandLoader, steps: int, depth: int) -> list[fly.Value]:
