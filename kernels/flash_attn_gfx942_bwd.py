@@ -30,15 +30,11 @@ LLVM's schedulers are off. Where something modifies scores, or with dropout, P a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 import fly
-from fly.backends.target import target
-from fly.runtime.device import device_of
 
 from .generic.blocks import uniform, walk
 from .generic.operands import direct_rows
@@ -48,8 +44,9 @@ from .gfx942.backward_order import Beside, Fence, Step, beside, idle, in_order, 
 from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halves
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
 from .gfx950 import dq_sums as sums_of_dq
-from .gfx950.backward import BLOCK_M, WAVES
-from .gfx950.dq_sums import ACROSS, APART, round_dq
+from .gfx950.backward import BLOCK_M
+from .gfx950.backward_launch import prepare_backward
+from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.operand_queue import Multiply
 from .gfx950.panels import Sums, plan
 from .problem.contract import Launch, Request, Tensors
@@ -58,13 +55,9 @@ from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layou
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
-from .work.query_tiles import tiles_of_all
-from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
 from .work.sequences import sequences_of, tokens_of
-from .work.sink_gradients import sink_gradients
-from .work.steps import BoundKernel, Steps, aligned, bind_kernel
-from .work.tile_scheduler import fold_grid, head_of_block
+from .work.tile_scheduler import head_of_block
 
 # the order that is written down is the one that is wanted
 IN_ORDER = ("--enable-misched=false", "--enable-post-misched=false")
@@ -429,11 +422,7 @@ class _Block:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
-
-    See `flash_attn_generic_bwd.prepare`.
-    """
-    packed = tensors.get("cu_seqlens_q") is not None
+    """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
     dims, build = (request.head_dim, request.value_dim), BUILDS[request.head_dim]
     options = Gfx942BackwardOptions(
         *dims,
@@ -444,44 +433,4 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         weigh=build.weigh,
         pull=build.pull,
     )
-    wave = target(device_of(tensors["q"].device).target).wave_size
-    sequences, heads = request.batch, request.num_heads
-    tokens, lse = tensors["out"].shape[-3], tensors["lse"]
-    entries = 1 if packed else sequences
-    lines = THREADS // lanes_of_row(request.value_dim)
-    tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
-    padded = -(-tiles * BLOCK_M // lines) * lines  # blocks of `row_statistics` clear as many rows as they have
-    sums = torch.empty((entries, heads, padded, request.head_dim), dtype=torch.float32, device=lse.device)
-    sizes = {"lse2": lse.numel(), "delta": lse.numel(), "dq_sums": sums.numel()}
-    if tensors.get("delta") is not None:
-        del sizes["delta"]
-    given = {
-        **tensors,
-        "scale_log2": request.scale_log2,
-        "group": heads // request.num_kv_heads,
-        "sequences": sequences,
-        # only sizes and strides matter here
-        **dict.fromkeys(sizes, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
-        "dq_sums": sums,
-    }
-    steps: list[BoundKernel] = []
-
-    def add(
-        kernel: Any, grid: tuple[int, int, int], threads: int, operands: Sequence[str] = (), **statics: Any
-    ) -> None:
-        grid, fold = fold_grid(grid)
-        steps.append(bind_kernel(kernel, grid, threads, given, {**statics, **fold}, operands=operands))
-
-    add(row_statistics, (padded // lines, heads, entries), THREADS, head_dim=request.value_dim)
-    if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), wave)
-    threads = WAVES * wave
-    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
-    add(flash_attn_gfx942_bwd, blocks, threads, request.operands, options=options)
-    blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    add(round_dq, blocks, threads, request.operands, options=options)
-    parts, nbytes = {}, 0
-    for name, size in sizes.items():
-        parts[name] = nbytes
-        nbytes += aligned(4 * size)
-    return Steps(tuple(steps), parts, nbytes).launch()
+    return prepare_backward(flash_attn_gfx942_bwd, options, tensors, request)

@@ -30,22 +30,19 @@ One barrier a tile is enough: what a wave writes behind it, or before the next, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 import fly
-from fly.backends.target import target
-from fly.runtime.device import device_of
 
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as sums_of_dq
-from .gfx950.backward import AHEAD_BEHIND, BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions
-from .gfx950.dq_sums import ACROSS, APART, round_dq
+from .gfx950.backward import AHEAD_BEHIND, BLOCK_M, BUILDS, LINK_ROWS, STAGES, Gfx950BackwardOptions
+from .gfx950.backward_launch import prepare_backward
+from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.dq_sums import Sums as SumsOfDq
 from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
 from .gfx950.panels import Copies, Loads, Panels, Products, Sums, plan
@@ -56,13 +53,9 @@ from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layou
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
-from .work.query_tiles import tiles_of_all
-from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import Sequence as Tokens
 from .work.sequences import sequences_of, tokens_of
-from .work.sink_gradients import sink_gradients
-from .work.steps import BoundKernel, Steps, aligned, bind_kernel
-from .work.tile_scheduler import fold_grid, head_of_block
+from .work.tile_scheduler import head_of_block
 
 Operands = list[list[fly.Value]]  # of a wave's rows: [step over the columns][row tile]
 
@@ -463,53 +456,9 @@ class _Block:
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
-    """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
-
-    See `flash_attn_generic_bwd.prepare`.
-    """
-    packed = tensors.get("cu_seqlens_q") is not None
-    dims, features = (request.head_dim, request.value_dim), request.static_features
+    """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
+    dims = request.head_dim, request.value_dim
     build = BUILDS[dims]
-    options = Gfx950BackwardOptions(*dims, request.causal, build.wave_keys, build.ahead, features)
-    wave = target(device_of(tensors["q"].device).target).wave_size
-    sequences, heads = request.batch, request.num_heads
-    tokens, lse = tensors["out"].shape[-3], tensors["lse"]
-    entries = 1 if packed else sequences
-    lines = THREADS // lanes_of_row(request.value_dim)
-    tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
-    # blocks of `row_statistics` clear as many rows as they have; steps come in pairs, which may have one too many
-    padded = -(-(tiles + 1) * BLOCK_M // lines) * lines
-    sums = torch.empty((entries, heads, padded, request.head_dim), dtype=torch.float32, device=lse.device)
-    sizes = {"lse2": lse.numel(), "delta": lse.numel(), "dq_sums": sums.numel()}
-    if tensors.get("delta") is not None:
-        del sizes["delta"]
-    given = {
-        **tensors,
-        "scale_log2": request.scale_log2,
-        "group": heads // request.num_kv_heads,
-        "sequences": sequences,
-        # only sizes and strides matter here
-        **dict.fromkeys(sizes, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
-        "dq_sums": sums,
-    }
-    steps: list[BoundKernel] = []
-
-    def add(
-        kernel: Any, grid: tuple[int, int, int], threads: int, operands: Sequence[str] = (), **statics: Any
-    ) -> None:
-        grid, fold = fold_grid(grid)
-        steps.append(bind_kernel(kernel, grid, threads, given, {**statics, **fold}, operands=operands))
-
-    add(row_statistics, (padded // lines, heads, entries), THREADS, head_dim=request.value_dim)
-    if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), wave)
-    threads = WAVES * wave
-    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
-    add(flash_attn_gfx950_bwd, blocks, threads, request.operands, options=options)
-    blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    add(round_dq, blocks, threads, request.operands, options=options)
-    parts, nbytes = {}, 0
-    for name, size in sizes.items():
-        parts[name] = nbytes
-        nbytes += aligned(4 * size)
-    return Steps(tuple(steps), parts, nbytes).launch()
+    options = Gfx950BackwardOptions(*dims, request.causal, build.wave_keys, build.ahead, request.static_features)
+    # steps come in pairs, which may have one too many
+    return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, spare_tiles=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -19,6 +18,7 @@ from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.mask import KeyRange, QueryRange
 from kernels.sm90.backward import BLOCK_M, BLOCK_N, Sm90BackwardOptions
+from tests.kernels.backward.fused_calls import Options, wrong
 from tests.kernels.backward.test_block_mask_gradients import uneven
 from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_dropout_kernels import state_of
@@ -27,28 +27,11 @@ from tests.kernels.dropout_masks import dense, packed
 from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
 
-Options = Callable[[Inputs], dict[str, Any]]
-
 
 @pytest.fixture(autouse=True)
 def sm90(emulate, monkeypatch):
     emulate("sm_90a", "")
     monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
-
-
-def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options: Any) -> list[str]:
-    q, k, v = inputs.tensors()
-    options |= inputs.form()
-    dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    if "seqused_q" in options:
-        # what is not in use has results of no meaning, whose gradients have none
-        for b, n in enumerate(options["seqused_q"].tolist()):
-            dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
-    longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
-    found = by_autograd(q, k, v, causal, dout, dlse, deterministic=deterministic, **options, **longest)
-    dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
-    return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
 
 
 CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from fly.emulator.banks import BankCounter
 from fly.errors import EmulatorError, ShapeError, UnsupportedError
@@ -21,13 +19,11 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.gfx950.backward import BLOCK_M, BUILDS, WAVES, Gfx950BackwardOptions
 from kernels.gfx950.dq_sums import round_dq
 from tests.kernels.backward.builds import bindings_of, compiled
-from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.backward.fused_calls import AMD_CASES, wrong
 from tests.kernels.call.test_dispatch import REQUEST
-from tests.kernels.feature_cases import FEATURES, Inputs, stripes
+from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
 from tests.kernels.sm90.planting import Bug
-
-Options = Callable[[Inputs], dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -36,61 +32,8 @@ def gfx950(emulate, monkeypatch):
     monkeypatch.setenv("FLY_BACKWARD_KERNEL", "gfx950")
 
 
-def wrong(inputs: Inputs, causal: bool, **options: Any) -> list[str]:
-    q, k, v = inputs.tensors()
-    options |= inputs.form()
-    dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    if "seqused_q" in options:
-        # what is not in use has results of no meaning, whose gradients have none
-        for b, n in enumerate(options["seqused_q"].tolist()):
-            dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
-    longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
-    found = by_autograd(q, k, v, causal, dout, dlse, **options, **longest)
-    dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
-    return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
-
-
-CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
-    "several blocks, different lengths": ({"queries": [70], "keys": [300], "head_dim": 128}, False, lambda i: {}),
-    "causal, rows without keys": ({"queries": [110], "keys": [60], "head_dim": 64}, True, lambda i: {}),
-    "heads share keys, softcap": (
-        {"queries": [70], "keys": [70], "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "f16"},
-        True,
-        lambda i: {"softcap": 3.0},
-    ),
-    "packed, empty sequences": (
-        {"queries": [0, 70, 1, 130], "keys": [20, 290, 0, 40], "packed": True, "head_dim": 64, "dtype": "f16"},
-        True,
-        lambda i: {},
-    ),
-    "lengths in use": (
-        {"queries": [70] * 3, "keys": [90] * 3, "head_dim": 128},
-        False,
-        lambda i: {
-            "seqused_q": torch.tensor([70, 7, 40], dtype=torch.int32),
-            "seqused_kv": torch.tensor([0, 75, 20], dtype=torch.int32),
-        },
-    ),
-    "windows and slopes": (
-        {"queries": [150], "keys": [170], "heads": 2, "kv_heads": 2, "head_dim": 64},
-        False,
-        lambda i: {"window_size": (20, 5), "alibi_slopes": i.floats(2).abs()},
-    ),
-    "sinks": ({"queries": [70], "keys": [40], "head_dim": 128}, False, lambda i: {"sink": i.floats(2)}),
-    "a mask's function": ({"queries": [70], "keys": [80], "head_dim": 64}, False, lambda i: {"mask_mod": stripes}),
-    "a bias of keys, functions": (
-        {"queries": [50], "keys": [70], "head_dim": 128},
-        True,
-        lambda i: {**FEATURES["bias of keys"](i), **FEATURES["score_mod aux"](i)},
-    ),
-    "dropout": (
-        {"queries": [70], "keys": [80], "head_dim": 128},
-        True,
-        lambda i: {"dropout_p": 0.3, "rng_state": state_of(i.seed)},
-    ),
-    "one query": ({"queries": [1], "keys": [290], "head_dim": 64}, False, lambda i: {}),
-    "chunks": ({"queries": [70], "keys": [100], "head_dim": 128}, True, lambda i: {"attention_chunk": 30}),
+CASES = {
+    **AMD_CASES,
     "values of other dimensions": (
         {"queries": [70], "keys": [140], "head_dim": 192, "head_dim_v": 128},
         True,

@@ -1,0 +1,74 @@
+"""Calls of fused backward kernels, their gradients against autograd through the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.feature_cases import FEATURES, Inputs, stripes
+from tests.kernels.gradient_reference import by_autograd, gradients
+
+Options = Callable[[Inputs], dict[str, Any]]
+
+
+def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options: Any) -> list[str]:
+    """Which gradients of a call are not the reference's."""
+    q, k, v = inputs.tensors()
+    options |= inputs.form()
+    dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if "seqused_q" in options:
+        # what is not in use has results of no meaning, whose gradients have none
+        for b, n in enumerate(options["seqused_q"].tolist()):
+            dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
+    longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
+    found = by_autograd(q, k, v, causal, dout, dlse, deterministic=deterministic, **options, **longest)
+    dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
+    return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
+
+
+# at tiles of 32 queries, and blocks of up to 256 keys
+AMD_CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
+    "several blocks, different lengths": ({"queries": [70], "keys": [300], "head_dim": 128}, False, lambda i: {}),
+    "causal, rows without keys": ({"queries": [110], "keys": [60], "head_dim": 64}, True, lambda i: {}),
+    "heads share keys, softcap": (
+        {"queries": [70], "keys": [70], "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "f16"},
+        True,
+        lambda i: {"softcap": 3.0},
+    ),
+    "packed, empty sequences": (
+        {"queries": [0, 70, 1, 130], "keys": [20, 290, 0, 40], "packed": True, "head_dim": 64, "dtype": "f16"},
+        True,
+        lambda i: {},
+    ),
+    "lengths in use": (
+        {"queries": [70] * 3, "keys": [90] * 3, "head_dim": 128},
+        False,
+        lambda i: {
+            "seqused_q": torch.tensor([70, 7, 40], dtype=torch.int32),
+            "seqused_kv": torch.tensor([0, 75, 20], dtype=torch.int32),
+        },
+    ),
+    "windows and slopes": (
+        {"queries": [150], "keys": [170], "heads": 2, "kv_heads": 2, "head_dim": 64},
+        False,
+        lambda i: {"window_size": (20, 5), "alibi_slopes": i.floats(2).abs()},
+    ),
+    "sinks": ({"queries": [70], "keys": [40], "head_dim": 128}, False, lambda i: {"sink": i.floats(2)}),
+    "a mask's function": ({"queries": [70], "keys": [80], "head_dim": 64}, False, lambda i: {"mask_mod": stripes}),
+    "a bias of keys, functions": (
+        {"queries": [50], "keys": [70], "head_dim": 128},
+        True,
+        lambda i: {**FEATURES["bias of keys"](i), **FEATURES["score_mod aux"](i)},
+    ),
+    "dropout": (
+        {"queries": [70], "keys": [80], "head_dim": 128},
+        True,
+        lambda i: {"dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "one query": ({"queries": [1], "keys": [290], "head_dim": 64}, False, lambda i: {}),
+    "chunks": ({"queries": [70], "keys": [100], "head_dim": 128}, True, lambda i: {"attention_chunk": 30}),
+}
