@@ -63,8 +63,9 @@ def test_drafts_see_the_context_and_their_ancestors(draw, dtype, seed):
         assert right(out[b], lse[b], q[b], k[b, :n], v[b, :n], hidden_of(seen[b], n)), f"sequence {b}, seed {seed}"
 
 
-def test_trees_beside_prompts_in_pages(draw, seed):
+def test_trees_beside_prompts_in_pages(draw, seed, monkeypatch):
     """A tree, a prompt, one query as in decoding, and another tree; the parts of split keys too."""
+    draw.choice([run for run in EMULATED if run.has("paged")]).start(monkeypatch)
     lengths, queries = (150, 40, 33, 12), (9, 20, 1, 12)
     context = torch.tensor([141, 40, 33, 0], dtype=torch.int32)
     masks = [tree(draw, n) for n in queries]
