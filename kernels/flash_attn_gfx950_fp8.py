@@ -51,6 +51,7 @@ class Fp8Options(DualWaveOptions):
 
     head_dims: ClassVar[tuple[int, ...]] = byte_tiles.HEAD_DIMS
     most_staged: ClassVar[int] = byte_tiles.HEAD_DIMS[-1]
+    element_bytes: ClassVar[int] = 1
     ahead: bool = False
 
     @property

@@ -11,11 +11,12 @@ from fly.errors import ShapeError
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES, Features
 from .copies import TILE_KEYS
-from .wide import WIDEST
+from .wide import WIDEST, widths
 
 WAVE_ROWS, WAVES, BLOCK_N = 32, 8, TILE_KEYS
 HEAD_DIMS = range(8, 256 + 1, 8)
 BLOCK_M = WAVES * WAVE_ROWS
+LDS_BYTES = 160 * 1024
 # registers of a lane for queries and output: of two waves on a SIMD, and of two whatever the features are
 MOST_KEPT, ROOMY = 152, 96
 
@@ -40,7 +41,8 @@ class DualWaveOptions:
     """
 
     head_dims: ClassVar[Sequence[int]] = HEAD_DIMS
-    most_staged: ClassVar[int] = WIDEST  # head dimension of queries that LDS has room for beside keys
+    most_staged: ClassVar[int] = WIDEST  # head dimension of queries in one tile
+    element_bytes: ClassVar[int] = 2
 
     head_dim: int
     causal: bool
@@ -68,7 +70,11 @@ class DualWaveOptions:
     @property
     def staged(self) -> bool:
         """Whether queries go through LDS, which they do where there is room for them and for scalar registers."""
-        return self.page_size is None and self.features.block_size is None and self.head_dim <= self.most_staged
+        # two tiles of K and of V, and the block's rows; tiles are padded, so not all of LDS is theirs
+        columns = (2 + self.block_m // BLOCK_N) * sum(widths(self.head_dim)) + 2 * sum(widths(self.value_dim))
+        fits = columns * BLOCK_N * self.element_bytes < LDS_BYTES
+        many = self.page_size is not None or self.features.block_size is not None
+        return fits and not many and self.head_dim <= self.most_staged
 
     @property
     def block_m(self) -> int:
