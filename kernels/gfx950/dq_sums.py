@@ -18,9 +18,8 @@ import fly
 from fly.ir import memory
 
 from ..problem.scores import LOG2_E
-from ..work.query_tiles import tile_of_all
-from ..work.sequences import Sequence, tokens_of
-from ..work.tile_scheduler import head_of_block
+from ..work.query_tiles import queries_of_block, tile_of_all
+from ..work.sequences import Sequence
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
 from .operand_queue import Compute
 
@@ -93,10 +92,8 @@ def round_dq(
 ) -> None:
     """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
     given = options.features.bind(operands)
-    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
-    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
     tile = fly.block_id.x
-    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     with fly.when(tile * BLOCK_M < count):
         softmax_scale: Any = scale_log2 * (1 / LOG2_E)
         factor: Any = given.scale_kept(softmax_scale)

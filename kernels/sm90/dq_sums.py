@@ -13,9 +13,8 @@ from fly.ir import memory
 from fly.ir.dtypes import dtype as dtype_of
 
 from ..problem.scores import LOG2_E
-from ..work.query_tiles import tile_of_all
-from ..work.sequences import Sequence, tokens_of
-from ..work.tile_scheduler import head_of_block
+from ..work.query_tiles import queries_of_block, tile_of_all
+from ..work.sequences import Sequence
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .stores import store_runs
 from .turns import Act, Neighbours, Turns, count_of
@@ -147,11 +146,9 @@ def round_dq(
 ) -> None:
     """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
     given = options.features.bind(operands)
-    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
-    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
     tile, index = fly.block_id.x, warpgroup_id()
     first = tile * BLOCK_M
-    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     with fly.when(first < count):
         entry, at = numbered(queries, batch, tile)
         place = place_of(dq_sums, entry, head, at, index, options)
@@ -173,10 +170,8 @@ def clear_unseen(
 ) -> None:
     """dq = 0 in tiles that no block of keys had a part in (`sm90.turns`). Grid: (query tiles, H, B), or `folded`."""
     given = options.features.bind(operands)
-    head, batch, exists = head_of_block(dq.shape[-2], sequences, folded=folded)
-    queries = Sequence.of(tokens_of(dq, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
     tile = fly.block_id.x
-    count = queries.length if exists is None else fly.select(exists, queries.length, 0)
     entry, at = numbered(queries, batch, tile)
     with fly.when(tile * BLOCK_M < count):
         seen = memory.load(count_of(counts, dq_sums, entry, head, at, options.blocks), fly.i32)

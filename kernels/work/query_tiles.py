@@ -1,10 +1,26 @@
-"""Numbers of query tiles among those of all sequences, for workspaces that have rows for whole tiles."""
+"""Query tiles: whose is a block's, and numbers among those of all sequences, for workspaces of whole tiles' rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .sequences import Sequence
+import fly
+
+from ..problem.features import BoundFeatures
+from .sequences import Sequence, tokens_of
+from .tile_scheduler import head_of_block
+
+
+def queries_of_block(
+    rows: fly.Tensor, cu_seqlens_q: fly.Tensor | None, sequences: Any, given: BoundFeatures, *, folded: bool
+) -> tuple[fly.Value, fly.Value, Sequence, Any]:
+    """(head, batch, the sequence's queries, how many) of a block in a grid of (query tiles, H, B), or `folded`.
+
+    `rows`: (B, Sq, H, D) or (total_q, H, D). A spare block of a `folded` grid has no queries.
+    """
+    head, batch, exists = head_of_block(rows.shape[-2], sequences, folded=folded)
+    queries = Sequence.of(tokens_of(rows, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
+    return head, batch, queries, queries.length if exists is None else fly.select(exists, queries.length, 0)
 
 
 def tile_of_all(queries: Sequence, batch: Any, tile: Any, rows: int) -> tuple[Any, Any]:
