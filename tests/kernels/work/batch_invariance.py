@@ -14,7 +14,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ FEATURES: Mapping[str, Any] = {
     },
 }
 PAGES = (16, 64)
+VOCABULARY = 500
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,36 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same, NaN and signed zeros too."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def greedy_tokens(
+    prompts: Sequence[Sequence[int]], steps: int, split_keys: int, device: str, seed: int
+) -> list[list[int]]:
+    """What a model of one random layer adds to each prompt; attention, and nothing else, is of the whole batch."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    width, random_weights = heads * head_dim, torch.Generator().manual_seed(seed)
+    shapes = (VOCABULARY, width), (width, width), *[(width, kv_heads * head_dim)] * 2, (width, width)
+    embedding, to_q, *to_k_and_v, to_out = (torch.randn(s, generator=random_weights).to(device) for s in shapes)
+    tokens = [list(prompt) for prompt in prompts]
+    cached: list[list[torch.Tensor]] = [[torch.empty(0, kv_heads, head_dim, device=device)] * 2 for _ in prompts]
+    added = [list(prompt) for prompt in prompts]
+    for _ in range(steps):
+        rows = [embedding[torch.tensor(new, device=device)] for new in added]
+        for b, x in enumerate(rows):
+            new = [(x @ w / width**0.5).view(-1, kv_heads, head_dim) for w in to_k_and_v]
+            cached[b] = [torch.cat(pair) for pair in zip(cached[b], new)]
+        q = torch.cat([(x @ to_q / width**0.5).view(-1, heads, head_dim) for x in rows])
+        k, v = (torch.cat([pair[i] for pair in cached]) for i in (0, 1))
+        lengths = [len(new) for new in added], [len(all_tokens) for all_tokens in tokens]
+        given: dict[str, Any] = {"causal": True, "split_keys": split_keys}
+        for name, those in zip(("q", "kv"), lengths):
+            given |= {f"cu_seqlens_{name}": offsets(those, device), f"max_seqlen_{name}": max(those)}
+        out = flydsl_flash_attn_func(*(x.bfloat16() for x in (q, k, v)), **given)
+        ends = [row.view(1, -1).float() for row in out[given["cu_seqlens_q"][1:].long() - 1]]
+        added = [[int((end @ to_out @ embedding.T).argmax())] for end in ends]
+        for all_tokens, new_tokens in zip(tokens, added):
+            all_tokens += new_tokens
+    return [all_tokens[len(prompt) :] for all_tokens, prompt in zip(tokens, prompts)]
 
 
 def main() -> None:

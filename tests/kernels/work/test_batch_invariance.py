@@ -27,7 +27,7 @@ from kernels.sm90.builds import build_for
 from kernels.sm90.fp8_builds import TILES as FP8_TILES
 from kernels.sm90.fp8_builds import Fp8Options
 from tests.kernels.acceptance import EMULATED, failure
-from tests.kernels.work.batch_invariance import FEATURES, Batch, same_bits
+from tests.kernels.work.batch_invariance import FEATURES, VOCABULARY, Batch, greedy_tokens, same_bits
 
 SMALL = {"heads": 2, "kv_heads": 1, "head_dim": 64}
 
@@ -184,6 +184,26 @@ def test_flash_attention_s_functions_take_it(monkeypatch, seed):
 def test_every_feature_of_random_batches_is_one():
     drawn = {Batch.draw(random.Random(i), 9, 99).feature for i in range(200)}
     assert drawn == set(FEATURES)
+
+
+def check_greedy_tokens(lengths, steps, device, seed):
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(VOCABULARY), k=n) for n in lengths]
+    found = greedy_tokens(prompts, steps, 128, device, seed)
+    alone = [greedy_tokens([prompt], steps, 128, device, seed)[0] for prompt in prompts]
+    assert found == alone, seed
+    assert len({token for tokens in found for token in tokens}) > 2
+
+
+def test_greedy_tokens_are_those_of_each_prompt_alone(monkeypatch, seed):
+    random.Random(seed).choice(EMULATED).start(monkeypatch)
+    check_greedy_tokens((3, 150, 300), 3, "cpu", seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_greedy_tokens_on_a_gpu(seed):
+    check_greedy_tokens((5, 900, 2500, 257, 31, 1200), 40, "cuda", seed)
 
 
 @pytest.mark.gpu
