@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import fly_attention
+from tests.kernels.gradient_reference import Gradients
+from tests.kernels.reference import SLACK, max_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
@@ -46,11 +48,12 @@ def table(dtype, generator):
             asked["attn_mask"] = causal_lower_right(queries, keys)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = F.scaled_dot_product_attention(*leaves, **asked)
-            found = [out, *torch.autograd.grad(out, leaves, dout)]
+            found = torch.autograd.grad(out, leaves, dout)
         case = f"{queries} x {keys}, heads {heads}:{kv_heads}, D={head_dim}, {mask}"
-        for name, x, plain, right in zip(("out", "dq", "dk", "dv"), found, exact(dtype), exact(torch.float64)):
-            bound = 2 * (plain - right).abs().max().item() + 1e-5
-            yield case, name, (x - right).abs().max().item(), bound
+        plain, right = exact(dtype), exact(torch.float64)
+        yield case, "out", max_difference(out, right[0]), 2 * max_difference(plain[0], right[0]) + SLACK
+        for row in Gradients(tuple(right[1:]), tuple(plain[1:]), slack=2.0).errors(found):
+            yield case, *row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
