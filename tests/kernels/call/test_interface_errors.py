@@ -6,6 +6,7 @@ import re
 import warnings
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fly.errors import ArgumentError, ArgumentTypeError, ConfigError, FlyError, UnsupportedError
 from kernels.arguments import checks as argument_checks
 from kernels.arguments.checks import stream_of
+from kernels.call.checks import FNUZ
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 
@@ -113,6 +115,18 @@ MISTAKES = {
         {"v": tensor(B, SKV, HKV, D, dtype=torch.float16)},
         TYPE,
         "v must have q's dtype torch.bfloat16, got torch.float16",
+    ),
+    "q is FNUZ": (
+        qkv(B, SQ, H, D, dtype=torch.float8_e4m3fnuz),
+        TYPE,
+        "q has dtype torch.float8_e4m3fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn: "
+        "convert with .to(torch.bfloat16), which is exact",
+    ),
+    "v is FNUZ": (
+        {"v": tensor(B, SKV, HKV, D, dtype=torch.float8_e5m2fnuz)},
+        TYPE,
+        "v has dtype torch.float8_e5m2fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn: "
+        "convert with .to(torch.bfloat16), which is exact",
     ),
     "all fp8": (
         qkv(B, SQ, H, D, dtype=torch.float8_e4m3fn),
@@ -394,6 +408,16 @@ def test_what_only_stands_for_a_tensor_is_not_asked_for_its_address(name, monkey
     with pytest.raises(ArgumentTypeError, match=f"{name} is a FakeTensor, which has no memory of its own"):
         flydsl_flash_attn_func(**(good() | {name: fake_tensor()}))
     assert not asked
+
+
+@pytest.mark.parametrize("dtype", FNUZ, ids=str)
+def test_every_fnuz_number_is_a_bfloat16(dtype):
+    """What the message of a refused FNUZ tensor says: the conversion it names is exact."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.numpy().view(getattr(ml_dtypes, str(dtype).removeprefix("torch."))).astype(np.float32)
+    converted = codes.view(dtype).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(converted, numbers)
+    assert np.isnan(converted).nonzero()[0].tolist() == [0x80]
 
 
 def test_the_good_calls_are_good(monkeypatch):
