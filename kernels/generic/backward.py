@@ -211,7 +211,9 @@ class _Build:
             return self.arch == "sm_80" and (self.packed or dropping)
         if self.kernel == "dkdv":
             varying = self.packed or not _LENGTHS.isdisjoint(features.operands)
-            return self.arch == "sm_80" and self.dim in (64, TOGETHER) and self.causal and varying
+            # at D=64 these targets have the same tiles; at D=128 only sm_80 has room for those that spill
+            alike = _BEFORE_HOPPER if self.dim == 64 else ("sm_80",)
+            return self.arch in alike and self.dim in (64, TOGETHER) and self.causal and varying
         if self.arch not in _BEFORE_HOPPER or self.dim != TOGETHER:
             return False
         if self.packed or (self.causal and features.block_size is not None):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fly.backends.nvvm.codegen import resources
+from kernels import flash_attn_sm90_bwd_wide
 from tests.backends.builds import needs_ptxas
 from tests.kernels.backward.builds import bindings_of, compiled
 from tests.kernels.feature_cases import Inputs
@@ -44,6 +45,32 @@ def test_ptxas_spills_nothing(head_dim, names, of):
     for name, artefact in builds_of("sm_90a", head_dim, *names, of=of):
         found = resources(artefact.isa, "sm_90a", 0)
         assert (found.spills, found.scratch_bytes) == (0, 0), name
+
+
+@needs_ptxas
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89"])
+def test_packed_causal_heads_of_64_spill_nothing_before_hopper(arch):
+    inputs = Inputs([256], [256], head_dim=64, packed=True)
+    for binding in bindings_of(arch, inputs, True):
+        if "options" in binding.statics:
+            found = resources(compiled(arch, binding).isa, arch, 0)
+            assert (found.spills, found.scratch_bytes) == (0, 0), binding.kernel.name
+
+
+@needs_ptxas
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["softcap", "alibi heads", "bias of every score", "dropout", "score_mod aux"])
+def test_heads_of_128_spill_nothing_with_dk_and_dv_in_two_warpgroups(name, causal):
+    """Features beside which the other fused kernel spills at D=128."""
+    inputs = Inputs([256], [256], head_dim=128)
+    found = bindings_of("sm_90a", inputs, causal, module=flash_attn_sm90_bwd_wide, **asked(name)(inputs))
+    for binding in (b for b in found if b.kernel.name == "flash_attn_sm90_bwd"):
+        taken = resources(compiled("sm_90a", binding).isa, "sm_90a", 0)
+        assert (taken.spills, taken.scratch_bytes) == (0, 0)
+        break
+    else:
+        pytest.fail("no fused kernel was bound")
 
 
 @pytest.mark.sample(2)

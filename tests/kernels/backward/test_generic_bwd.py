@@ -238,6 +238,8 @@ def test_every_head_dimension_has_builds_that_fit(arch):
         ("sm_80", "dq", 128, True, Features(("window_left", "window_right")), False),
         ("sm_80", "dq", 128, False, Features(("alibi_slopes",)), False),
         ("sm_80", "dkdv", 256, False, Features(), True),
+        ("sm_86", "dkdv", 64, True, Features(), True),
+        ("sm_89", "dkdv", 64, True, Features(), True),
         ("sm_86", "dq", 128, False, Features(), True),
         ("sm_89", "dq", 128, True, Features(), True),
     ],
