@@ -152,6 +152,11 @@ def _dims(kernel: Kernel) -> str:
     return head_dims(kernel) + ("; v's may differ" if kernel.mixed_dims else "")
 
 
+def _left(kernel: Kernel) -> tuple[str, ...]:
+    """What it leaves to rows below, in words."""
+    return () if kernel.leaves is None else (f"leaves to a row below: {kernel.leaves.what}",)
+
+
 COLUMNS = (
     Column("kernel", 14, lambda k: k.name if k.module else f"{k.name} (not built)"),
     Column("targets", 8, lambda k: _listed(k.archs)),
@@ -159,7 +164,7 @@ COLUMNS = (
     Column("dtypes", 6, lambda k: _listed(k.dtypes)),
     Column("features", 14, _features),
     Column("tuning", 23, lambda k: _by_arch(k, k.tuning)),
-    Column("needs", 16, lambda k: _listed(need.what for need in k.needs)),
+    Column("needs", 16, lambda k: _listed((*(need.what for need in k.needs), *_left(k)))),
     Column("why it is there", 16, lambda k: k.reason),
 )
 
@@ -194,7 +199,10 @@ def verdicts(arch: str, request: Request, of: Pass = FORWARD) -> str:
         if arch not in kernel.archs:
             continue
         why = refusal(kernel, arch, request)
-        text = "chosen" if kernel.name == chosen else "could serve it too" if why is None else f"no: it {why}"
+        could = "could serve it too"
+        if kernel.leaves is not None and kernel.yields(request):
+            could += f", and leaves to a row below: {kernel.leaves.what}"
+        text = "chosen" if kernel.name == chosen else could if why is None else f"no: it {why}"
         first, *rest = textwrap.wrap(text, WIDTH - 20)
         lines += [f"{arch:<8}  {kernel.name:<8}  {first}", *(f"{'':20}{line}" for line in rest)]
     if error is not None and of.forced.get():
@@ -231,7 +239,7 @@ def paths(options: argparse.Namespace) -> None:
         return
     if request is None:
         print(table(k for k in of.table() if set(archs) & set(k.archs)))
-        print("A call takes the first row that serves it.")
+        print("A call takes the first row that serves it and does not leave it to a row below which does.")
     else:
         asked = as_backward(request) if options.backward else request
         print("\n".join(verdicts(arch, asked, of) for arch in archs))

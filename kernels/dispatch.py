@@ -1,7 +1,8 @@
 """Which flash-attention kernel serves a request: a table for each pass, in order of preference.
 
-A kernel is one row of `KERNELS` or of `BACKWARD_KERNELS`. A new kernel adds its row above those that it beats;
-nothing else changes. Rows of other packages come before these: see `registered`.
+A kernel is one row of `KERNELS` or of `BACKWARD_KERNELS`. A new kernel adds its row above those that it beats, and
+says which calls it leaves to them (`Preference`); nothing else changes. Rows of other packages come before these: see
+`registered`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,19 @@ from fly import config
 from fly.errors import ConfigError, UnsupportedError
 
 from .arguments.callers import arg, plain, problem
+from .needs import (
+    SHORT_TRIANGLES,
+    Need,
+    Preference,
+    aligned,
+    keys_within,
+    mask_blocks,
+    only,
+    page_within,
+    pages_in_runs,
+    unless_filled,
+    unless_paged,
+)
 from .problem.catalogue import BY_NAME, EVERYWHERE
 from .problem.contract import HEAD_DIMS, Prepare, Request
 
@@ -30,131 +44,6 @@ OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # w
 
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(v) for v in values)
-
-
-@dataclass(frozen=True)
-class Need:
-    """A condition of a kernel on the call: in words, and as a function that says why a request fails it, or None.
-
-    `by_length`: whether that depends on how many keys the longest sequence has, which is another one's business
-    where results are batch-invariant (`split_keys`): such a call is refused then, and no other kernel serves it.
-    """
-
-    what: str
-    refuses: Callable[[Request], str | None]
-    by_length: bool = False
-
-
-def aligned(bytes_: int) -> Need:
-    """Addresses and strides of q, k, v and out are multiples of `bytes_`."""
-
-    def refuses(request: Request) -> str | None:
-        if request.alignment >= bytes_:
-            return None
-        return (
-            f"takes tensors whose addresses and strides are multiples of {bytes_} bytes, not of {request.alignment}: "
-            "make them contiguous, from an allocation of their own"
-        )
-
-    return Need(f"{bytes_}-byte aligned tensors", refuses)
-
-
-def keys_within(bytes_: int, ahead: int = 0) -> Need:
-    """One sequence's K and V, and `ahead` rows past their end, span less than `bytes_` in memory."""
-
-    def refuses(request: Request) -> str | None:
-        most = bytes_ // request.kv_pitch - ahead if request.kv_pitch else request.seq_len_kv
-        if request.seq_len_kv <= most:
-            return None
-        return (
-            f"reaches {most} keys whose rows are {request.kv_pitch} bytes apart, not {request.seq_len_kv}: make "
-            f"{arg.k} and {arg.v} contiguous"
-        )
-
-    return Need(f"a sequence's K and V within {bytes_ >> 20} MiB", refuses, by_length=True)
-
-
-def page_within(bytes_: int, rows: int) -> Need:
-    """A page of K or V, and `rows` rows if it has fewer, span less than `bytes_` in memory."""
-
-    def refuses(request: Request) -> str | None:
-        most = bytes_ // max(request.page_size or 0, rows)
-        if request.kv_pitch < most:
-            return None
-        return (
-            f"takes keys less than {most} bytes apart in pages of {request.page_size}, not {request.kv_pitch}: make "
-            f"{arg.k} and {arg.v} contiguous"
-        )
-
-    return Need(f"a page within {bytes_ >> 20} MiB", refuses)
-
-
-def pages_in_runs(rows: int) -> Need:
-    """Pages have a power of two of at least `rows` keys, and sequences begin where their first page does."""
-
-    def refuses(request: Request) -> str | None:
-        size = request.page_size
-        if size is None:
-            return None
-        if size < rows or size & (size - 1):
-            return (
-                f"takes pages of a power of two of at least {rows} keys, not of {size}: allocate such pages, or "
-                f"gather a sequence's pages into {arg.k} and {arg.v}"
-            )
-        if "cache_leftpad" in request.features:
-            return (
-                f"does not do padding at the left of pages ({arg.cache_leftpad} with {arg.block_table}): pass "
-                "pages that start with a sequence's first key"
-            )
-        return None
-
-    return Need(f"pages of a power of two of at least {rows} keys, without padding at the left", refuses)
-
-
-def unless_paged(need: Need, paged: Need) -> Need:
-    """`paged` is for keys in pages, `need` for others."""
-    return Need(
-        f"{need.what}; {paged.what}",
-        lambda request: (paged if "paged" in request.features else need).refuses(request),
-        by_length=need.by_length,
-    )
-
-
-def unless_filled(need: Need, filled: Need) -> Need:
-    """`filled` is for head dimensions that are no multiples of 64: their rows get columns of zeros."""
-
-    def refuses(request: Request) -> str | None:
-        whole = request.head_dim % 64 == request.value_dim % 64 == 0
-        return (need if whole else filled).refuses(request)
-
-    return Need(
-        f"{need.what} ({filled.what} at head_dims that are no multiples of 64)", refuses, by_length=need.by_length
-    )
-
-
-def mask_blocks(rows: int, keys: int) -> Need:
-    """A block mask's blocks have multiples of `rows` queries and of `keys` keys."""
-
-    def refuses(request: Request) -> str | None:
-        size = request.static_features.block_size
-        if size is None or not (size[0] % rows or size[1] % keys):
-            return None
-        return (
-            f"takes a block_mask whose BLOCK_SIZE is a multiple of ({rows}, {keys}), not {size}: build it with such "
-            "blocks, or pass its mask_mod as mask_mod"
-        )
-
-    return Need(f"blocks of a block_mask in multiples of ({rows}, {keys})", refuses)
-
-
-def only(feature: str) -> Need:
-    """A kernel for calls that ask for `feature` alone; another row serves the others."""
-    what, _ = BY_NAME[feature].told
-
-    def refuses(request: Request) -> str | None:
-        return None if feature in request.features else f"is for {what} alone: another kernel serves this call"
-
-    return Need(plain(what), refuses)
 
 
 def _ordered(request: Request) -> str | None:
@@ -221,7 +110,7 @@ class Kernel:
     `tuning` maps each tuning option it takes to the architectures it means something on. `needs` are conditions on
     the call. `switched_off` is a variable that keeps the kernel from being chosen. `reason` says in a few words why
     it stands where it stands. `mixed_dims`: whether V's may be another one of `head_dims`. `partly`: architectures of
-    features that it has on these alone.
+    features that it has on these alone. `leaves`: calls that it serves only where no later row can.
     """
 
     name: str
@@ -236,10 +125,15 @@ class Kernel:
     switched_off: config.Variable | None = None
     mixed_dims: bool = False
     partly: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    leaves: Preference | None = None
 
     def has(self, feature: str, arch: str) -> bool:
         """Whether it does a feature on an architecture."""
         return feature in self.features and arch in self.partly.get(feature, self.archs)
+
+    def yields(self, request: Request) -> bool:
+        """Whether it leaves a request to a later row; never with `split_keys`, where a batch must not decide that."""
+        return self.leaves is not None and "split_keys" not in request.features and self.leaves.yields(request)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -296,6 +190,7 @@ KERNELS: tuple[Kernel, ...] = (
         reason="the stages of the gfx950 kernel, with K and V through registers",
         needs=(aligned(4),),
         switched_off=config.DISABLE_DUALWAVE_SWP,
+        leaves=SHORT_TRIANGLES,
     ),
     Kernel(
         name="sm90",
@@ -556,19 +451,24 @@ def _by_length(kernel: Kernel, request: Request) -> list[str | None]:
 
 
 def choose(arch: str, request: Request, of: Pass = FORWARD) -> Kernel:
-    """The first kernel of a pass's table that can serve `request` on `arch`, or the one that its variable forces.
+    """The first kernel of a pass's table that can serve `request` on `arch` and does not leave it to a later one that
+    can, or the one that its variable forces.
 
     Raises:
         UnsupportedError: none can, or the forced one cannot; says why for each that is meant for `arch`.
     """
     forced = of.forced.get()
     refusals: dict[str, str] = {}
+    yielding: Kernel | None = None
     for kernel in of.table():
         if forced not in ("", kernel.name):
             continue
         why = _refusal(kernel, arch, request)
         if why is None:
-            return kernel
+            if forced or not kernel.yields(request):
+                return kernel
+            yielding = yielding or kernel
+            continue
         if "split_keys" in request.features and why in _by_length(kernel, request):
             raise problem(UnsupportedError, f"with {arg.split_keys}, the {kernel.name} kernel {why}")
         if forced:
@@ -579,6 +479,8 @@ def choose(arch: str, request: Request, of: Pass = FORWARD) -> Kernel:
             )
         if arch in kernel.archs:
             refusals[kernel.name] = why
+    if yielding is not None:
+        return yielding
     if not refusals:
         accepted = _listed(sorted({arch for kernel in of.table() for arch in kernel.archs}))
         raise problem(UnsupportedError, f"{of.name} has no kernel for target {arch}; targets: {accepted}")

@@ -49,7 +49,8 @@ def row(kernel: Kernel) -> dict[str, Any]:
 
     `package`: whose it is; `module`: None while it is not built; `mixed_head_dims`: whether V's may be
     another one of `head_dims`; `features_on`: targets of features that it has on some alone; `tuning`: targets by
-    option; `needs`: in words.
+    option; `needs`: in words; `leaves`: in words, the calls that it leaves to a later row which can serve them, or
+    None.
     """
     module = kernel.module
     own = module is None or module.startswith(".")
@@ -65,6 +66,7 @@ def row(kernel: Kernel) -> dict[str, Any]:
         "features_on": {name: list(archs) for name, archs in kernel.partly.items()},
         "tuning": {name: list(archs) for name, archs in kernel.tuning.items()},
         "needs": [need.what for need in kernel.needs],
+        "leaves": None if kernel.leaves is None else kernel.leaves.what,
         "reason": kernel.reason,
     }
 
@@ -81,7 +83,8 @@ def call_of(request: Request) -> dict[str, Any]:
 
 def verdict(arch: str, request: Request, of: Pass = FORWARD) -> dict[str, Any]:
     """`chosen`: the name of the kernel that serves a pass of the request, or None, and then `error` says why;
-    `refusals`: by kernel of this target, why it does not serve the request, None where it could.
+    `refusals`: by kernel of this target, why it does not serve the request, None where it could; `yields`: names of
+    those that could and leave it to later ones.
     """
     try:
         chosen, error = choose(arch, request, of).name, None
@@ -91,7 +94,8 @@ def verdict(arch: str, request: Request, of: Pass = FORWARD) -> dict[str, Any]:
     return {
         "chosen": chosen,
         "error": error,
-        "refusals": {kernel.name: refusal(kernel, arch, request) for kernel in of_target},
+        "refusals": (refusals := {kernel.name: refusal(kernel, arch, request) for kernel in of_target}),
+        "yields": [k.name for k in of_target if refusals[k.name] is None and k.yields(request)],
     }
 
 

@@ -64,6 +64,7 @@ FLOORS = (
         "flash_attn_sm90_fp8",
         "flash_attn_sm90_fp8_cache",
     ),
+    ("needs",),
     ("dispatch",),
     ("call",),
     ("cache", "merging"),

@@ -157,6 +157,46 @@ def test_a_kernel_whose_needs_are_not_met_is_passed_over(table, monkeypatch):
         dispatch.choose("sm_90a", replace(REQUEST, alignment=8))
 
 
+def test_a_kernel_leaves_calls_to_later_ones_that_can(table, monkeypatch):
+    short = dispatch.Preference("short calls", lambda request: request.seq_len <= 512)
+    table(gfx950={"leaves": short})
+    calls = {length: replace(REQUEST, seq_len=length) for length in (512, 1024)}
+    chosen = {length: dispatch.choose("gfx950", call).name for length, call in calls.items()}
+    assert chosen == {512: "generic", 1024: "gfx950"}
+    # nobody else can, and it still does
+    assert dispatch.choose("gfx950", replace(calls[512], features=("softcap",))).name == "gfx950"
+    # a sequence is to have the same bits in every batch
+    table(gfx950={"leaves": short}, generic={"features": ("split_keys",)})
+    assert dispatch.choose("gfx950", replace(calls[512], features=("split_keys",))).name == "gfx950"
+    monkeypatch.setenv("FLY_KERNEL", "gfx950")
+    assert dispatch.choose("gfx950", calls[512]).name == "gfx950"
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "generic"),
+        ({"batch": 28}, "gfx942"),  # 3584 blocks of 256 rows; 12 for each compute unit are 3648
+        ({"batch": 14, "seq_len": 512, "seq_len_kv": 512}, "gfx942"),  # 896, and 3 for each are 912
+        ({"batch": 15, "seq_len": 512, "seq_len_kv": 512}, "generic"),
+        ({"batch": 15, "seq_len": 513, "seq_len_kv": 513}, "gfx942"),  # 1440, and 5 for each are 1520
+        ({"batch": 16, "seq_len": 513, "seq_len_kv": 513}, "generic"),
+        ({"seq_len": 1025, "seq_len_kv": 1025}, "gfx942"),
+        ({"causal": False}, "gfx942"),
+        ({"head_dim": 128}, "gfx942"),
+        ({"cross_seqlen": True, "seq_len_kv": 1000}, "gfx942"),
+        ({"features": ("split_keys",)}, "gfx942"),
+        ({"features": ("window",)}, "gfx942"),
+        ({"partial": True}, "gfx942"),
+    ],
+)
+def test_short_causal_calls_that_fill_gfx942_are_the_generic_kernels(change, chosen, monkeypatch):
+    for variable in ("FLY_KERNEL", "FLYDSL_DISABLE_DUALWAVE_SWP"):
+        monkeypatch.delenv(variable, raising=False)
+    request = replace(REQUEST, head_dim=64, batch=32, num_heads=32, num_kv_heads=32)
+    assert dispatch.choose("gfx942", replace(request, **change)).name == chosen
+
+
 def shown(capsys, *arguments: str) -> list[str]:
     """The lines that `python -m fly paths` prints."""
     assert main(["paths", *arguments]) == 0
@@ -193,6 +233,15 @@ def test_paths_says_what_is_chosen_and_why_the_others_are_not(table, capsys):
     assert packed[-1].split() == ["gfx950", "generic", "chosen"]
     unaligned = shown(capsys, "--arch", "gfx950", "--alignment", "2")
     assert "not of 2: make them contiguous" in " ".join(" ".join(unaligned).split())
+
+
+def test_paths_says_what_is_left_to_a_later_row(capsys, monkeypatch):
+    monkeypatch.delenv("FLY_KERNEL", raising=False)
+    flags = "--arch gfx942 --head-dim 64 --causal --batch 32 --num-heads 32 --seq-len 512"
+    lines = shown(capsys, *flags.split())
+    assert lines[0].startswith("gfx942    gfx942    could serve it too, and leaves to a row below: causal calls")
+    assert lines[-1].split() == ["gfx942", "generic", "chosen"]
+    assert "leaves to a row below: causal" in " ".join(commands.COLUMNS[6].show(row) for row in dispatch.KERNELS)
 
 
 def test_paths_when_none_serves(table, capsys):

@@ -15,7 +15,7 @@ from kernels import dispatch, inspection
 from kernels.call.plan import Plans
 
 ROW = {"name", "package", "module", "targets", "head_dims", "mixed_head_dims", "dtypes", "features", "tuning"}
-ROW |= {"features_on", "needs", "reason"}
+ROW |= {"features_on", "needs", "leaves", "reason"}
 CALL = {"head_dim", "dtype", "causal", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads"}
 CALL |= {"num_kv_splits", "alignment", "page_size", "head_dim_v", "features", "tuning"}
 
@@ -65,6 +65,18 @@ def test_one_target_and_a_forced_kernel(capsys, monkeypatch):
     assert found["forced"] == "sm90" and [row["name"] for row in found["kernels"]] == ["gfx942", "generic"]
     verdict = found["targets"]["gfx942"]
     assert verdict["chosen"] is None and "runs on sm_90a, not on gfx942" in verdict["error"]
+
+
+def test_what_is_left_to_a_later_row_is_told(capsys, monkeypatch):
+    sizes = {"--head-dim": 64, "--batch": 32, "--num-heads": 32, "--seq-len": 512}
+    call = ["--arch", "gfx942", "--causal", *(str(part) for size in sizes.items() for part in size)]
+    found = printed(capsys, *call)
+    rows, verdict = {row["name"]: row["leaves"] for row in found["kernels"]}, found["targets"]["gfx942"]
+    assert rows["generic"] is None and "head_dim 64" in rows["gfx942"]
+    assert (verdict["chosen"], verdict["yields"]) == ("generic", ["gfx942"])
+    assert verdict["refusals"] == {"gfx942": None, "generic": None}
+    monkeypatch.setenv("FLY_KERNEL", "gfx942")
+    assert printed(capsys, *call)["targets"]["gfx942"]["chosen"] == "gfx942"
 
 
 def test_plans():
