@@ -78,6 +78,7 @@ from .arguments.callers import (
 from .arguments.checks import Checks, is_dense
 from .arguments.stacked import leaves_of, unstacked
 from .cache.packed import append_packed, batch_of
+from .flash_attn_interface import repeated
 from .problem.catalogue import NO_WINDOW
 from .problem.dropout_mask import random_state
 
@@ -96,6 +97,7 @@ __all__ = [
 ]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_OF_REPEATED = {"softmax_scale", "num_kv_splits"}
 
 
 def _attend(
@@ -109,9 +111,16 @@ def _attend(
 ) -> Result:
     if return_attn_probs is not False:
         Checks(caller.function).flag("return_attn_probs", return_attn_probs)
-    elif not (is_seen() or needs_copies(q, k, v)):  # as below, with fewer calls of Python's
-        out: torch.Tensor = eager(caller, q, k, v, causal, options)  # type: ignore[assignment]  # without its lse
-        return out
+    elif not is_seen():  # as below, with fewer calls of Python's
+        result: Result
+        if options.keys() <= _OF_REPEATED:
+            known = repeated(q, k, v, causal, **options)
+            if known is not None:
+                result = known  # type: ignore[assignment]  # out alone
+                return result
+        if not needs_copies(q, k, v):
+            result = eager(caller, q, k, v, causal, options)  # type: ignore[assignment]  # the same
+            return result
     dropped = return_attn_probs and bool(options.get("dropout_p"))
     if dropped and isinstance(q, torch.Tensor):
         refuse_while_compiling(caller)

@@ -43,7 +43,7 @@ _KERNEL, _DISABLED, _ARCH = (v.raw_name for v in (config.KERNEL, config.DISABLE_
 _CHECK_INPUTS = config.CHECK_INPUTS.raw_name
 
 _NO_OPERANDS: dict[str, Any] = {}
-_Tensor = torch.Tensor
+_Tensor, _address = torch.Tensor, torch.Tensor.data_ptr
 _grad_enabled = torch.is_grad_enabled
 _plans: dict[tuple[Any, ...], Plan] = Plans()
 _gradients: Any = None  # `call.gradients`: an import statement in every call would take 2 µs
@@ -203,6 +203,27 @@ def flydsl_flash_attn_func(
     """
     if names:
         return flydsl_flash_attn_func(**_translated(locals()))
+    try:
+        alone = (
+            alibi_slopes is bias is sink is score_mod is score_mod_bwd is mask_mod is block_mask  # type: ignore[comparison-overlap]  # all None or not
+            is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
+            is q_descale is k_descale is v_descale is rng_state is None
+            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW
+            and fp8_accumulate == "float32"
+            and not (attention_chunk or split_keys or aux_tensors)
+        )  # fmt: skip
+        plain = alone and (
+            out is workspace is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is num_kv_heads  # type: ignore[comparison-overlap]  # the same
+            is cross_seqlen is debug_counts is stream is waves_per_eu is daz
+            is dualwave_swp_lazy_rescale is dualwave_swp_setprio is dualwave_swp_enable_stagger is None
+            and deterministic is False and kv_cache_layout == "linear"
+        )  # fmt: skip
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        alone = plain = False  # something here is no number: the checks below say what
+    if plain:
+        known = repeated(q, k, v, causal, softmax_scale, num_kv_splits, return_lse)
+        if known is not None:
+            return known
     key: tuple[Any, ...] | None
     operands: dict[str, Any] = _NO_OPERANDS
     functions: tuple[Callable[..., Any] | None, ...]
@@ -228,8 +249,9 @@ def flydsl_flash_attn_func(
         type_q, type_k, type_v = type(q), type(k), type(v)
         if not (type_q is type_k is type_v is _Tensor):
             _check_memory(q, k, v)
+            plain = False
         # fmt: off
-        key = (
+        key = _key_of(q, k, v, causal, softmax_scale, num_kv_splits, return_lse) if plain else (
             type_q, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
             type_k, k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
             type_v, v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
@@ -244,15 +266,7 @@ def flydsl_flash_attn_func(
             _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
         )
         # fmt: on
-        if not (
-            alibi_slopes is bias is sink is score_mod is score_mod_bwd is mask_mod is block_mask  # type: ignore[comparison-overlap]  # all None or not
-            is seqused_q is seqused_kv is cache_leftpad is kv_batch_idx is block_table
-            is q_descale is k_descale is v_descale is None
-            and rng_state is None
-            and softcap == 0.0 == dropout_p and window_size == NO_WINDOW
-            and fp8_accumulate == "float32"
-            and not (attention_chunk or split_keys or aux_tensors)
-        ):  # fmt: skip
+        if not alone:
             if rng_state is None and dropout_p:
                 rng_state = random_state(q.device)
             # fmt: off
@@ -354,6 +368,66 @@ def flydsl_flash_attn_func(
         recorded = gradients.recorded(plan.kind, leaves or (q, k, v), tensors, block_mask, wants_lse)
         return recorded
     return out if lse is None else (out, lse)
+
+
+def _key_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, splits: int, lse: bool
+) -> tuple[Any, ...]:
+    """The key of a plan for a call of plain tensors and these numbers alone."""
+    return (
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
+        causal, scale, splits, lse, _environment(_KERNEL), _environment(_DISABLED), _environment(_ARCH),
+    )  # fmt: skip
+
+
+def repeated(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float | None = None,
+    num_kv_splits: int = 1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """`flydsl_flash_attn_func` of these alone, for a call whose like there was; None, and nothing done, if not.
+
+    It takes less of the host's time: whatever is to be checked was checked then.
+    """
+    if not type(q) is type(k) is type(v) is _Tensor:
+        return None
+    if TYPE_CHECKING:
+        assert k is not None and v is not None
+    wants_lse, needs_gradient = return_lse, False
+    try:
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            needs_gradient = True
+            if return_lse is False:
+                return_lse = True  # as there
+        plan = _plans.get(_key_of(q, k, v, causal, softmax_scale, num_kv_splits, return_lse))
+    except (TypeError, RuntimeError):
+        return None  # tensors without strides or memory, numbers that are none: the function says what
+    if plan is None or (pick := plan.pick) is None or (queue := plan.launch.at) is None:
+        return None
+    if needs_gradient and not plan.kind.backward:  # whether there is a backward pass is to be checked
+        return None
+    # allocated as there
+    out = torch.empty_like(q) if plan.out is None else q.new_empty(plan.out[0], dtype=plan.out[1])
+    results = [out]
+    if return_lse:
+        results.append(torch.empty_strided(*plan.lse, dtype=torch.float32, device=q.device))
+    addresses = [*map(_address, (q, k, v, *results))]
+    if size := plan.launch.workspace_bytes:
+        workspace = q.new_empty(size, dtype=torch.uint8)
+        addresses.append(workspace.data_ptr())
+    queue([*pick(addresses)], None)
+    if needs_gradient:
+        kind = plan.kind
+        recorded: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        recorded = _gradients.record((kind, kind.kept, ()), (q, k, v), results, wants_lse)
+        return recorded
+    return (out, results[1]) if return_lse else out
 
 
 def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:

@@ -37,7 +37,7 @@ from .checks import INPUTS, check_call, is_aligned, loadable, settled
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans, entry_of
 
-__all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "recorded", "run"]
+__all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "record", "recorded", "run"]
 
 Options = Mapping[str, Any]
 
@@ -52,6 +52,8 @@ _LENGTHS = {"cu_seqlens_q", "seqused_q", "seqused_kv"}  # with which some tokens
 _CONTIGUOUS = torch.contiguous_format
 # Bytes of gradients and workspace that are allocated together, and live as long as one of the gradients.
 MOST_SHARED = 1 << 22
+# mapped over tensors in less time than a loop takes
+_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 # the variables that a launch depends on
 _environment = config.raw_value
 _ARCH, _KERNEL = config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name
@@ -124,15 +126,22 @@ def recorded(
         names, kept = (*names, *LISTS_BY_KEYS), [*kept, *brought]
     if operands:
         leaves = (*leaves, *[tensors[name] for name in operands])
-    apply = _Attention.apply if _transformed() else _apply
-    # one argument besides the leaves, as autograd looks at each
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    result = apply((kept, wants_lse, (kind, names, operands)), *leaves)
-    return result
+    return record((kind, names, operands), leaves, kept, wants_lse)
 
 
 _Recorded = tuple[Kind, tuple[str, ...], tuple[str, ...]]
 """What a call is, and what it keeps besides inputs: the names of tensors, and of operands that need a gradient."""
+
+
+def record(
+    recorded: _Recorded, leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], wants_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The first of what is `kept`, or the first two, out and lse, as autograd's results of the leaves."""
+    apply = _Attention.apply if _transformed() else _apply
+    # one argument besides the leaves, as autograd looks at each
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    result = apply((kept, wants_lse, recorded), *leaves)
+    return result
 
 
 class _Attention(torch.autograd.Function):
@@ -142,8 +151,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, recorded: tuple[Sequence[torch.Tensor], bool, _Recorded], *leaves: torch.Tensor) -> Any:
         kept, wants_lse, ctx.recorded = recorded
         ctx.save_for_backward(*leaves, *kept)  # tensors are autograd's, whose hooks may move them
-        ctx.set_materialize_grads(False)
-        return (kept[0], kept[1]) if wants_lse else kept[0]
+        if not wants_lse:
+            return kept[0]
+        ctx.set_materialize_grads(False)  # one of two gradients may be missing
+        return kept[0], kept[1]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
@@ -260,7 +271,7 @@ def _form(names: tuple[str, ...], saved: Sequence[torch.Tensor], dout: torch.Ten
     # autograd's hooks may hand back what lies otherwise than what the call was given
     return (
         names, _environment(_ARCH), _environment(_KERNEL), torch.are_deterministic_algorithms_enabled(),
-        dout.stride(), *[x.stride() for x in saved[:4]],
+        dout.stride(), *map(_strides, saved[:4]),
     )  # fmt: skip
 
 
@@ -274,7 +285,7 @@ def _again(
     repeated: _Repeated | None = kind.repeated.get(_form(names, saved, dout))
     if repeated is None:
         return None
-    addresses = [x.data_ptr() for x in saved]
+    addresses = [*map(_address, saved)]
     q, k, v, out = addresses[:4]
     own = dout.data_ptr()
     if (q | k | v | out | own) % ALIGNMENT:
@@ -284,10 +295,9 @@ def _again(
     alone: Sequence[torch.Tensor] = ()
     if shared.alone:
         alone = results_for(saved[: shared.alone], names)
-        addresses += [x.data_ptr() for x in alone]
+        addresses += map(_address, alone)
     whole = shared.allocate()
-    start = whole.data_ptr()
-    addresses += [start + place for place in shared.places]
+    addresses += map(whole.data_ptr().__add__, shared.places)
     repeated.queue([*repeated.pick(addresses)], None)
     return *alone, *shared.split(whole)[:-1]
 

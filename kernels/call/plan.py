@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 
 from fly.errors import MissingBuildError, UnsupportedError
 from fly.runtime.device import device_of
+from fly.runtime.prepared import picker
 
 from .. import dispatch
 from ..arguments.callers import OWN
@@ -24,6 +25,7 @@ from .checks import INPUTS, Call, Result
 MAX_PLANS = 1024
 
 _NOT_KEPT = {*INPUTS, "out", "debug_counts"}
+_ALONE = (*INPUTS, "out", "lse", "workspace")
 
 K = TypeVar("K")
 P = TypeVar("P")
@@ -59,7 +61,11 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prepared kind of call, without any of the caller's tensors; `lse`: (sizes, strides), others as of `Call`."""
+    """A prepared kind of call, without any of the caller's tensors; `lse`: (sizes, strides), others as of `Call`.
+
+    `pick` takes what `launch.at` wants, in its order, of the addresses of q, k, v, out, lse and the workspace, those
+    that the call has; it is None where there is more to a call than that.
+    """
 
     launch: Launch
     kind: Kind
@@ -67,12 +73,21 @@ class Plan:
     out: Result
     lse: tuple[tuple[int, ...], tuple[int, ...]]
     reads_device: bool
+    pick: Callable[[Sequence[int]], Sequence[int]] | None
 
     @staticmethod
     def of(call: Call, launch: Launch) -> Plan:
         """Of a checked call."""
         lse = call.lse, torch.empty(call.lse, device="meta").stride()
-        return Plan(launch, Kind.of(call), call.extents, call.out, lse, call.reads_device)
+        return Plan(launch, Kind.of(call), call.extents, call.out, lse, call.reads_device, _pick(call, launch))
+
+
+def _pick(call: Call, launch: Launch) -> Callable[[Sequence[int]], Sequence[int]] | None:
+    """`Plan.pick`."""
+    if launch.at is None or call.reads_device or not {*launch.names} <= {*_ALONE}:
+        return None
+    given = [name for name in _ALONE if name != "lse" or call.request.return_lse]
+    return picker([given.index(name) for name in launch.names])
 
 
 class Plans(dict[K, P]):

@@ -94,8 +94,7 @@ class Steps:
             if stream is None:
                 stream = current_stream()
             if parts:
-                start = addresses.pop()
-                addresses += [start + place for place in parts]
+                addresses += map(addresses.pop().__add__, parts)
             for address in of_stream:
                 addresses.append(address(stream))
             launch(addresses, stream)
