@@ -102,4 +102,5 @@ def call(given: Mapping[str, Any]) -> Request:
         features=tuple(name for name in BY_NAME if wanted[name]),
         tuning=dict.fromkeys(given.get("tuning", ()), True),
         head_dim_v=size["head_dim_v"],
+        bias_by_query=wanted["bias"],
     )

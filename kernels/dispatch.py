@@ -19,6 +19,7 @@ from fly.errors import ConfigError, UnsupportedError
 
 from .arguments.callers import arg, plain, problem
 from .needs import (
+    BIAS_OF_WIDE_HEADS,
     SHORT_TRIANGLES,
     Need,
     Preference,
@@ -293,6 +294,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         reason="five products instead of seven, on WGMMA and TMA",
         needs=(INPUTS_ALONE, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
         mixed_dims=True,
+        leaves=BIAS_OF_WIDE_HEADS,
     ),
     Kernel(
         name="sm90_wide",
@@ -305,7 +307,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
             *("softcap", "alibi", "bias", "sink", "dropout", "score_mod", "mask_mod"),
         ),
         tuning={},
-        reason="the same with dK and dV in two warpgroups, for heads above 128",
+        reason="the same with dK and dV in two warpgroups, which leaves more registers",
         needs=(INPUTS_ALONE, keys_in_turn(65_535 * 64)),
         mixed_dims=True,
     ),

@@ -161,3 +161,13 @@ SHORT_TRIANGLES = Preference(
     + ", ".join(f"{least} blocks of 256 queries on at {keys} keys" for keys, least in FILLED.items()),
     _short_triangles,
 )
+
+
+def _bias_of_wide_heads(request: Request) -> bool:
+    return request.bias_by_query and min(request.head_dim, request.value_dim) > 96 and not request.deterministic
+
+
+# docs/notebook.md, "A bias at head dimension 128: which of the two"
+BIAS_OF_WIDE_HEADS = Preference(
+    "calls with a bias of every score at head dimensions above 96, in any order of additions", _bias_of_wide_heads
+)

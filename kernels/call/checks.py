@@ -354,6 +354,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         static_features=features,
         aux_tensors=len(aux),
         deterministic=options["deterministic"],
+        bias_by_query="bias" in operands and operands["bias"].dim() == 4,
     )
     tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}
     tensors |= {name: options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "debug_counts")}

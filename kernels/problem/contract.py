@@ -44,6 +44,7 @@ class Request:
     `aux_tensors`: how many of these their functions have. `deterministic`: gradients are the same bits every time.
     `operand_gradients`: of a backward pass, which makes gradients of a bias or of auxiliary tensors too. `partial`:
     results of parts of the keys, f32, are left in the workspace (`work.split_combine.Partials`), be it one part.
+    `bias_by_query`: there is a bias, and queries have theirs.
     """
 
     head_dim: int
@@ -70,6 +71,7 @@ class Request:
     aux_tensors: int = 0
     deterministic: bool = False
     operand_gradients: bool = False
+    bias_by_query: bool = False
     partial: bool = False
 
     @property

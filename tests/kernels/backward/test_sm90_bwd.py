@@ -13,8 +13,8 @@ import torch
 from fly.errors import ShapeError, UnsupportedError
 from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
-from kernels.dispatch import BACKWARD, choose
-from kernels.flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
+from kernels.dispatch import BACKWARD, as_backward, choose
+from kernels.flash_attn_interface import OPTION_DEFAULTS, checked, flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.mask import KeyRange, QueryRange
 from kernels.sm90.backward import BLOCK_M, BLOCK_N, Sm90BackwardOptions
@@ -296,3 +296,26 @@ def test_wide_heads_are_another_kernels(dims, monkeypatch):
         choose("sm_90a", request, BACKWARD)
     monkeypatch.delenv("FLY_BACKWARD_KERNEL")
     assert choose("sm_90a", request, BACKWARD).name == "sm90_wide"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "deterministic", "chosen"),
+    [
+        ((1, 2, 70, 66), (128, 128), False, "sm90_wide"),
+        ((70, 66), (104, 120), False, "sm90_wide"),
+        ((1, 66), (128, 128), False, "sm90"),
+        ((66,), (128, 128), False, "sm90"),
+        ((70, 66), (96, 128), False, "sm90"),
+        ((70, 66), (128, 96), False, "sm90"),
+        ((70, 66), (128, 128), True, "sm90"),
+    ],
+)
+def test_a_bias_of_every_score_is_left_to_the_wide_form(shape, dims, deterministic, chosen, monkeypatch, seed):
+    inputs = Inputs([70], [66], 2, 1, dims[0], head_dim_v=dims[1], seed=seed)
+    bias = inputs.floats(*shape, dtype=torch.bfloat16)
+    request = checked(*inputs.tensors(), False, bias=bias, deterministic=deterministic).request
+    assert choose("sm_90a", as_backward(request), BACKWARD).name == "sm90"  # it is forced
+    monkeypatch.delenv("FLY_BACKWARD_KERNEL")
+    assert choose("sm_90a", as_backward(request), BACKWARD).name == chosen
+    if chosen == "sm90_wide":
+        assert not wrong(inputs, False, bias=bias), f"seed {seed}"
