@@ -162,9 +162,27 @@ def test_what_documents_say_of_the_speed_is_what_the_page_says(document):
     latest = {run["preset"]: run for run in sorted(results.committed(), key=lambda run: run["date"])}
     text = (results.ROOT / document).read_text()
     ratios = latest["h200"].best_ratios
-    (said,) = re.findall(r"at (\d\.\d\d) of the better of cuDNN and FlashAttention-4", text)
+    (said,) = re.findall(r"at (\d\.\d\d) of the best of cuDNN, FlashAttention-3 and FlashAttention-4", text)
     assert said == f"{geomean(ratios):.2f}"
     for least, most in re.findall(r"single cells (\d\.\d\d) to (\d\.\d\d)", text):
         assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
     for generic in re.findall(r"generic is at (\d\.\d\d) of FlashAttention-2", text):
         assert generic == f"{geomean(latest['generic'].best_ratios):.2f}"
+
+
+def test_what_the_readme_says_of_the_gradients_speed_is_what_the_page_says():
+    latest = {run["preset"]: run for run in sorted(results.committed(), key=lambda run: run["date"])}["backward"]
+    text = " ".join((results.ROOT / "README.md").read_text().split())
+    said = re.search(
+        r"over 30 shapes at (\d\.\d\d) of cuDNN's speed and at (\d\.\d\d) of FlashAttention-4's "
+        r"\((\d\.\d\d) at head dimension 64, (\d\.\d\d) at 128, (\d\.\d\d) at 256\)",
+        text,
+    )
+    assert said is not None
+
+    def over(peer: str, *head_dims: int) -> str:
+        rows = [row for row in latest.rows if row["provider"] == peer and int(row["head_dim"]) in head_dims]
+        return f"{geomean([float(row['fly_ratio']) for row in rows]):.2f}"
+
+    every = (64, 128, 256)
+    assert said.groups() == (over("SDPA cuDNN", *every), over("FA4", *every), *(over("FA4", dim) for dim in every))
