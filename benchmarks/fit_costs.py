@@ -32,7 +32,7 @@ from benchmarks.report import geomean
 from benchmarks.run_record import RUN_COLUMNS, run_record
 from benchmarks.timing import measure
 from kernels.sm90 import cost
-from kernels.sm90.builds import Key, decode_options
+from kernels.sm90.builds import Key, decode_options, options_of, packed_heads
 from kernels.sm90.cost import DecodeTimes, decode_splits, rounds
 from kernels.sm90.tiles import TILES
 
@@ -67,19 +67,28 @@ def _groups(rows: Iterable[Row], columns: Sequence[str]) -> dict[tuple[str, ...]
 
 
 # a causal launch, and a launch of decoding
-LAUNCH = ("head_dim", "head_dim_v", "batch", "seq_len", "seq_len_kv", "num_heads", "units")
+LAUNCH = ("head_dim", "head_dim_v", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads", "units")
 DECODING = ("blocks", "key_tiles", "tile_bytes", "units")
 
 
 def _predicted(
-    head_dim: int, head_dim_v: int, batch: int, seq_len: int, seq_len_kv: int, heads: int, units: int, consumers: int
+    head_dim: int,
+    head_dim_v: int,
+    batch: int,
+    seq_len: int,
+    seq_len_kv: int,
+    heads: int,
+    kv_heads: int,
+    units: int,
+    consumers: int,
 ) -> float:
     """The time of the causal row with so many consumers that serves so many keys."""
-    of = (head_dim, head_dim_v, True, consumers)
-    key = next(key for key in TILES if key[:-1] == of and (key[-1] is None or seq_len_kv <= key[-1]))
-    tile = 64 * consumers, TILES[key]["block_n"]
+    key = _rows_for(head_dim, head_dim_v, seq_len_kv)[consumers]
+    options = options_of(key)
+    pack = packed_heads(heads // kv_heads, seq_len, seq_len_kv, True, options)
+    tile = options.block_m // pack, options.block_n
     cost: float = TILES[key].get("cost", 1.0)
-    return cost * rounds(seq_len, seq_len_kv, tile, batch * heads, units, True)
+    return cost * rounds(seq_len, seq_len_kv, tile, batch * heads // pack, units, True)
 
 
 def causal_choices(rows: Iterable[Row]) -> list[Chosen]:
@@ -207,13 +216,24 @@ def _shown(model: DecodeTimes) -> str:
     return ", ".join(f"{field.name}={getattr(model, field.name):g}" for field in fields(model))
 
 
-# measuring: causal launches of one to a few rounds, (batch, queries, keys) of 16 heads
+# measuring: causal launches of one to a few rounds, (batch, queries, keys) of 16 heads, and of 32 heads on 8
 LENGTHS = (
     *((1, n, n) for n in (768, 1024, 1152, 1536, 2048, 3072, 4096)),
     *((2, 512, 512), (4, 2048, 2048), (2, 4096, 4096), (4, 4096, 4096)),
+    *((16, 1024, 1024), (8, 2048, 2048), (5, 3072, 3072), (2, 8192, 8192)),
     *((2, 2048, 4096), (2, 2048, 8192)),
 )
-LAUNCHES = tuple((*dims, *of, 16) for dims in ((64, 64), (96, 96), (128, 128), (192, 128)) for of in LENGTHS)
+SHARED_LENGTHS = (
+    *((1, 1024, 1024), (1, 2048, 2048), (1, 4096, 4096)),
+    *((32, 512, 512), (16, 1024, 1024), (10, 1536, 1536), (8, 2048, 2048), (5, 3072, 3072), (4, 4096, 4096)),
+    *((2, 8192, 8192), (8, 512, 4096), (4, 1024, 3000), (1, 2048, 8192)),
+)
+LAUNCHES = tuple(
+    (*dims, *of, *heads)
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 128))
+    for lengths, heads in ((LENGTHS, (16, 16)), (SHARED_LENGTHS, (32, 8)))
+    for of in lengths
+)
 # decoding, (head_dim, batch, keys) of 64 query heads on 8, and the numbers of splits
 DECODES = tuple(
     (head_dim, batch, keys)
@@ -253,10 +273,14 @@ def measure_rounds(units: int) -> list[dict[str, object]]:
     from kernels.flash_attn_interface import flydsl_flash_attn_func
 
     records = []
-    for head_dim, head_dim_v, batch, queries, keys, heads in progress(LAUNCHES, "launch"):
+    for head_dim, head_dim_v, batch, queries, keys, heads, kv_heads in progress(LAUNCHES, "launch"):
         q, k, v = (
-            torch.randn(batch, length, heads, dim, dtype=torch.bfloat16, device="cuda")
-            for length, dim in ((queries, head_dim), (keys, head_dim), (keys, head_dim_v))
+            torch.randn(batch, length, count, dim, dtype=torch.bfloat16, device="cuda")
+            for length, count, dim in (
+                (queries, heads, head_dim),
+                (keys, kv_heads, head_dim),
+                (keys, kv_heads, head_dim_v),
+            )
         )
         calls = {}
         for consumers, key in _rows_for(head_dim, head_dim_v, keys).items():
@@ -265,7 +289,7 @@ def measure_rounds(units: int) -> list[dict[str, object]]:
             calls[str(consumers)] = partial(flydsl_flash_attn_func, q, k, v, True, softmax_scale=scale)
             with only(key):
                 calls[str(consumers)]()
-        same = dict(zip(LAUNCH, (head_dim, head_dim_v, batch, queries, keys, heads, units)))
+        same = dict(zip(LAUNCH, (head_dim, head_dim_v, batch, queries, keys, heads, kv_heads, units)))
         for consumers, timing in measure(calls, device="cuda", iters=ITERS, warmup=3).items():
             records.append(same | {"consumers": consumers, "time": timing.median})
     return records

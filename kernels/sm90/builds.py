@@ -412,12 +412,13 @@ def packed_heads(group: int, seq_len: int, seq_len_kv: int, causal: bool, option
     """How many of the `group` query heads of a key head to pack into a build's tiles.
 
     The largest power of two that divides the group, or 1 where tiles would then visit more than 31/32 of the key
-    tiles: long sequences fill their tiles anyway, and only under a causal mask do fewer queries a tile help.
+    tiles, or 255/256 under a causal mask: long sequences fill their tiles anyway. Fewer queries a tile have fewer
+    scores to hide too, which on an H200 saved more than the visits, up to the longest sequences tried, 32768.
     """
     pack = min(group & -group, PACKS[-1])
     block_m, block_n = options.block_m, options.block_n
     plain, packed = (visited(seq_len, seq_len_kv, causal, block_m // p, block_n) for p in (1, pack))
-    return pack if 32 * packed <= 31 * plain * pack else 1
+    return pack if packed <= plain * pack * (255 / 256 if causal else 31 / 32) else 1
 
 
 def _power_of_two(keys: int) -> int:
@@ -460,19 +461,23 @@ def decode_options(
     return replace(one, block_n=min(one.block_n, _SHORT)) if keys is not None and keys <= _SHORT else one
 
 
-_SECTION_BYTES = {False: 8 << 20, True: 16 << 20}  # by causality
-_LEAST_CAUSAL = 32
+_SECTION_BYTES = 32 << 20
+_SECTION_HEADS = 16, 64
 
 
-def section_for(request: Request, head_dim_v: int, pack_gqa: int = 1) -> int:
-    """How many heads, or packed sets, to work on at a time: those whose K and V stay in the second-level cache.
+def section_for(request: Request, options: Sm90Options) -> int:
+    """How many heads, or packed sets, to work on at a time.
 
-    Causal tiles differ in length: with fewer than 32 heads a section ends with too few blocks at work. Measured on an
-    H200 for 512 to 16384 keys. Those of block masks are taken to differ as well.
+    One where all tiles take as long: blocks go from head to head together, and K and V that they read stay in the
+    second-level cache. Causal tiles differ in length: the short ones of several heads fill the places that the long
+    ones leave. Sections are as large as each other, as a small last one leaves places empty. Measured on an H200 for
+    512 to 16384 keys. Tiles of block masks are taken to differ as well.
     """
-    uneven = request.causal or request.static_features.block_size is not None
-    heads = request.batch * request.num_heads // pack_gqa
-    element_bytes = 1 if request.dtype.startswith("f8") else 2
-    head_bytes = element_bytes * request.seq_len_kv * (request.head_dim + head_dim_v)
-    section = _SECTION_BYTES[uneven] // max(1, head_bytes)
-    return min(max(section, _LEAST_CAUSAL if uneven else 1), heads)
+    if not request.causal and request.static_features.block_size is None:
+        return 1
+    heads = request.batch * request.num_heads // options.pack_gqa
+    sharing = request.num_heads // options.pack_gqa // request.num_kv_heads
+    bytes_of_keys = options.tiles[0].element_bytes * request.seq_len_kv * (request.head_dim + request.value_dim)
+    least, most = _SECTION_HEADS
+    wanted = _power_of_two(min(most, max(least, _SECTION_BYTES * sharing // max(1, bytes_of_keys))))
+    return -(-heads // max(1, round(heads / wanted)))

@@ -49,7 +49,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
         "counters": counters.example,
         "seq_len_kv": k.shape[1],
         "group": sets // request.num_kv_heads,
-        "section": section_for(request, request.value_dim, pack) * splits,
+        "section": section_for(request, options) * splits,
         "scale_log2": request.scale_log2,
     }
 

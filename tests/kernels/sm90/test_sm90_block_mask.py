@@ -247,11 +247,12 @@ def test_whole_blocks_keep_wide_tiles():
 
 
 def test_lists_are_taken_to_differ_in_length():
+    options = Sm90Options(128, 128, False, 2, 128, 2, 1)
     full, lists = (
-        section_for(request(4096, 4096, 16, 16, 4, causal=False, static_features=asked), 128)
+        section_for(request(4096, 4096, 16, 16, 4, causal=False, static_features=asked), options)
         for asked in (Features(), listed())
     )
-    assert (full, lists) == (4, 32)
+    assert (full, lists) == (1, 16)
 
 
 def test_builds_that_cannot_walk_lists_are_refused():

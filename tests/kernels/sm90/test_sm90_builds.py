@@ -71,7 +71,7 @@ TWO = Sm90Options(128, 128, False, 2, 128, 2, 1)
         (8, 200, 8),
         (4, 300, 4),
         (8, 512, 1),
-        (8, 8191, 1),  # little to gain
+        (8, 8192, 1),
     ],
 )
 @pytest.mark.parametrize("causal", [True, False])
@@ -79,7 +79,9 @@ def test_heads_are_packed_where_that_saves_tiles(group, seq_len, causal, wanted)
     assert packed_heads(group, seq_len, 16384, causal, TWO) == wanted
 
 
-@pytest.mark.parametrize(("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 1), (False, 512, 1)])
+@pytest.mark.parametrize(
+    ("causal", "seq_len", "wanted"), [(True, 512, 8), (True, 8192, 8), (True, 65536, 1), (False, 512, 1)]
+)
 def test_heads_are_packed_where_that_saves_keys(causal, seq_len, wanted):
     """512 queries: 1, 2, 3 and 4 tiles of 160 keys for 128 of them; one after the other for 16 of them."""
     assert packed_heads(8, seq_len, seq_len, causal, replace(TWO, block_n=160)) == wanted
@@ -268,8 +270,9 @@ def test_packed_sequences_are_judged_by_their_mean_length():
     """A long one among 63 of one query."""
     mixed = request(seq_len=2048, batch=64, features=("packed",))
     options, _ = build_for(mixed, UNITS, (33, 4096))
-    assert (options.pack_gqa, options.consumers) == (8, 2)
-    assert build_for(mixed, UNITS, (2048, 4096))[0].pack_gqa == 1
+    assert (options.pack_gqa, options.consumers) == (8, 3)
+    full = replace(mixed, causal=False)
+    assert [build_for(full, UNITS, (queries, 4096))[0].pack_gqa for queries in (33, 2048)] == [8, 1]
 
 
 @pytest.mark.parametrize(
@@ -277,8 +280,9 @@ def test_packed_sequences_are_judged_by_their_mean_length():
     [
         (64, True, 1, 512, 16, 1),
         (64, True, 8, 1024, 16, 2),
-        (64, True, 4, 2048, 16, 2),
-        (64, True, 1, 4096, 16, 2),
+        (64, True, 1, 2048, 32, 2),
+        (64, True, 8, 2048, 32, 3),
+        (64, True, 4, 1500, 12, 3),
         (64, True, 4, 4096, 16, 3),
         (64, False, 1, 1024, 16, 2),
         (64, False, 4, 2048, 16, 3),
@@ -288,7 +292,7 @@ def test_packed_sequences_are_judged_by_their_mean_length():
         (96, False, 4, 4096, 21, 3),
         (128, True, 8, 2048, 16, 2),
         (128, True, 1, 4096, 16, 2),
-        (128, True, 4, 4096, 16, 3),
+        (128, True, 4, 4096, 16, 2),
         (128, True, 2, 8192, 8, 3),
         (128, False, 16, 1024, 16, 2),
         (128, False, 8, 2048, 16, 3),
@@ -316,8 +320,8 @@ def test_rows_are_without_features_that_there_are():
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features", "consumers"),
     [
-        (128, True, (), 3),
-        (128, True, ("window", "sink", "seqused"), 3),
+        (128, True, (), 2),
+        (128, True, ("window", "sink", "seqused"), 2),
         (128, True, ("softcap",), 2),
         (128, True, ("sink", "alibi"), 2),
         (128, True, ("packed",), 2),
@@ -388,9 +392,23 @@ def test_smaller_tiles_of_decoding_are_as_many_more(dims):
     assert 48 << 10 < options.key_bytes * options.stages <= 80 << 10
 
 
-def test_a_section_counts_packed_sets():
-    whole, packed = (section_for(request(batch=16, seq_len_kv=32), 128, pack) for pack in (1, 8))
-    assert (whole, packed) == (16 * 64, 16 * 8)
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "kv_heads", "batch", "pack", "causal", "wanted"),
+    [
+        (4096, 16, 16, 4, 1, False, 1),  # all tiles as long
+        (512, 16, 16, 32, 1, True, 64),  # no more
+        (2048, 16, 16, 8, 1, True, 32),  # 1 MiB of K and V each
+        (4096, 16, 16, 4, 1, True, 16),
+        (16384, 16, 16, 1, 1, True, 16),  # no fewer
+        (4096, 32, 8, 4, 1, True, 64),  # four share what they read
+        (4096, 32, 8, 4, 4, True, 16),  # packed sets
+        (4096, 20, 20, 2, 1, True, 20),  # two as large as each other
+        (4096, 4, 4, 1, 1, True, 4),
+    ],
+)
+def test_heads_of_a_section(seq_len, heads, kv_heads, batch, pack, causal, wanted):
+    options = Sm90Options(128, 128, causal, 2, 128, 2, 2, pack_gqa=pack)
+    assert section_for(request(seq_len, seq_len, heads, kv_heads, batch, causal=causal), options) == wanted
 
 
 def test_packed_heads_are_bound(monkeypatch):
