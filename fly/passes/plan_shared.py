@@ -11,6 +11,7 @@ from fly.passes.insert_waits import COPIES
 from fly.passes.walk import build, integer, kernel_function, operations, string
 
 SYMBOL = "fly_shared"
+INITIALISED = "hopper.mbarrier_init"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class PlanSharedMemory:
 
     Precondition: allocations are in the kernel's top-level block. Postcondition: no `fly.alloc_shared` is left;
     the function has `fly.shared_bytes`; buffers overlap only if a `fly.barrier` at top level separates all uses
-    of one from all uses of the other. A buffer with copies that nobody waits for is in use to the end.
+    of one from all uses of the other. A buffer with copies that nobody waits for is in use to the end, and so are
+    mbarriers: nothing ends them, and hardware may write them back where a context is switched.
     `dynamic` makes one external global of unknown size (CUDA's dynamic shared memory); otherwise buffers that
     share no bytes get globals of their own, which tells LLVM that they do not alias. LLVM places those, and it
     ends the process if it finds no room: there is one global, placed as planned, where that could happen.
@@ -166,6 +168,8 @@ def _lifetimes(body: list[ir.Operation], allocations: list[ir.Operation]) -> tup
                 name = user.name
                 if name in COPIES and not _waited_for(user.results[0], frozenset()):
                     # it may land at any time: nobody else gets the place
+                    uses.append(len(body))
+                if name == INITIALISED:
                     uses.append(len(body))
                 # derived addresses (and tokens of copies into the buffer) keep it alive
                 pending.extend(user.results)

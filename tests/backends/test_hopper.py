@@ -166,6 +166,19 @@ def test_mbarriers():
     )
 
 
+def test_mbarriers_keep_their_place():
+    """A context switch may write them back, so nothing may lie where one has been initialised."""
+
+    def kernel(x: fly.Tensor):
+        init_all([Mbarriers.allocate("never waited for", 2, 4)])
+        line = fly.SharedMemory("line", "i32", 128)
+        line.store(x.load(fly.thread_id.x), fly.thread_id.x)
+        fly.barrier()
+        x.store(line.load(127 - fly.thread_id.x), fly.thread_id.x)
+
+    assert fly.compile(fly.kernel(kernel), matrix("i32", 1), target="sm_90a", block=128).dynamic_shared == 512 + 16
+
+
 def test_a_ring_waits_for_the_other_side():
     def body(box, x, n):
         ring = Ring.allocate("ring", 3, 4)
