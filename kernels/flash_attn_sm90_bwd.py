@@ -9,9 +9,9 @@ dV it sums up in registers, and queries pass by in tiles of 64.
 | consumer warpgroups | most | S = K Q^T, dP = V dO^T; dV += P^T dO, dK += dS^T Q; a part of dQ = dS K |
 
 S and dP have keys as rows, so that P and dS are register operands of dV and dK as they are. dS goes to shared memory
-besides, from where both consumers read all of it (`sm90.consumer`): each makes half of the tile's dQ, and adds it to
-sums in global memory (`sm90.dq_sums`), in an order that is not the same in every run unless blocks do so in turn
-(`sm90.turns`).
+besides, from where both consumers read all of it: each makes half of the tile's dQ, at once (`sm90.consumer`) or a
+tile later (`sm90.later`), and adds it to sums in global memory (`sm90.dq_sums`), in an order that is not the same in
+every run unless blocks do so in turn (`sm90.turns`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from .sm90.consumer import Consumer
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.exchange import Exchange
 from .sm90.key_block import Block, Buffers, produce
+from .sm90.later import Behind, Later
 from .sm90.turns import Neighbours, Turns
 from .sm90.walk import Walk
 from .work.query_tiles import tiles_of_all
@@ -89,7 +90,7 @@ def flash_attn_sm90_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
-    q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and delta of (B, H, Sq) f32
+    q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and -delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
     part in it; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
@@ -125,7 +126,7 @@ def flash_attn_sm90_bwd(
     in_turn = None if counts is None else Turns.allocate(counts, rank, options)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
-    init_all([buffers.q.ring, buffers.dout.ring, buffers.arrived, *more])
+    init_all([*buffers.barriers, *more])
     if exchange is not None:
         cluster.sync()
     warpgroup = warpgroup_id()
@@ -147,7 +148,7 @@ def flash_attn_sm90_bwd(
         setmaxnreg_inc(REGISTERS[1])
         dtype = dtype_of(q.spec.dtype)
         what = options, buffers, given, seen, inverse, tiles, walk, block, warpgroup - 1
-        working = (consumer or Consumer)(*what, scale_log2, dtype, sums, exchange)
+        working = (consumer or _consumer_of(options))(*what, scale_log2, dtype, sums, exchange)
         working.write(heads, dk, dv, fly.select(here, keys.length, 0))
         if dq is not None:
             near = Neighbours.of(number, keys.length, inverse, options.span)
@@ -155,6 +156,12 @@ def flash_attn_sm90_bwd(
                 sums.round(dq, working.factor, heads, near.last_of(tiles), working.piece(piece))
     if exchange is not None:
         cluster.sync()  # nobody reaches into a block that has ended
+
+
+def _consumer_of(options: Sm90BackwardOptions) -> type[Consumer]:
+    if not options.later:
+        return Consumer
+    return Behind if options.behind else Later
 
 
 def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
@@ -219,14 +226,15 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
 
     statics: dict[str, Any] = {"head_dim": request.value_dim}
+    negated = {"negated": True}
     # what nobody adds to at first needs no zeros
     cleared = {"dq_sums": None} if ordered else {}
-    add(row_statistics, (padded // lines, heads, entries), THREADS, statics, more=cleared)
+    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated, more=cleared)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")
     if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, {})
+        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, negated)
     statics = {"options": options}
     clusters, of_keys = -(-request.seq_len_kv // options.span), (request.num_kv_heads, sequences)
     blocks = clusters * options.blocks, *of_keys

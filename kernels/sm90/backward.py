@@ -19,6 +19,8 @@ THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
 CLUSTERED = 192  # the largest heads apart whose blocks are in clusters: larger ones have no memory for them
+HELD = 64  # the widest heads that there are registers for K and V of, or for scores' derivatives beside a later dQ
+LATER = 96  # those that there are registers for a later dQ of
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
 _MOST_SHARED = target("sm_90a").shared_bytes
 
@@ -68,13 +70,13 @@ class Sm90BackwardOptions:
 
     @property
     def ds_stages(self) -> int:
-        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two barriers.
+        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two; three if `behind`.
 
         In a cluster there are as many as of Q, and as many for the other block's.
         """
         if self.blocks > 1:
             return self.stages * self.blocks
-        return 1 if self.apart else 2
+        return 1 if self.apart else 2 + self.behind
 
     @property
     def weight_bytes(self) -> int:
@@ -127,6 +129,25 @@ class Sm90BackwardOptions:
     def dq_columns(self) -> int:
         """Columns of dQ that one product makes; the last one's may be past the head's."""
         return self.tiles["k"].columns // self.pieces
+
+    @property
+    def held(self) -> bool:
+        """Whether a consumer has its keys of K and V in registers: S and dP read half as much shared memory then."""
+        plain = not self.features.modifies and not self.features.drops
+        return plain and not self.apart and max(self.head_dim, self.head_dim_v) <= HELD
+
+    @property
+    def later(self) -> bool:
+        """Whether a tile's dQ is made while the next one's P or dS is (`sm90.later`)."""
+        features = self.features
+        if self.apart or self.ordered or features.drops or features.block_size or "bias" in features.operands:
+            return False
+        return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies else LATER)
+
+    @property
+    def behind(self) -> bool:
+        """With `later`, whether that dQ is started behind the next tile's dS, and not before its dV."""
+        return self.later and self.held and not self.causal and not self.features.windowed
 
     @property
     def numbers(self) -> int:

@@ -15,9 +15,9 @@ dS has two slots: whoever writes the second next tile's has passed a barrier at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fly
@@ -48,14 +48,14 @@ WRITTEN = 1  # named barrier: dS of all keys is in shared memory
 class State:
     """What one tile hands to the next: the sums, the product in flight, and where the rings are.
 
-    `slot`: of dS.
+    `slot`: of dS, or what else `Consumer.begin` says.
     """
 
     sums: tuple[fly.Value, ...]
     product: fly.Value
     q_at: Position
     dout_at: Position
-    slot: fly.Value
+    slot: Any
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Step:
 class Consumer:
     """One consumer warpgroup of a block; `seen_tiles`: that its keys see, but for a block mask; `sums`: of dQ.
 
-    `exchange`: with the other block of a cluster.
+    `exchange`: with the other block of a cluster. `held`: its keys of K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
@@ -98,6 +98,7 @@ class Consumer:
     dtype: fly.DType
     sums: Sums
     exchange: Exchange | None
+    held: Mapping[str, tuple[fly.Value, ...]] = field(default_factory=dict, kw_only=True)
 
     @property
     def layout(self) -> fly.AccumulatorLayout:
@@ -147,17 +148,26 @@ class Consumer:
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:
                     clear_tail(tile, memory, self.block.keys.length - first_key, CLEARED, self.index)
-            carry = (zeros, Position.start(), Position.start(), fly.i32(0))
+            working = replace(self, held=self._registers()) if self.options.held else self
+            carry = (zeros, Position.start(), Position.start(), working.begin(heads))
             for head, state in (loop := fly.range(*heads, carry=carry)):
-                loop.next(*self.head(head, *state))
+                loop.next(*working.head(head, *state))
             sums: tuple[fly.Value, ...] = loop.results[0]
+            working.end(loop.results[-1])
             return sums
 
         result: tuple[fly.Value, ...] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
         return result
 
+    def begin(self, heads: tuple[fly.Value, fly.Value]) -> Any:
+        """`State.slot` of the first tile."""
+        return fly.i32(0)
+
+    def end(self, slot: Any) -> None:
+        """What is left to do behind the last tile."""
+
     def head(
-        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
+        self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: Any
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         first, last = self._ends_of(head)
@@ -191,8 +201,25 @@ class Consumer:
             state = loop.results
         return state
 
-    def _own_rows(self, memory: fly.Pointer, tile: PanelTile) -> Operand:
+    def _registers(self) -> dict[str, tuple[fly.Value, ...]]:
+        """The consumer's keys of K and V, as `held`."""
+        atom, found = WarpgroupAtom(BLOCK_M, self.dtype.name), {}
+        for name, memory, columns in self._kept:
+            tile, steps = self.options.tiles[name], -(-columns // atom.k)
+            found[name] = wgmma.load_registers(atom, memory, tile, self.first_row, steps)
+        return found
+
+    @property
+    def _kept(self) -> tuple[tuple[str, fly.Pointer, int], ...]:
+        """Names, memory and columns of K and V."""
+        options, buffers = self.options, self.buffers
+        return ("k", buffers.k, options.head_dim), ("v", buffers.v, options.head_dim_v)
+
+    def _own_rows(self, name: str, memory: fly.Pointer) -> Operand | tuple[fly.Value, ...]:
         """The consumer's keys of K or V."""
+        if name in self.held:
+            return self.held[name]
+        tile = self.options.tiles[name]
         return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT))
 
     def _tile(self, walk: Walk, number: Any, at: Position) -> Any:
@@ -215,17 +242,19 @@ class Consumer:
         """Start K Q^T of a step's tile."""
         options, q = self.options, self.buffers.q
         self._arrived(q, at, lambda: self._tile(walk, number, at))
-        rows = self._own_rows(self.buffers.k, options.tiles["k"])
+        rows = self._own_rows("k", self.buffers.k)
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
         return wgmma.issue(atom, rows, q.operand(at), -(-options.head_dim // atom.k))
 
-    def excess(self, at: Position, j: Any) -> fly.Value:
-        """Start V dO^T of tile j."""
+    def excess(self, at: Position, j: Any, less: fly.Fragment | None = None) -> fly.Value:
+        """Start V dO^T of tile j; with `less`, V dO^T - delta of a tile that is there."""
         options, dout = self.options, self.buffers.dout
-        self._arrived(dout, at, lambda: j)
-        rows = self._own_rows(self.buffers.v, options.tiles["v"])
+        if less is None:
+            self._arrived(dout, at, lambda: j)
+        start = None if less is None else less.tiles[0][0]
+        rows = self._own_rows("v", self.buffers.v)
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k))
+        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k), start)
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
@@ -312,12 +341,16 @@ class Consumer:
 
     def pull(self, made: Weights, excess: fly.Value, at: Position, j: fly.Value, step: Step) -> fly.Fragment:
         """dS of tile j from dP, whose statistics are in slot `at`."""
-        products = transposed(fly.Fragment(self.layout, ((excess,),)))
-        queries, ends = row_numbers(products.layout, 1, j * BLOCK_M), step.masked or step.walk.listed is not None
-        delta = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(step.given.of_kept)
-        less = products.map(lambda x, r, c: -products.spread(delta, r))
-        products = products.map(lambda x, r, c: x + less.tiles[r][c])
+        less = self.less(at, j, step)
+        products = transposed(fly.Fragment(self.layout, ((excess,),))).map(lambda x, r, c: x + less.tiles[r][c])
         return made.score_gradients(products, less).raw
+
+    def less(self, at: Position, j: fly.Value, step: Step) -> fly.Fragment:
+        """-delta of each of tile j's queries, laid out as transposed scores; statistics are in slot `at`."""
+        like = fly.Fragment.zeros(transposed_layout(self.layout), 1, 1)
+        queries, ends = row_numbers(like.layout, 1, j * BLOCK_M), step.masked or step.walk.listed is not None
+        less = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(step.given.of_kept)
+        return like.map(lambda x, r, c: like.spread(less, r))
 
     def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position, piece: int = 0) -> None:
         """Add one of the consumer's pieces of a tile's dQ to the sums; `at`: the tile's slot of Q."""

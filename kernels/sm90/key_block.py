@@ -10,7 +10,7 @@ from typing import Any
 import fly
 from fly.backends.nvvm import tma
 from fly.backends.nvvm.intrinsics import WARPGROUP
-from fly.backends.nvvm.mbarrier import Mbarriers, Position
+from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring
 from fly.backends.nvvm.wgmma import PanelTile
 
 from ..problem.features import BoundFeatures
@@ -48,9 +48,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory of one block; `arrived`: barriers of K and V; `tiles`: with lists, which one a slot of Q has.
+    """Shared memory of one block; `delta`: -delta; `arrived`: barriers of K and V.
 
-    `beside`: in a cluster, columns of the other block's K, which have a barrier too.
+    `tiles`: with lists, which one a slot of Q has; `beside`: in a cluster, columns of the other block's K, which have
+    a barrier too; `written`: where consumers do not meet (`sm90.later`), whether a slot of dS has all keys'.
     """
 
     k: fly.Pointer
@@ -63,6 +64,12 @@ class Buffers:
     arrived: Mbarriers
     tiles: fly.SharedMemory | None
     beside: fly.Pointer | None
+    written: Mbarriers | None
+
+    @property
+    def barriers(self) -> list[Ring | Mbarriers]:
+        """To be initialised."""
+        return [self.q.ring, self.dout.ring, self.arrived, *([] if self.written is None else [self.written])]
 
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> Buffers:
@@ -89,6 +96,7 @@ class Buffers:
             tiles=fly.SharedMemory("tiles", "i32", options.stages)
             if options.features.block_size is not None
             else None,
+            written=Mbarriers.allocate("written", options.ds_stages, warps) if options.later else None,
         )
 
     def kept(self, options: Sm90BackwardOptions, block: Block) -> list[tuple[fly.Pointer, PanelTile, Any]]:

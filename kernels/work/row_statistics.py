@@ -27,14 +27,15 @@ def row_statistics(
     *,
     head_dim: int,
     vector: int = 8,
+    negated: bool = False,
     folded: bool = False,
 ) -> None:
     """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
     sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
-    `counts`, (N,) i32. Grid: (row blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector`
-    elements at a time.
+    `counts`, (N,) i32. `negated`: it is -delta that is written, for kernels whose dP starts from it. Grid: (row
+    blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
@@ -68,7 +69,7 @@ def row_statistics(
         # a sink or a bias near -3e38: hidden scores less -inf would be NaN
         log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
         lse2_of.store(fly.select(empty, math.inf, log2), number)
-        delta_of.store(fly.select(empty, 0.0, total), number)
+        delta_of.store(fly.select(empty, 0.0, -total if negated else total), number)
 
 
 def _clear(sums: fly.Tensor, batch: fly.Value, head: fly.Value, first: fly.Value, rows: int) -> None:

@@ -28,14 +28,15 @@ def sink_gradients(
     cu_seqlens_q: fly.Tensor | None,
     seqused_q: fly.Tensor | None,
     *,
+    negated: bool = False,
     folded: bool = False,
 ) -> None:
     """dsink[part, b, h] = -sum of exp(sink[h] - lse[i]) * delta[i] over a part of sequence b's rows i.
 
     A sink's weight in a row is exp(sink - lse), and its value is zero, so that of dP - delta there is -delta. out as
-    of the forward pass, for its sizes; lse2 and delta as `row_statistics` leaves them; sink: (H,) floats; dsink:
-    (parts, B, H) f32, every element of which is written. Rows that no sequence has do not count. Grid: (parts, H, B)
-    of one wave each, which has `rows_of_part` rows.
+    of the forward pass, for its sizes; lse2 and delta as `row_statistics` leaves them, `negated` or not; sink: (H,)
+    floats; dsink: (parts, B, H) f32, every element of which is written. Rows that no sequence has do not count. Grid:
+    (parts, H, B) of one wave each, which has `rows_of_part` rows.
     """
     part = fly.block_id.x
     head, batch, exists = head_of_block(dsink.shape[2], dsink.shape[1], folded=folded)
@@ -49,9 +50,9 @@ def sink_gradients(
     total = fly.f32(0.0)
     for i in range(ROWS_OF_LANE):
         offset = (fly.thread_id.x + i * lanes) * fly.f32.bytes
-        log, less = (load_bounded(vector, offset, bound, fly.f32) for vector in (logs, deltas))
+        log, excess = (load_bounded(vector, offset, bound, fly.f32) for vector in (logs, deltas))
         weight = fly.exp2(fly.minimum(own - log, 0.0))
-        total = total - fly.select(offset < bound, weight * less, 0.0)
+        total = total + fly.select(offset < bound, weight * (excess if negated else -excess), 0.0)
     total = fly.lane_sum(total)
     first_lane = fly.thread_id.x == 0
     with fly.when(first_lane if exists is None else first_lane & exists):

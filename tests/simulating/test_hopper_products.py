@@ -37,7 +37,9 @@ class Product:
     n: int
     k: int
     dtype: str = "bf16"
-    a: str = "columns"  # "columns" or "rows" (both in shared memory), or "registers"
+    a: str = (
+        "columns"  # "columns" or "rows" (both in shared memory), "registers", or "loaded" (registers, from there)
+    )
     b: str = "columns"
     how: str = "once"
     is_static: ClassVar[bool] = True
@@ -89,6 +91,8 @@ def product(a_map: fly.TensorMap, b_map: fly.TensorMap, a: fly.Tensor, out: fly.
     left = Operand(places[0], options.a_tile, along_rows=options.a == "rows")
     if options.a == "registers":
         left = [registers(a, atom, atom.k * t).bitcast(fly_type(options.dtype)) for t in range(steps)]
+    if options.a == "loaded":
+        left = wgmma.load_registers(atom, places[0], options.a_tile, 0, steps)
     right = Operand(places[1], options.b_tile, along_rows=options.b == "rows")
     first = wgmma.issue(atom, left, right, steps)
     if options.how == "chain":
@@ -150,6 +154,7 @@ PRODUCTS = [
     *(Product(n, 64, b="rows") for n in (16, *WIDTHS[1:])),
     *(Product(64, k, "f16", a="rows", b=b) for k in (16, 48, 128) for b in ("columns", "rows")),
     *(Product(48, k, "f16", a="registers", b="rows") for k in (16, 80)),
+    *(Product(24, k, dtype, a="loaded") for k in (32, 96, 128) for dtype in DTYPES),
     *(Product(32, 96, "f8e5m2", a=a, how=how) for a in ("columns", "registers") for how in ("chain", "pair")),
     *(Product(64, 32, a=a, b="rows", how=how) for a in ("rows", "registers") for how in ("chain", "waits", "pair")),
 ]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fly.backends.nvvm.dialect import MOST_WAITED
 from fly.backends.nvvm.emit import operation, shared_address
 from fly.errors import AtomError, LayoutError, ShapeError
 from fly.ir.dtypes import DType, dtype, f32, i32, i64
-from fly.ir.memory import Pointer
+from fly.ir.memory import Pointer, load
 from fly.ir.value import Value, from_elements, select, shuffle
 from fly.lang.ids import lane_of
 from fly.lang.sync import shuffle_xor
@@ -304,6 +304,38 @@ def _registers(atom: WarpgroupAtom, a: Sequence[Value], steps: int) -> Sequence[
             wanted = f"{atom.values('a')} x {atom.dtype}"
             raise ShapeError(f"a register operand of WGMMA is {operand!r}; expected {wanted}")
     return a
+
+
+def load_registers(
+    atom: WarpgroupAtom, pointer: Pointer, tile: PanelTile, first_row: Any, steps: int
+) -> tuple[Value, ...]:
+    """64 rows of a tile in shared memory from `first_row` on, a multiple of 8, as A in registers: one operand a step.
+
+    Such an operand is read from shared memory once, not by every product; `steps` times `atom.k` columns.
+
+    Raises:
+        ShapeError: a tile of other elements than the atom's, or of fewer columns.
+    """
+    if tile.element_bytes != dtype(atom.dtype).bytes:
+        raise ShapeError(f"a tile of WGMMA of {atom.dtype} has elements of {tile.element_bytes} bytes")
+    if steps * atom.k > tile.columns:
+        raise ShapeError(f"{steps} steps of {atom.k} columns do not fit a tile of {tile.columns} columns")
+    lane = lane_of(LANES)
+    row = first_row + lane // 32 * 16 + lane % 32 // 4  # and 8 rows further, whose swizzle is the same
+    swap = (row * tile.swizzle >> 7) % (tile.swizzle // UNIT)
+    line = pointer.offset(row * tile.swizzle + lane % 4 * 4)
+
+    def word(column: int, below: int) -> Value:
+        panel, inside = divmod(column * tile.element_bytes, tile.swizzle)
+        place = panel * tile.panel_bytes + below * tile.swizzle + ((inside // UNIT) ^ swap) * UNIT
+        return load(line.offset(place), i32)
+
+    def operand(step: int) -> Value:
+        halves = (step * atom.k, step * atom.k + UNIT // tile.element_bytes)
+        words = from_elements([word(column, below) for column in halves for below in (0, 8)])
+        return words.bitcast(dtype(atom.dtype))
+
+    return tuple(map(operand, range(steps)))
 
 
 def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[Value]:

@@ -43,10 +43,16 @@ def fresh(emulate, monkeypatch):
 
 
 def wrong(
-    seed: int, queries: int, keys: int, causal: bool = False, deterministic: bool = False, kernel: str = "sm90"
+    seed: int,
+    queries: int,
+    keys: int,
+    causal: bool = False,
+    deterministic: bool = False,
+    kernel: str = "sm90",
+    head_dim: int = 64,
 ) -> bool:
     """Whether gradients of a call are."""
-    inputs = Inputs([queries], [keys], 1, 1, 64, seed=seed)
+    inputs = Inputs([queries], [keys], 1, 1, head_dim, seed=seed)
     q, k, v = inputs.tensors()
     dout = inputs.floats(*q.shape, dtype=q.dtype)
     with config.BACKWARD_KERNEL.set_to(kernel):
@@ -72,6 +78,8 @@ def first_block(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 CASES: Mapping[str, Callable[[int], bool]] = {
     "causal": lambda seed: wrong(seed, 140, 100, causal=True),
+    "causal, at once": lambda seed: wrong(seed, 140, 100, causal=True, head_dim=128),
+    "full": lambda seed: wrong(seed, 300, 100),
     "in turn": lambda seed: wrong(seed, 70, 140, deterministic=True),
     "in turn, queries without keys": lambda seed: wrong(seed, 150, 40, causal=True, deterministic=True),
     "whole blocks": wrong_with_lists,
@@ -133,7 +141,7 @@ BUGS = (
         bwd.Consumer,
         "_put",
         "barrier_sync(WRITTEN, CONSUMERS * WARPGROUP) => pass",
-        "causal",
+        "causal, at once",
         "shared-race uninitialised",
     ),
     Bug(
@@ -141,8 +149,48 @@ BUGS = (
         bwd.Consumer,
         "_put",
         "fence_async_shared() => pass",
+        "causal, at once",
+        "proxy-fence",
+    ),
+    Bug(
+        "dS of the tile before is read before both have written it",
+        bwd.Later,
+        "_wait_for",
+        "self.buffers.written.wait(pending.at.index, pending.at.phase) => pass",
+        "causal",
+        "shared-race uninitialised",
+    ),
+    Bug(
+        "dS of the tile before is not handed to the tensor cores' proxy",
+        bwd.Later,
+        "_publish",
+        "fence_async_shared() => pass",
         "causal",
         "proxy-fence",
+    ),
+    Bug(
+        "the last tile's dQ is not added",
+        bwd.Later,
+        "end",
+        "self.add(part, slot.head, slot.tile, slot.at) => pass",
+        "causal",
+        "wrong",
+    ),
+    Bug(
+        "a tile's dQ is added to the next one's",
+        bwd.Later,
+        "step",
+        "self.add(part, before.head, before.tile, state.q_at) => self.add(part, before.head, j, state.q_at)",
+        "causal",
+        "wrong",
+    ),
+    Bug(
+        "dS of the tile before is read behind its slot's next writing",
+        bwd.Behind,
+        "step",
+        "here = Pending(before.at.next(self.options.ds_stages), => here = Pending(before.at.next(2),",
+        "full",
+        "shared-race wrong",
     ),
     Bug(
         "dS is written over while it is on its way to the other block",

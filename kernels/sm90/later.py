@@ -1,0 +1,151 @@
+"""Consumers of the Hopper backward kernel that make a tile's dQ a tile later, beside the next one's arithmetic.
+
+A tile's steps, and what is in flight meanwhile; dQ is that of the tile before:
+
+| `Later` | started before | then |
+|---|---|---|
+| 1 | S | wait for S; dP; P |
+| 2 | dP | dQ = dS K, dV += P^T dO; wait for dP; dS; wait for dQ |
+| 3 | dV | dS to shared memory; dK += dS^T Q; add dQ up |
+| 4 | dV, dK | the next tile's S; wait for dV and dK |
+
+| `Behind` | started before | then |
+|---|---|---|
+| 1 | S | wait for S; dP; P |
+| 2 | dP | dV += P^T dO; wait for dP; dS, to shared memory |
+| 3 | dV | dQ = dS K, dK += dS^T Q, the next tile's S; wait for dQ; add it up |
+| 4 | dK, S | wait for dK |
+
+dP starts from -delta, unless weights are dropped. Consumers do not meet: each goes on when it has written its keys of
+a tile's dS, and waits for the others' a tile later. Who has written a tile's dS has read that of the last but one,
+and in `Behind` that of the last but two: so two slots of dS are enough, or three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import fly
+from fly.backends.nvvm import wgmma
+from fly.backends.nvvm.intrinsics import fence_async_shared, sync_warp
+from fly.backends.nvvm.mbarrier import Position
+
+from ..problem.gradients import Weights, transposed
+from .consumer import Consumer, State, Step
+from .dropout import KeptWeights
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A tile whose dQ is still to be made: where its dS is, its query head and its number."""
+
+    at: Position
+    head: fly.Value
+    tile: fly.Value
+
+
+class Later(Consumer):
+    """dQ of the tile before is started before a tile's dV; `State.slot` is what is `Pending`."""
+
+    def begin(self, heads: tuple[fly.Value, fly.Value]) -> Pending:
+        """Zeros, as if they were dS of a tile before the first one: what they make is added to that one's dQ."""
+        at = Position.start()
+        zeros = fly.broadcast(fly.f32(0.0), self.layout.values).to(self.dtype)
+        self._publish(tuple(zeros[i : i + 8] for i in range(0, len(zeros), 8)), at)
+        return Pending(at, fly.first_lane(heads[0]), fly.first_lane(fly.i32(0) + self.walk.tiles.first))
+
+    def end(self, slot: Pending) -> None:
+        self._wait_for(slot)
+        (part,) = wgmma.wait(0, self._dq(slot.at.index))
+        self.add(part, slot.head, slot.tile, slot.at)
+
+    def step(self, step: Step, state: State) -> State:
+        """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
+        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
+        j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
+        less = self._start_of_excess(state, j, step)
+        (raw,) = wgmma.wait(0, state.product)
+        started = self.excess(state.dout_at, j, less)
+        made, p, kept = self._weighed(raw, state.q_at, j, step)
+        self._wait_for(before)
+        part = self._dq(before.at.index)
+        dv = self._onto_values(p, state.dout_at, dv)
+        (excess,) = wgmma.wait(2, started)
+        ds = self._pulled_from(less, made, kept, excess, state, j, step)
+        (part,) = wgmma.wait(1, part)
+        here = Pending(before.at.next(self.options.ds_stages), step.place.head, j)
+        self._publish(ds, here.at)
+        dk = self._onto_keys(ds, state.q_at, dk)
+        self.add(part, before.head, before.tile, state.q_at)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        dk, dv = wgmma.wait(0 if step.last else 1, dk, dv)
+        dout.ring.release(state.dout_at)
+        q.ring.release(state.q_at)
+        return State((dk, dv), scores, q_next, dout_next, here)
+
+    def _start_of_excess(self, state: State, j: fly.Value, step: Step) -> fly.Fragment | None:
+        """-delta as dP is laid out, of a tile that is there then; None where dP has to be whole before."""
+        if self.options.features.drops:
+            return None
+        self._arrived(self.buffers.dout, state.dout_at, lambda: j)
+        return self.less(state.dout_at, j, step)
+
+    def _pulled_from(
+        self,
+        less: fly.Fragment | None,
+        made: Weights,
+        kept: KeptWeights | None,
+        excess: fly.Value,
+        state: State,
+        j: fly.Value,
+        step: Step,
+    ) -> tuple[fly.Value, ...]:
+        """dS as the A operand of dK, from dP - delta, or from dP if that started from nothing."""
+        if less is None:
+            return self._pulled(made, kept, excess, state.dout_at, j, step)
+        whole = transposed(fly.Fragment(self.layout, ((excess,),)))
+        return self._narrow(made.score_gradients(whole, less).raw)
+
+    def _publish(self, ds: tuple[fly.Value, ...], at: Position) -> None:
+        """The consumer's keys of dS to shared memory, and say so."""
+        assert self.buffers.written is not None
+        self._store(ds, at.index)
+        fence_async_shared()
+        sync_warp()
+        with fly.when(fly.lane_id() == 0):
+            self.buffers.written.arrive(at.index)
+
+    def _wait_for(self, pending: Pending) -> None:
+        """Until all keys' dS of a tile is in shared memory."""
+        assert self.buffers.written is not None
+        self.buffers.written.wait(pending.at.index, pending.at.phase)
+
+
+class Behind(Later):
+    """dQ of the tile before is started behind a tile's dS, and waited for behind the start of the next one's S."""
+
+    def step(self, step: Step, state: State) -> State:
+        """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
+        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
+        j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
+        less = self._start_of_excess(state, j, step)
+        (raw,) = wgmma.wait(0, state.product)
+        started = self.excess(state.dout_at, j, less)
+        made, p, kept = self._weighed(raw, state.q_at, j, step)
+        dv = self._onto_values(p, state.dout_at, dv)
+        (excess,) = wgmma.wait(1, started)
+        ds = self._pulled_from(less, made, kept, excess, state, j, step)
+        here = Pending(before.at.next(self.options.ds_stages), step.place.head, j)
+        self._wait_for(before)
+        self._publish(ds, here.at)
+        part = self._dq(before.at.index)
+        dk = self._onto_keys(ds, state.q_at, dk)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        part, dv = wgmma.wait(1 + (not step.last), part, dv)
+        dout.ring.release(state.dout_at)
+        self.add(part, before.head, before.tile, state.q_at)
+        (dk,) = wgmma.wait(int(not step.last), dk)
+        q.ring.release(state.q_at)
+        return State((dk, dv), scores, q_next, dout_next, here)
