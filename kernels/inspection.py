@@ -105,13 +105,14 @@ def flydsl_flash_attn_plan(q: Any, k: Any, v: Any, *args: Any, **options: Any) -
     Returns:
         A dictionary of what JSON has: `schema`, 1; `target`; `call`, the call in the terms of dispatch; `chosen`, the
         kernel's name, and `refusals`, by name why others do not serve it (None: they could); `workspace_bytes`;
-        `launches`: of each kernel that a call launches, in order, `kernel`, `grid`, `block` and `statics`, the static
-        parameters of its build as text by name.
+        `launches`: of each kernel that a call launches, in order, `kernel`, `grid`, `block`, `statics`, the static
+        parameters of its build as text by name, and `build`, the build's key in folders of `python -m fly prebuild`.
 
     Raises as `flydsl_flash_attn_func` does.
     """
     from fly.runtime.device import device_of
     from fly.runtime.launch import bindings
+    from fly.runtime.prebuilt import Build
 
     interface = importlib.import_module(".flash_attn_interface", __package__)
     call = interface.checked(q, k, v, *args, **options)
@@ -132,6 +133,7 @@ def flydsl_flash_attn_plan(q: Any, k: Any, v: Any, *args: Any, **options: Any) -
                 "grid": list(binding.grid),
                 "block": list(binding.block),
                 "statics": _statics(binding.statics),
+                "build": Build.of(binding, arch).key,
             }
             for binding in bound
         ],

@@ -8,15 +8,17 @@ What SGLang calls is in https://github.com/sgl-project/sglang: layers/attention/
 attention_registry.py at 00a66ebe. The module can be imported without SGLang; `FlyAttentionBackend` is a subclass of
 its base class, made when it is first asked for.
 
-Prompts behind what a radix tree has of them, and decoding, on the pool's 16-bit buffers, seen as pages. Pages of a
-power of two from 16 on are fast; of other sizes, SGLang's default of 1 among them, the generic kernel serves them.
+Prompts behind what a radix tree has of them, decoding, and drafts that are verified, also in trees, on the pool's
+buffers of 16 bits or float8_e4m3fn, seen as pages. Pages of a power of two from 16 on are fast; of other sizes,
+SGLang's default of 1 among them, the generic kernel serves them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from fly.errors import UnsupportedError
 
 from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import NO_WINDOW
+from ..problem.tree_mask import tree_bits, tree_mask
+from .slots import scales_of
 
 NAME = "fly"
 _PACKAGE = "sglang.srt"
@@ -42,12 +46,16 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class FlyMetadata:
-    """A step's batch: `queries` (B + 1,), `lengths` (B,) and `table` (B, pages of a sequence), int32."""
+    """A step's batch: `queries` (B + 1,), `lengths` (B,) and `table` (B, pages of a sequence), int32.
+
+    `tree`: what `tree_mask` gives, of drafts in trees.
+    """
 
     queries: torch.Tensor
     longest_query: int
     lengths: torch.Tensor
     table: torch.Tensor
+    tree: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Backend:
@@ -65,19 +73,26 @@ class _Backend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """See SGLang."""
-        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
-        if forward_batch.spec_info is not None:
-            _refuse("speculative decoding", "none: call flydsl_flash_attn_func with tree_mask")
-        if mode.is_decode():
+        mode, lengths, speculation = forward_batch.forward_mode, forward_batch.seq_lens, forward_batch.spec_info
+        tree: Mapping[str, Any] = {}
+        drafts = 0
+        if mode.is_target_verify():
+            longest = drafts = speculation.draft_token_num
+            queries = torch.arange(len(lengths) + 1, device=lengths.device, dtype=torch.int32) * drafts
+            tree = _tree_of(speculation.custom_mask, lengths, drafts, queries)
+            lengths = lengths + drafts
+        elif speculation is not None:
+            _refuse("a draft model", "another draft attention backend, beside which this one verifies")
+        elif mode.is_decode():
             queries, longest = torch.arange(len(lengths) + 1, device=lengths.device, dtype=torch.int32), 1
         else:
             counts = forward_batch.extend_seq_lens
             queries = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
             longest = max(forward_batch.extend_seq_lens_cpu)
         host = forward_batch.seq_lens_cpu
-        keys = self.longest if host is None else int(host.max())
+        keys = self.longest if host is None else int(host.max()) + drafts
         table = self._pages(forward_batch.req_pool_indices, keys)
-        self.metadata = FlyMetadata(queries, longest, lengths.to(torch.int32), table)
+        self.metadata = FlyMetadata(queries, longest, lengths.to(torch.int32), table, tree)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Memory of captured decoding steps."""
@@ -141,8 +156,9 @@ class _Backend:
         if layer.is_cross_attention or kind != "decoder":
             _refuse(f"attention of type {kind!r} to other tokens", "a decoder's own")
         pool = forward_batch.token_to_kv_pool
+        given = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *given)
         batch = self.metadata
         assert batch is not None, "SGLang calls init_forward_metadata first"
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -161,6 +177,8 @@ class _Backend:
             softcap=layer.logit_cap or 0.0,
             sink=sinks,
             num_kv_splits=0,
+            **batch.tree,
+            **scales_of(keys, *given),
         )
         assert isinstance(out, torch.Tensor)
         return out.view(len(out), -1)
@@ -181,6 +199,23 @@ class _Backend:
         whole.lengths[:batch].copy_(lengths)
         whole.table[:batch].copy_(self._pages(requests, self.longest))
         self.metadata = FlyMetadata(whole.queries[: batch + 1], 1, whole.lengths[:batch], whole.table[:batch])
+
+
+def _tree_of(
+    custom_mask: torch.Tensor | None, lengths: torch.Tensor, drafts: int, queries: torch.Tensor
+) -> Mapping[str, Any]:
+    """`tree_mask` of SGLang's mask: for each request and draft, whether it sees each of its keys, the drafts last.
+
+    None: drafts are chains, whose mask causality is. Computed on the device.
+    """
+    if custom_mask is None:
+        return {}
+    rows = lengths.long() + drafts  # elements of a draft's row
+    begin = (rows * drafts).cumsum(0) - rows * drafts
+    draft = torch.arange(drafts, device=lengths.device)
+    row = begin[:, None] + draft * rows[:, None] + lengths[:, None].long()
+    seen = custom_mask[row[..., None] + draft].bool()
+    return tree_mask(tree_bits(seen).flatten(), lengths.to(torch.int32), queries)
 
 
 def _refuse(what: str, instead: str) -> None:

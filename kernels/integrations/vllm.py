@@ -24,13 +24,12 @@ from ..cache.layouts import in_pages
 from ..merging import merge_states
 from ..problem.catalogue import NO_WINDOW
 from .ranks import add_ranks
-from .slots import layout_of, write_slots
+from .slots import CACHE_DTYPES, FLOAT8, WIDE, as_float8, layout_of, scales_of, write_slots
 
 FUNCTION = VLLM.function
 CHECKS = Checks(FUNCTION)
 FA_VERSIONS = (2, 3, 4)
 CACHE = Checks("vllm.reshape_and_cache_flash")
-CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
 
 def flash_attn_varlen_func(
@@ -185,8 +184,10 @@ def reshape_and_cache_flash(
             rows (vLLM's HND) and K and V beside each other; or ROCm's, see `flash_attn_varlen_func`.
         slot_mapping: (slots,) int64 or int32 on key's device, at most as many as tokens: page · page size + row of
             each token, negative for none. Tokens behind them are padding.
-        kv_cache_dtype: "auto", "float16" or "bfloat16": the cache has key's dtype. k_scale, v_scale: of 8-bit caches,
-            whatever they are here.
+        kv_cache_dtype: "auto", "float16" or "bfloat16": the cache has key's dtype; "fp8" or "fp8_e4m3": it has
+            float8_e4m3fn, or uint8 for it, and D is a multiple of 8.
+        k_scale, v_scale: of 8-bit caches, float32 of one element: values are divided by them, 1 by default, and what
+            is then above 448 becomes 448. Whatever they are for others.
 
     Raises:
         ArgumentError, ArgumentTypeError: a bad argument (also a ValueError; the second a TypeError too).
@@ -200,6 +201,10 @@ def reshape_and_cache_flash(
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     for name, cache in caches.items():
         CACHE.plain(name, cache)
+        if kv_cache_dtype not in WIDE:
+            CACHE.dtype(name, cache, (FLOAT8, torch.uint8))
+            caches[name] = as_float8(cache)
+    key_cache, value_cache = caches.values()
     layout = layout_of(key_cache, value_cache)
     for name, cache in caches.items():
         if layout == "linear" and cache.dim() != 4:
@@ -217,7 +222,8 @@ def reshape_and_cache_flash(
         pages = torch.arange(len(key_cache), **numbers)[None]
         slots, entries = slot_mapping.to(torch.int32), torch.zeros(count, **numbers)
         in_pages(CACHE, layout, caches, pages)  # its errors have this function's names
-        write_slots(key[:count], value[:count], key_cache, value_cache, slots, entries, pages, layout)
+        scales = scales_of(key_cache, k_scale, v_scale)
+        write_slots(key[:count], value[:count], key_cache, value_cache, slots, entries, pages, layout, scales)
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any, fa_version: Any) -> None:

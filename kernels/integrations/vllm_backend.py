@@ -7,8 +7,9 @@ What vLLM calls is in https://github.com/vllm-project/vllm at 0014ca6: vllm/v1/a
 backends/registry.py beside it. The module can be imported without vLLM; `FlyAttentionBackend`, `FlyAttentionImpl` and
 `FlyMetadataBuilder` are its base classes' subclasses, made when they are first asked for.
 
-Batches are packed, prompts, their chunks and decoding in one, and keys lie in pages of 16-bit caches (2, pages, page
-size, Hkv, D), to which new ones are written first. With VLLM_BATCH_INVARIANT=1, calls have `split_keys`.
+Batches are packed, prompts, their chunks and decoding in one, and keys lie in pages of caches (2, pages, page size,
+Hkv, D) of 16 bits or of float8_e4m3fn, to which new ones are written first. With VLLM_BATCH_INVARIANT=1, calls have
+`split_keys`. With a `speculative_token_tree`, requests that have as many queries as the tree has tokens are trees.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +29,8 @@ from ..flash_attn_interface import flydsl_flash_attn_func
 from ..problem.catalogue import NO_WINDOW, SPLIT_UNIT
 from ..problem.contract import HEAD_DIMS
 from ..work.tile_scheduler import MAX_SPLITS
-from .slots import write_slots
-from .vllm import CACHE_DTYPES
+from .slots import CACHE_DTYPES, Scales, as_float8, scales_of, write_slots
+from .trees import Trees
 
 NAME = "CUSTOM"  # vLLM looks backends up by it
 BASES = "vllm.v1.attention.backend"
@@ -48,7 +50,8 @@ class FlyMetadata:
     """A step's batch: what calls of all layers have in common. Tensors are vLLM's own, but for `slots`.
 
     `slots`: (tokens,) int32, where a token's key goes, page · page size + row, or -1 for none; `entries`: as many
-    zeros. `split_keys`: as of `flydsl_flash_attn_func`, 0 for as many parts as suit the device.
+    zeros. `split_keys`: as of `flydsl_flash_attn_func`, 0 for as many parts as suit the device. `tree`: what
+    `tree_mask` gives, where a step may have trees of draft tokens.
     """
 
     tokens: int
@@ -61,6 +64,7 @@ class FlyMetadata:
     entries: torch.Tensor
     causal: bool
     split_keys: int
+    tree: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Backend:
@@ -121,10 +125,13 @@ class _Builder:
         self.entries = torch.zeros(most, dtype=torch.int32, device=device)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
         self.split_keys = split_for(vllm_config.model_config.max_model_len) if invariant else 0
+        speculation = getattr(vllm_config, "speculative_config", None)
+        self.trees = Trees.of(getattr(speculation, "speculative_token_tree", None), vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlyMetadata:
         """See vLLM; without cascades, as `use_cascade_attention` is False."""
         common, tokens = common_attn_metadata, common_attn_metadata.num_actual_tokens
+        trees = None if self.trees is None or fast_build else self.trees
         if not isinstance(common.causal, bool):
             raise UnsupportedError("vLLM's CUSTOM backend: causal by request is not available")
         self.slots[:tokens].copy_(common.slot_mapping[:tokens])
@@ -139,6 +146,7 @@ class _Builder:
             self.entries[:tokens],
             common.causal,
             self.split_keys,
+            {} if trees is None else trees.mask(common.query_start_loc, common.seq_lens, tokens),
         )
 
 
@@ -196,9 +204,10 @@ class _Impl:
         if attn_metadata is None:
             return output.zero_()
         batch = attn_metadata
-        k_cache, v_cache = kv_cache.unbind(0)
+        k_cache, v_cache = as_float8(kv_cache).unbind(0)
+        scales = scales_of(k_cache, getattr(layer, "_k_scale", None), getattr(layer, "_v_scale", None))
         if self.writes and key is not None and value is not None:
-            self._write(key, value, k_cache, v_cache, batch)
+            self._write(key, value, k_cache, v_cache, batch, scales)
         if self.slopes is not None and self.slopes.device != query.device:
             self.slopes = self.slopes.to(query.device)
         split: dict[str, Any] = {"split_keys": batch.split_keys} if batch.split_keys else {"num_kv_splits": 0}
@@ -217,18 +226,26 @@ class _Impl:
             alibi_slopes=self.slopes,
             **split,
             **self.options,
+            **batch.tree,
+            **scales,
         )
         return output
 
     def _write(
-        self, key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: FlyMetadata
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: FlyMetadata,
+        scales: Scales,
     ) -> None:
         """New keys and values to their slots."""
         if self.pages.numel() != len(k_cache) or self.pages.device != k_cache.device:
             self.pages = torch.arange(len(k_cache), dtype=torch.int32, device=k_cache.device)[None]
         shape = (-1, self.num_kv_heads, self.head_size)
         k, v = (x[: batch.tokens].view(shape) for x in (key, value))
-        write_slots(k, v, k_cache, v_cache, batch.slots, batch.entries, self.pages)
+        write_slots(k, v, k_cache, v_cache, batch.slots, batch.entries, self.pages, scales=scales)
 
 
 def split_for(most_keys: int) -> int:

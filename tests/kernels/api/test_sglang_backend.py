@@ -21,6 +21,7 @@ from kernels.integrations import sglang_backend
 from tests.kernels.acceptance import EMULATED
 from tests.kernels.api.test_vllm_backend import HEADS, KV_HEADS, D, drawn
 from tests.kernels.feature_reference import feature_reference
+from tests.kernels.problem.test_tree_mask import tree
 from tests.kernels.reference import check
 
 CONTEXT = 64
@@ -66,18 +67,19 @@ def sglang(monkeypatch):
 
 
 def mode(name):
-    return SimpleNamespace(is_decode=lambda: name == "decode")
+    return SimpleNamespace(is_decode=lambda: name == "decode", is_target_verify=lambda: name == "target_verify")
 
 
 class Pool:
     """Keys and values of one layer, by token."""
 
-    def __init__(self, page_size: int):
-        self.buffers = [torch.full((256 + page_size, KV_HEADS, D), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    def __init__(self, page_size: int, dtype: torch.dtype = torch.bfloat16):
+        memory = torch.full((2, 256 + page_size, KV_HEADS, D), torch.nan)
+        self.buffers = memory.to(dtype).unbind(0)
 
-    def set_kv_buffer(self, layer, places, k, v):
-        for buffer, new in zip(self.buffers, (k, v)):
-            buffer[places] = new.view(-1, KV_HEADS, D)
+    def set_kv_buffer(self, layer, places, k, v, k_scale=None, v_scale=None):
+        for buffer, new, scale in zip(self.buffers, (k, v), (k_scale, v_scale)):
+            buffer[places] = (new if scale is None else new / scale).view(-1, KV_HEADS, D).to(buffer.dtype)
 
     def get_key_buffer(self, layer_id):
         return self.buffers[0]
@@ -154,6 +156,73 @@ def test_steps_of_an_engine(sglang, monkeypatch, seed):
         before = ends
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(0.02), 0.02, None], ids=["tensor", "number", "none"])
+def test_a_pool_of_8_bits(sglang, monkeypatch, scale, seed):
+    draw = random.Random(seed)
+    draw.choice([run for run in EMULATED if run.has("paged") and run.has("fp8_cache")]).start(monkeypatch)
+    run, pool = runner(draw, 16), Pool(16, torch.float8_e4m3fn)
+    backend = sglang_backend.FlyAttentionBackend(run)
+    of_layer = layer(k_scale=scale, v_scale=scale)
+    tokens, (q, k) = (
+        [13, 5],
+        (torch.cat([drawn(i, 0, n, h) for i, n in enumerate((13, 5))]) for h in (HEADS, KV_HEADS)),
+    )
+    places = torch.cat([run.req_to_token_pool.req_to_token[i + 1, :n].long() for i, n in enumerate(tokens)])
+    lengths = torch.tensor(tokens)
+    batch = SimpleNamespace(
+        forward_mode=mode("extend"),
+        spec_info=None,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        extend_seq_lens=lengths,
+        extend_seq_lens_cpu=tokens,
+        req_pool_indices=torch.tensor([1, 2]),
+        out_cache_loc=places,
+        token_to_kv_pool=pool,
+    )
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q.flatten(1), k.flatten(1), k.flatten(1), of_layer, batch).view(-1, HEADS, D)
+    factor = 1.0 if scale is None else scale
+    stored = (k / factor).to(torch.float8_e4m3fn).float() * factor
+    for i, (query, keys, result) in enumerate(zip(*(x.split(tokens) for x in (q, stored, out)))):
+        expected = feature_reference(query[None], keys[None], keys[None])
+        assert check(result[None], expected).ok, f"request {i}, seed {seed}"
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["trees", "chains"])
+def test_drafts_are_verified(sglang, monkeypatch, masked, seed):
+    """Each request has a tree of its own, and SGLang's mask has a row of all keys for each draft."""
+    draw = random.Random(seed)
+    draw.choice([run for run in EMULATED if run.has("paged")]).start(monkeypatch)
+    run, pool, before, drafts = runner(draw, 16), Pool(16), [17, 4], 5
+    backend = sglang_backend.FlyAttentionBackend(run)
+    tables = [run.req_to_token_pool.req_to_token[i + 1].long() for i in range(2)]
+    seen = [tree(draw, drafts) if masked else torch.ones(drafts, drafts).tril().bool() for _ in before]
+    old = [drawn(i, 0, n, KV_HEADS) for i, n in enumerate(before)]
+    for table, keys in zip(tables, old):
+        pool.set_kv_buffer(None, table[: len(keys)], keys, keys)
+    q, k = (torch.cat([drawn(i, n, drafts, h) for i, n in enumerate(before)]) for h in (HEADS, KV_HEADS))
+    rows = [torch.cat([torch.ones(drafts, n, dtype=torch.bool), mask], 1).flatten() for n, mask in zip(before, seen)]
+    lengths = torch.tensor(before)
+    batch = SimpleNamespace(
+        forward_mode=mode("target_verify"),
+        spec_info=SimpleNamespace(draft_token_num=drafts, custom_mask=torch.cat(rows) if masked else None),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        req_pool_indices=torch.tensor([1, 2]),
+        out_cache_loc=torch.cat([table[n : n + drafts] for table, n in zip(tables, before)]),
+        token_to_kv_pool=pool,
+    )
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q.flatten(1), k.flatten(1), k.flatten(1), layer(), batch).view(-1, HEADS, D)
+    for i, (query, new, result) in enumerate(zip(*(x.split(drafts) for x in (q, k, out)))):
+        keys = torch.cat([old[i], new])[None]
+        bias = torch.zeros(1, 1, drafts, before[i] + drafts)
+        bias[..., before[i] :].masked_fill_(~seen[i], -torch.inf)
+        expected = feature_reference(query[None], keys, keys, causal=False, bias=bias)
+        assert check(result[None], expected).ok, f"request {i}, seed {seed}"
+
+
 def test_signatures_are_sglangs(sglang):
     """Names in their order; what comes behind has a default."""
     for method, wanted in SIGNATURES.items():
@@ -167,7 +236,7 @@ def test_what_is_missing_is_refused_by_name(sglang, seed):
     with pytest.raises(UnsupportedError, match=re.escape("latent attention (MLA) is not available")):
         sglang_backend.FlyAttentionBackend(SimpleNamespace(**vars(run), use_mla_backend=True))
     backend = sglang_backend.FlyAttentionBackend(run)
-    with pytest.raises(UnsupportedError, match=r"speculative decoding is not available; .* tree_mask"):
+    with pytest.raises(UnsupportedError, match="a draft model is not available; accepted: another draft attention"):
         backend.init_forward_metadata(SimpleNamespace(forward_mode=mode("x"), seq_lens=None, spec_info=1))
     with pytest.raises(UnsupportedError, match="a graph of anything but decoding is not available"):
         backend.init_forward_metadata_capture_cuda_graph(1, 1, None, None, None, mode("extend"), None)

@@ -39,6 +39,24 @@ def test_new_keys_go_to_their_slots(emulate, seed, layout, dtype):
         assert torch.equal(cache.reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.usefixtures("unchecked")
+def test_caches_of_8_bits_get_values_over_their_scales(emulate, seed, dtype):
+    emulate("gfx950", "generic")
+    torch.manual_seed(seed)
+    key, value = torch.randn(2, 4, HEADS, DIM).bfloat16()
+    memory = torch.zeros(2, PAGES, SIZE, HEADS, DIM, dtype=torch.uint8).view(dtype)
+    scales = torch.tensor(0.25), torch.tensor([2.0])
+    slots = torch.tensor([37, 3, -1, 15])
+    vllm.reshape_and_cache_flash(key, value, *memory.unbind(0), slots, "fp8", *scales)
+    for new, cache, scale in zip((key, value), memory.view(torch.float8_e4m3fn), scales):
+        expected = torch.zeros(PAGES * SIZE, HEADS, DIM)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[slot] = (new[token].float() / scale).to(torch.float8_e4m3fn).float()
+        assert torch.equal(cache.float().view(expected.shape), expected), f"seed {seed}"
+
+
 def test_no_slots_write_nothing(emulate):
     emulate("gfx950", "generic")
     k_cache, v_cache = caches("NHD")
@@ -49,10 +67,15 @@ def test_no_slots_write_nothing(emulate):
 
 SHUFFLED = torch.zeros(PAGES, HEADS, DIM // 8, SIZE, 8).bfloat16()
 MISTAKES = {
-    "8 bits": (
-        {"kv_cache_dtype": "fp8"},
+    "another type of 8 bits": (
+        {"kv_cache_dtype": "fp8_e5m2"},
         UnsupportedError,
-        "kv_cache_dtype 'fp8' is not available; accepted: auto, fl",
+        "kv_cache_dtype 'fp8_e5m2' is not available; accepted: auto, float16, bfloat16, fp8, fp8_e4m3",
+    ),
+    "16 bits for 8": (
+        {"kv_cache_dtype": "fp8"},
+        ArgumentTypeError,
+        "key_cache has dtype torch.bfloat16; accepted: torch.float8_e4m3fn, torch.uint8",
     ),
     "shuffled": (
         {"key_cache": SHUFFLED},

@@ -91,6 +91,10 @@ def test_plans():
     assert attention["kernel"] == "flash_attn_gfx950" and attention["statics"]["options.causal"] == "False"
     assert (combination["kernel"], combination["block"]) == ("split_combine", [256, 1, 1])
     assert combination["statics"]["head_dim"] == "64"
+    keys = [launch["build"] for launch in plan["launches"]]
+    assert keys[0].startswith("flash_attn_gfx950-") and keys[1].startswith("split_combine-")
+    other = flydsl_flash_attn_plan(q, k, v, True, num_kv_splits=3, window_size=(100, -1))
+    assert [launch["build"] == key for launch, key in zip(other["launches"], keys)] == [False, True]
     assert plan["workspace_bytes"] > 4 * 3 * q.numel()
     with pytest.raises(ArgumentError, match="num_kv_splits must be from 0 to 64, got 65"):
         flydsl_flash_attn_plan(q, k, v, num_kv_splits=65)
