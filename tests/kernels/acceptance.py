@@ -81,8 +81,12 @@ class Run:
 
     def refuses(self, workload: Workload) -> bool:
         """Whether the dispatch table says that the kernel does not do this."""
-        wanted = {name for name, asked in _features(workload).items() if asked}
-        return not any(wanted <= set(row.features) for row in self.rows)
+        return not any(self.serves(row, workload) for row in self.rows)
+
+    @staticmethod
+    def serves(row: dispatch.Kernel, workload: Workload) -> bool:
+        """Whether a row of a dispatch table does this."""
+        return {name for name, asked in _features(workload).items() if asked} <= {*row.features}
 
 
 def _features(workload: Workload) -> dict[str, bool]:

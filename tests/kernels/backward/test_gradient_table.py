@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from fly import config
+from kernels import dispatch
 from tests.kernels import gradient_acceptance
 from tests.kernels.acceptance import FAMILIES, KINDS, reduced
 from tests.kernels.feature_cases import Inputs
@@ -42,7 +44,7 @@ def run(request, monkeypatch):
 @emulated
 @forms
 def test_emulated(run, form, seed):
-    assert failures(configurations(form, kind_of(run, form), run), seed, run.device) == []
+    assert failures(run, configurations(form, kind_of(run, form), run), seed) == []
 
 
 @pytest.mark.exhaustive
@@ -50,7 +52,7 @@ def test_emulated(run, form, seed):
 @kinds
 @forms
 def test_emulated_exhaustively(run, kind, form, seed):
-    assert failures(configurations(form, kind), seed, run.device) == []
+    assert failures(run, configurations(form, kind), seed) == []
 
 
 @on_gpu
@@ -58,7 +60,7 @@ def test_emulated_exhaustively(run, kind, form, seed):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "long"])
 def test_on_a_gpu(run, family, kind, seed):
     """Lengths of up to `GPU_LENGTH`; "long" would be "split" there."""
-    assert failures(reduced(family, kind, GPU_LENGTH), seed, run.device) == []
+    assert failures(run, reduced(family, kind, GPU_LENGTH), seed) == []
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,43 @@ def test_long_sequences(run, large, seed):
 
 
 @forms
-def test_every_configuration_runs_on_one_row(form):
+def test_every_configuration_runs_on_two_rows(form):
     def shapes(workloads):
         return Counter(replace(workload, **vars(KINDS[0])) for workload in workloads)
 
     every = shapes(configurations(form, KINDS[0]))
-    assert every == shapes(w for row in EMULATED for w in configurations(form, kind_of(row, form), row))
+    taken = shapes(w for row in EMULATED for w in configurations(form, kind_of(row, form), row))
+    assert taken == {workload: 2 for workload in every}
     assert max(every.values()) == 1 and {family for of in FORMS.values() for family in of} <= set(FAMILIES)
+
+
+def test_every_backward_kernel_of_emulated_gpus_is_forced():
+    """And the generic one on each of them; those of others' packages have tests of their own."""
+    rows = {(row.name, arch) for row in dispatch.BACKWARD_KERNELS for arch in row.archs if arch in dispatch.AMD}
+    assert rows == {(run.backward, run.arch) for run in EMULATED if run.backward}
+
+
+def test_a_row_forces_both_kernels(monkeypatch):
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+    for run in EMULATED:
+        with monkeypatch.context() as patch:
+            run.start(patch)
+            assert [v.get() for v in (config.KERNEL, config.BACKWARD_KERNEL)] == [run.kernel, run.backward]
+
+
+def test_what_a_backward_kernel_does_not_serve_must_be_refused(monkeypatch):
+    """A configuration that it refuses passes, and one that it computes after all does not."""
+    run, workload = EMULATED[0], KINDS[0].packed([(3, 5), (4, 4)], 2)
+    assert not run.refuses(workload)
+    rows = [row for row in dispatch.BACKWARD_KERNELS if row.name != run.backward]
+    (fused,) = (row for row in dispatch.BACKWARD_KERNELS if row.name == run.backward)
+    monkeypatch.setattr(dispatch, "BACKWARD_KERNELS", (replace(fused, features=()), *rows))
+    run.start(monkeypatch)
+    assert run.refuses(workload) and not run.refuses(KINDS[0].dense(1, 8, 2))
+    assert failures(run, [workload], 1) == []
+    monkeypatch.setattr(gradient_acceptance, "by_autograd", lambda *_, **__: None)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        failures(run, [workload], 1)
 
 
 def test_each_value_of_a_kind_runs():
