@@ -194,7 +194,7 @@ def backward(device: str) -> None:
     launched(flash_attn_generic_probabilities.prepare, tensors, request)
 
 
-# of the fused kernel: sizes, whether causal, options; each in turn too, where that is served
+# of the fused Hopper kernel: sizes, whether causal, options; each in turn too, where that is served
 FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (
     ({"queries": [130], "keys": [290], "heads": 4, "kv_heads": 2, "head_dim": 64}, True, asked("sink")),
     ({"queries": [33, 0, 130], "keys": [40, 20, 300], "head_dim": 128, "packed": True}, True, asked("dropout")),
@@ -202,13 +202,20 @@ FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ..
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
 )
+# of its form for wide heads: clusters to 192, blocks alone above
+WIDE: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (
+    ({"queries": [130], "keys": [290], "head_dim": 192, "head_dim_v": 128}, True, asked()),
+    ({"queries": [33, 0, 130], "keys": [40, 20, 300], "head_dim": 192, "packed": True}, False, asked("dropout")),
+    ({"queries": [130], "keys": [290], "heads": 4, "kv_heads": 2, "head_dim": 256}, True, asked("sink")),
+)
 
 
 def fused_backward(device: str) -> None:
-    """The Hopper backward pass alone: statistics of rows, the kernel, and what rounds or clears dq."""
+    """The Hopper backward pass alone: statistics of rows, the kernels, and what rounds or clears dq."""
     target = device_of(torch.device(device)).target
-    (kernel,) = (kernel for kernel in dispatch.BACKWARD_KERNELS if kernel.name == "sm90")
-    for (sizes, causal, options), deterministic in itertools.product(FUSED, (False, True)):
+    kernels = {kernel.name: kernel for kernel in dispatch.BACKWARD_KERNELS}
+    of_kernels = [(kernels[name], *of) for name, cases in (("sm90", FUSED), ("sm90_wide", WIDE)) for of in cases]
+    for (kernel, sizes, causal, options), deterministic in itertools.product(of_kernels, (False, True)):
         inputs = Inputs(**sizes, device=device)
         tensors, request = arguments_of(inputs, causal, **options(inputs))
         request = dispatch.as_backward(request, deterministic)

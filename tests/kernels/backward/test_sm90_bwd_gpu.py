@@ -128,6 +128,19 @@ def test_deterministic_gradients_are_the_same_bits_every_time(kv_heads, kernel, 
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
 
 
+@pytest.mark.parametrize(("kernel", "head_dim"), [("sm90", 128), ("sm90_wide", 192)])
+def test_a_thousand_deterministic_gradients_are_the_same_bits(kernel, head_dim, monkeypatch, seed):
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel)
+    inputs = Inputs([1000], [1000], 8, 2, head_dim, seed=seed, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs.tensors()]
+    out = flydsl_flash_attn_func(*leaves, deterministic=True)
+    dout = inputs.floats(*out.shape, dtype=out.dtype)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for i in range(1000):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(map(torch.equal, first, again)), f"seed {seed}, call {i}"
+
+
 @pytest.mark.parametrize("name", ["packed", "window", "queries without keys"])
 def test_deterministic_gradients_of_other_forms(name, seed):
     sizes, causal, options = {
