@@ -13,10 +13,12 @@ import torch
 
 from benchmarks import (
     cascade,
+    cold_compiles,
     compare_trees,
     dropout,
     fit_costs,
     flash_attn_decode,
+    gradient_host,
     llama,
     registers,
     report,
@@ -414,6 +416,7 @@ def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
     timed = (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade)
+    timed += (cold_compiles, gradient_host)
     for module in (*timed, foreign, published):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
@@ -429,6 +432,48 @@ def test_dropout_is_timed_against_the_same_call_without(monkeypatch, capsys):
     assert header.startswith("emulated") and columns.split()[-1] == "ratio"
     assert [line.split()[:4] for line in lines] == [["generic", "64", "32", form] for form in ("full", "causal")]
     assert {options.get("dropout_p") for options in given} == {None, dropout.PROBABILITY}
+
+
+def test_the_host_time_of_each_function_stands_beside_sdpas(monkeypatch, capsys):
+    """Of stand-ins, which take turns; the ratio is a median of rounds."""
+    monkeypatch.setattr(gradient_host, "ATTENDS", dict.fromkeys(gradient_host.ATTENDS, gradient_host.sdpa))
+    gradient_host.main(["--device", "cpu", "--seq_len", "8", "--num_kv_heads", "2", "--rounds", "2", "--calls", "1"])
+    header, columns, *lines = capsys.readouterr().out.splitlines()
+    assert header.startswith("emulated") and columns.split()[0] == "kind"
+    assert [[line[:8].strip(), line[9:31].strip()] for line in lines] == [
+        [kind, name] for kind in gradient_host.KINDS for name in gradient_host.ATTENDS
+    ]
+    samples = {(kind, name): [2.0, 4.0, 9.0] for kind in gradient_host.KINDS for name in gradient_host.ATTENDS}
+    samples["grad", gradient_host.PEER] = [4.0, 4.0, 3.0]
+    assert gradient_host.table(samples)[4].split()[-5:] == ["2.0", "1.000", "0.750", "to", "2.000"]
+    with pytest.raises(SystemExit):
+        gradient_host.main(["--rounds", "0"])
+    assert "--rounds and --calls must be at least 1, got 0 and 40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("most", "status"), [("3", 0), ("2.9", 1)])
+def test_a_pass_that_compiles_longer_than_it_may_is_told(most, status, monkeypatch, capsys):
+    seconds = {"plain": (1.0, 2.0), "dropout": (3.0, 0.5)}
+
+    def in_a_process(case, device):
+        return dict(zip(("loading", "forward", "backward"), (9.0, *seconds[case[1]])))
+
+    monkeypatch.setattr(cold_compiles, "in_a_process", in_a_process)
+    given = ["--device", "cpu", "--head_dim", "64", "--form", "plain", "dropout", "--jobs", "2", "--most", most]
+    assert cold_compiles.main(given) == status
+    _, *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["64", "plain", "9.00", "1.00", "2.00"],
+        ["64", "dropout", "9.00", "3.00", "0.50"],
+    ]
+    assert last == "the slowest pass: 3.00 s"
+
+
+def test_a_process_that_fails_to_compile_says_why(monkeypatch):
+    ended = SimpleNamespace(returncode=1, stdout="", stderr="KeyError: 'no form'\n")
+    monkeypatch.setattr(cold_compiles.subprocess, "run", lambda *_, **options: ended)
+    with pytest.raises(RuntimeError, match=r"no form.*KeyError"):
+        cold_compiles.in_a_process((64, "no form", True), "cpu")
 
 
 def test_decoding_needs_whole_pages_and_a_gpu(monkeypatch, capsys):
