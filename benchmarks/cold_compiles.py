@@ -34,13 +34,15 @@ def options_of(form: str, tokens: int, device: str) -> dict[str, Any]:
     """Keyword arguments of `flydsl_flash_attn_func` for a form of call."""
     import torch
 
+    import fly
+
     if form == "packed":
         ends = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32, device=device)
         longest = {"max_seqlen_q": tokens, "max_seqlen_kv": tokens}
         return {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, **longest}
     dropout = {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2], device=device)}
     functions = {
-        "score_mod": lambda score, b, h, q, k: score - abs(q - k) * 0.01,
+        "score_mod": lambda score, b, h, q, k: score - abs(q - k).to(fly.f32) * 0.01,
         "mask_mod": lambda b, h, q, k: (q + k) % 7 != 0,
     }
     return {
@@ -52,7 +54,7 @@ def options_of(form: str, tokens: int, device: str) -> dict[str, Any]:
 
 
 def compiled_here(head_dim: int, form: str, causal: bool, device: str) -> dict[str, float]:
-    """CPU seconds of this process: its first kernel, the first forward pass with a gradient, and its backward pass."""
+    """CPU seconds of this process: its first kernel, the first forward pass with a gradient, and its backward."""
     import torch
 
     from kernels.flash_attn_interface import flydsl_flash_attn_func

@@ -14,6 +14,7 @@ _EXPORTS: dict[str, str] = {
     name: module
     for module, names in {
         ".flash_attn_interface": "flydsl_flash_attn_func flydsl_flash_attn_workspace",
+        ".flash_attn_backward": "flydsl_flash_attn_backward",
         ".flash_attn_api": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func"
         " flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
         ".cache.kv_cache": "append_to_cache",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from fly import config
+from fly.errors import UnsupportedError
 
 from .arguments.checks import (
     ALIGNMENT,
@@ -430,11 +431,19 @@ def repeated(
     return (out, results[1]) if return_lse else out
 
 
-def flydsl_flash_attn_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> int:
+def flydsl_flash_attn_workspace(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, backward: bool = False, **options: Any
+) -> int:
     """Bytes of `workspace` that `flydsl_flash_attn_func` needs with these arguments, or 0.
 
+    backward: those that `flydsl_flash_attn_backward` needs instead, which takes no `block_mask`.
     The kernel is compiled, if it is not yet; nothing is computed. Raises as `flydsl_flash_attn_func` does.
     """
+    if backward:
+        if options.get("block_mask") is not None:
+            fail("block_mask is not taken with backward=True: torch.autograd.grad takes it", UnsupportedError)
+        needed: int = (_gradients or _load_gradients()).workspace_bytes(checked(q, k, v, *args, **options))
+        return needed
     return plan_of(checked(q, k, v, *args, **options)).launch.workspace_bytes
 
 

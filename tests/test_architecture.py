@@ -70,7 +70,7 @@ FLOORS = (
     ("cache", "merging"),
     ("flash_attn_interface",),
     ("api", "attention", "cascade"),
-    ("flash_attn_api", "flex"),
+    ("flash_attn_api", "flash_attn_backward", "flex"),
     ("integrations", "profiled", "described", "inspection", "call_flags", "receipts"),
     ("prebuild",),
     ("commands",),

@@ -123,7 +123,7 @@ def test_commands_of_the_readme_run(command, capsys):
 @pytest.mark.skipif(find_spec("fly.emulator") is None, reason="needs the emulator (fly.emulator)")
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("README.md", 5), ("docs/index.md", 1), ("docs/features.md", 7), ("docs/training.md", 2)],
+    [("README.md", 5), ("docs/index.md", 1), ("docs/features.md", 7), ("docs/training.md", 3)],
 )
 def test_code_of_a_document_runs(name, count, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)

@@ -7,7 +7,8 @@ microseconds on the host and is gone through only where a compiler traces, or a 
 
 `torch.ops.fly.flash_attn_backward` has the gradients of `torch.ops.fly.flash_attn`, which autograd and compilers
 call: of q, k and v, and of the tensors among its options that `operands` names. Its own are refused.
-`torch.ops.fly.flash_attn_backward_out` writes those of q, k and v into given tensors (`api.inner`).
+`torch.ops.fly.flash_attn_backward_out` writes those of q, k and v into given tensors (`api.inner`), by way of a
+`workspace` that is given too, or its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from fly.errors import ArgumentError, FlyError, UnsupportedError
 
 from ..arguments.callers import CALLERS, Caller, arg, problem
-from ..arguments.checks import ATTENTION, Checks, shares_memory
+from ..arguments.checks import ATTENTION, Checks, check_workspace, shares_memory
 from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
 from ..cache.layouts import vectors
@@ -66,8 +67,8 @@ torch.library.define(
 )
 torch.library.define(
     "fly::flash_attn_backward_out",
-    f"(Tensor dout, Tensor out, Tensor lse, {_INPUTS}, *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_LISTED}) "
-    "-> Tensor delta",
+    f"(Tensor dout, Tensor out, Tensor lse, {_INPUTS}, *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+    f"Tensor(d!)? workspace=None, {_LISTED}) -> Tensor delta",
 )
 
 torch.library.define(
@@ -159,12 +160,16 @@ def gradients(
 
 
 def _written(
-    given: dict[str, torch.Tensor], results: dict[str, torch.Tensor], causal: bool, options: Mapping[str, Any]
+    given: dict[str, torch.Tensor],
+    results: dict[str, torch.Tensor],
+    causal: bool,
+    options: Mapping[str, Any],
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The backward pass of a call as FlashAttention takes its tensors; returns delta, float32 like lse.
 
     `given`: dout, out, lse, q, k and v. `results`: dq, dk and dv, which are written, by way of copies where kernels
-    do not write to them as they are.
+    do not write to them as they are. `workspace`: memory to use instead of an allocation.
 
     Raises:
         ArgumentError: one of the results shares memory with another tensor.
@@ -174,6 +179,8 @@ def _written(
     memory = {name: tensor.untyped_storage().data_ptr() for name, tensor in (given | results).items()}
     if len({*memory.values()}) < len(memory):
         _check_apart(given, results)
+    if workspace is not None:
+        check_workspace(workspace, given | results)
     head_dim, value_dim = given["q"].shape[-1], given["v"].shape[-1]
     width, value_width = padded_dim(head_dim), padded_dim(value_dim)
     options = {**OPTION_DEFAULTS, **options}
@@ -193,7 +200,7 @@ def _written(
         written.append(x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format))
     lse = given["lse"]
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    backward(leaves, out, lse, dout, None, causal, options, written, delta)
+    backward(leaves, out, lse, dout, None, causal, options, written, delta, workspace=workspace)
     for x, result in zip(written, (results[f"d{name}"] for name in INPUTS)):
         if x is not result:
             result.copy_(x[..., : result.shape[-1]])
@@ -352,7 +359,7 @@ def _backward_out(*arguments: Any, **options: Any) -> torch.Tensor:
     given = {name: named.pop(name) for name in _GIVEN}
     results = {name: named.pop(name) for name in ("dq", "dk", "dv")}
     with _in_names_of(named.pop("caller", None)):
-        return _written(given, results, named.pop("causal"), named)
+        return _written(given, results, named.pop("causal"), named, named.pop("workspace", None))
 
 
 @_register_fake("fly::flash_attn_backward_out")

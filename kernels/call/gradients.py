@@ -33,7 +33,7 @@ from ..problem.catalogue import BLOCKS, BY_NAME
 from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
 from ..work.tile_list import LISTS_BY_KEYS
-from .checks import INPUTS, check_call, is_aligned, loadable, settled
+from .checks import INPUTS, Call, check_call, is_aligned, loadable, settled
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans, entry_of
 
@@ -310,6 +310,7 @@ def run(
     dlse: torch.Tensor | None,
     operands: Sequence[str] = (),
     results: Sequence[torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of the leaves of a call, given those of its results, of which None stands for zeros.
 
@@ -317,9 +318,10 @@ def run(
     leaves are the `operands`. Gradients are contiguous and of the leaves' shapes, one for what is stacked, with zeros
     for tokens outside of all sequences, and small ones share memory (`MOST_SHARED`); or they are written to
     `results`, which kernels can write to as they are, and tokens outside of all sequences are not written. Those of
-    operands are like the operands.
+    operands are like the operands. `workspace`: with `results`, a checked one instead of an allocation.
 
     Raises:
+        ArgumentError: a workspace of fewer bytes than the pass needs.
         UnsupportedError: see `operand_gradients.memory_for`.
     """
     out = tensors["out"]
@@ -375,7 +377,12 @@ def run(
     else:
         results = results or results_for(inputs, tensors)
         if size := prepared.launch.workspace_bytes:
-            given["workspace"] = q.new_empty(size, dtype=torch.uint8)
+            if workspace is None:
+                workspace = q.new_empty(size, dtype=torch.uint8)
+            elif workspace.nbytes < size:
+                text = f"{arg.workspace} has {workspace.nbytes} bytes, these gradients need {size}"
+                ATTENTION.fail(f"{text} (flydsl_flash_attn_workspace with backward=True tells)")
+            given["workspace"] = workspace
     given["dq"], given["dk"], given["dv"] = results if len(inputs) == 3 else unstacked(results)
     prepared.launch.run(given, None)
     return [*results, *(gradient(name, memory[f"d{name}"], of) for name, of in needed.items())]
@@ -441,12 +448,14 @@ def backward(
     results: Sequence[torch.Tensor] | None = None,
     delta: torch.Tensor | None = None,
     operands: Sequence[str] = (),
+    workspace: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of a call of which only its arguments are known, `options` by `flydsl_flash_attn_func`'s names.
 
     q, k, v (B, S, H, D) or packed (total, H, D), out and dout like q with v's head dimension, lse, dlse and delta
     (B, H, Sq) or (H, total) float32. What is not 16-byte aligned with a last stride of 1 is copied. `results`: as of
     `run`, like the leaves, aligned so; delta is written too. `operands`: the options whose gradients come behind.
+    `workspace`: as of `run`.
 
     Raises:
         ArgumentError, ArgumentTypeError: one of them does not go with the others.
@@ -476,7 +485,24 @@ def backward(
     if results is None:
         results = results_for(leaves, tensors)  # results of operations share nothing
     leaves = (*leaves, *(tensors.pop(name) for name in operands))
-    return run(kind, leaves, tensors, dout, dlse, operands, results)
+    return run(kind, leaves, tensors, dout, dlse, operands, results, workspace)
+
+
+def workspace_bytes(call: Call) -> int:
+    """Bytes of workspace that gradients of q, k and v of a checked call need, which may compile.
+
+    Raises:
+        UnsupportedError: a call without gradients.
+    """
+    inputs = [call.tensors[name] for name in INPUTS]
+    q, _, v = inputs
+    check_differentiable(call.request, q)
+    if call.empty:
+        return 0
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    given = {**call.tensors, "out": out, "dout": torch.empty_like(out), "dlse": None}
+    given["lse"] = q.new_empty(call.lse, dtype=torch.float32)
+    return _prepared(Kind.of(call), inputs, given, results_for(inputs, given)).launch.workspace_bytes
 
 
 def _check_like(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """What gradients have to pass: the forward's acceptance table (`tests.kernels.acceptance`) with rows of its own.
 
-A row is a backward kernel behind a forward kernel, whose out and log-sum-exp it takes, both forced. On an emulated GPU
-every configuration runs in miniature on two of the rows, and with --exhaustive of every kind on all of them. A
+A row is a backward kernel behind a forward kernel, whose out and log-sum-exp it takes, both forced. On an emulated
+GPU every configuration runs in miniature on two of the rows, and with --exhaustive of every kind on all of them. A
 configuration that the dispatch tables say a row's kernels do not serve must be refused with an error.
 """
 
