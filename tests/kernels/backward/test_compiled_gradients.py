@@ -21,6 +21,7 @@ from kernels.api import torch_ops
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels.backward.test_api_gradients import FUNCTIONS
 from tests.kernels.feature_cases import Inputs
+from tests.kernels.gradient_reference import gradients
 
 OPS = torch.ops.fly
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -187,6 +188,25 @@ def test_opcheck_of_the_backward_operation(name, seed):
     out, lse = OPS.flash_attn(*arguments, **options, return_lse=True)
     given = (torch.randn_like(out), torch.randn_like(lse) if options else None, out, lse, [])
     torch.library.opcheck(OPS.flash_attn_backward.default, (*given, *arguments), options)
+
+
+def test_compiled_gradients_of_tensors_that_lie_differently(seed):
+    """196 tokens, as of a picture's patches: q with heads outside of tokens, k a part of something wider."""
+    inputs = Inputs([196], [196], heads=1, kv_heads=1, head_dim=32, seed=seed)
+    q, k, v = inputs.tensors()
+    dout = inputs.floats(*q.shape, dtype=q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    q, k = q.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([k, k], -1)[..., :32]
+
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        return api.flash_attn_func(*given) * 1.0
+
+    def by(function: Any) -> tuple[torch.Tensor, ...]:
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(function(*given), given, dout)
+
+    found = by(torch.compile(step, fullgraph=True, backend="aot_eager"))
+    assert equal(found, by(step)), f"seed {seed}"
+    assert not gradients(q, k, v, False, dout).wrong(found), f"seed {seed}"
 
 
 @pytest.mark.parametrize("part", ["out", "lse"])
