@@ -13,9 +13,10 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-At other D, x is in cluster 0. Above 128, K and V lie in LDS in panels of columns (`gfx950/wide.py`), and what
-registers do not hold of a tile is read in compute clusters (`gfx950/interleaving.py`). `Tiles` has this table as
-stages; `fly.Pipeline` makes prologue, loop and epilogue of it. K and V have two buffers each, filled by direct-to-LDS
+At D=128 cluster 1 has three quarters of P(j-1). At other D, x is in cluster 0. Above 128, K and V lie in LDS in
+panels of columns (`gfx950/wide.py`), and what registers do not hold of a tile is read in compute clusters
+(`gfx950/interleaving.py`). `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it.
+K and V have two buffers each, filled by direct-to-LDS
 copies, from contiguous keys or from pages (`gfx950/copies.py`). A wait comes two barriers before the reads that need
 it: the other group passes its own wait one barrier later. The loop body holds two tiles, so that buffers are static.
 
@@ -61,7 +62,14 @@ from fly.backends.rocdl.intrinsics import (
 
 from .gfx950.copies import copies_of, k_tile, v_tile
 from .gfx950.groups import meet, part, rejoin
-from .gfx950.interleaving import among_output, among_scores, reads_ahead
+from .gfx950.interleaving import (
+    PAIRS,
+    among_output,
+    among_scores,
+    most_among_scores,
+    reads_ahead,
+    rest_among_output,
+)
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.queries import StagedQueries
@@ -183,6 +191,9 @@ class Tiles:
         self.key_steps = BLOCK_N // self.link.atom.k
         self.k_ahead, self.v_ahead = reads_ahead(self.dim_steps, self.dim_tiles, self.key_steps, options.alone)
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
+        # scores of the second key tile whose weights are made beside the scores' products, which have room for them
+        more = self.packed_first and not given.features.drops
+        self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
@@ -375,13 +386,19 @@ class Tiles:
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
         """Between the matrix instructions of the scores."""
-        reads = (self.dim_steps - self.k_ahead) * self.key_tiles
-        sched_groups(*among_scores(self.key_tiles * self.dim_steps, reads))
+        products, reads = self.key_tiles * self.dim_steps, (self.dim_steps - self.k_ahead) * self.key_tiles
+        if self.more_early:
+            sched_groups(*most_among_scores(products, PAIRS + self.more_early // 2))
+        else:
+            sched_groups(*among_scores(products, reads))
 
     def interleave_output(self) -> None:
         """Between those of the output. At D=128 the maximum, which the branch waits for, is before the last ones."""
         products, reads = self.key_steps * self.dim_tiles, (self.key_steps - self.v_ahead) * self.dim_tiles
-        sched_groups(*among_output(products, 3 if self.packed_first else None, reads))
+        if self.more_early:
+            sched_groups(*rest_among_output(products, PAIRS - self.more_early // 2))
+        else:
+            sched_groups(*among_output(products, 3 if self.packed_first else None, reads))
 
     def settle(self, tile: fly.PipelineTile, *running: Any) -> tuple[Any, ...]:
         """What the loop starts with, computed while K(0) is on its way."""
@@ -449,19 +466,30 @@ class Tiles:
         exponents = scaled(early), scaled(late)
         if self.packed_first:
             sched_barrier()
-        return exponents
+        if not self.more_early:
+            return exponents
+        first, second = exponents
+        return fly.concat([first, second[: self.more_early]]), second[self.more_early :]
 
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
-        total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
+        if self.more_early:
+            # one addition after the other: LLVM packs those of vectors, and takes them apart into 8 bytes each, not 4
+            even, odd = softmax.total[0], softmax.total[1]
+            for i in range(0, len(probabilities), 2):
+                even, odd = even + probabilities[i], odd + probabilities[i + 1]
+            softmax = replace(softmax, total=fly.from_elements([even, odd]))
+        else:
+            total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
+            softmax = replace(softmax, total=total)
         if (dropout := self.given.dropout(self.work)) is not None:
             first_key = self.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
             whole = fly.Fragment(self.link.layout, ((probabilities,),))
             probabilities = dropout.drop(whole, self.first_row, first_key).tiles[0][0]
-        return self.link.operands([self._narrow(probabilities)]), replace(softmax, total=total)
+        return self.link.operands([self._narrow(probabilities)]), softmax
 
     def accumulate(
         self,

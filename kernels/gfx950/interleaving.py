@@ -58,6 +58,27 @@ def among_output(products: int, maxima: int | None, operands: int) -> Iterator[t
     return _with_reads(placed, operands * pieces, pieces)
 
 
+def most_among_scores(products: int, pairs: int) -> Groups:
+    """`among_scores` with most of a tile's pairs, evenly; nothing is behind the last one: groups meet at once."""
+    return [*_evenly(products - 2, pairs), (MFMA, 1), (VALU, 3), (MFMA, 1)]
+
+
+def rest_among_output(products: int, pairs: int) -> Groups:
+    """`among_output` with the others, evenly behind the first half of its matrix instructions."""
+    return [*_evenly(products // 2, pairs), *[(MFMA, 1), (VALU, 3)] * (products // 2)]
+
+
+def _evenly(products: int, pairs: int) -> Groups:
+    """Exponentials of so many pairs; behind the product after a pair's, three others: two additions, a conversion."""
+    placed: Groups = []
+    made, used = 0, 0
+    for i in range(1, products + 1):
+        ready, now = made // 2, -(-2 * pairs * i // products)
+        placed += [(MFMA, 1), (VALU, 3 * (ready - used)), (TRANS, now - made)]
+        made, used = now, ready
+    return [(kind, count) for kind, count in placed if count]
+
+
 def spread(products: int, pairs: int) -> list[int]:
     """How many of `products` come before each of `pairs` and behind the last one."""
     before = [min(products, ((2 * i + 1) * products + pairs) // (2 * pairs)) for i in range(pairs + 1)]

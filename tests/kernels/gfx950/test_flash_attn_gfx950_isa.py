@@ -185,6 +185,20 @@ def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, 
 
 
 @builds
+def test_exponentials_of_the_two_compute_clusters(head_dim, dtype, causal):
+    """At D=128 three quarters are beside the scores' products, where vector instructions leave more room, and their
+    additions are of 4 bytes.
+    """
+    counts = []
+    for cluster in steady_state(compiled(head_dim, dtype, causal)):
+        end = next((i for i, opcode in enumerate(cluster) if opcode.startswith("s_cbranch")), len(cluster))
+        counts.append(Counter(cluster[:end]))
+    exponentials = [count["v_exp_f32_e32"] for count in counts if count["v_exp_f32_e32"]]
+    assert exponentials == {128: [24, 8], 64: [16, 16]}[head_dim] * 2
+    assert head_dim != 128 or not any(count["v_add_f32_e64"] for count in counts)
+
+
+@builds
 def test_no_wait_for_all_copies(head_dim, dtype, causal):
     """The newest tile stays in flight at each of the steady state's waits."""
     artefact = compiled(head_dim, dtype, causal)
