@@ -22,7 +22,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared, store_matrices
+from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_sync, fence_async_shared, store_matrices
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
 
@@ -317,6 +317,8 @@ class Consumer:
         first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
+        if self.options.crowded and self.block.queries.bounded:
+            queries = row_numbers(fragment.layout, 1, 0).map(lambda row: anew(row, first_query) + first_query)
         ends = masked or listed is not None
         lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
 
@@ -374,6 +376,8 @@ class Consumer:
         count = self.block.keys.length
         start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
+        if self.options.remakes_keys:
+            keys = keys.map(lambda key: anew(key, first_query))
         limited = self.inverse.apply(transposed(scores), keys, first_query)
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 
@@ -394,12 +398,19 @@ class Consumer:
         lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
         row_in = lane % 8
         row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
-        memory = self.buffers.ds.offset(slot * tile.bytes + row * tile.swizzle)
+        line = slot * tile.bytes + row * tile.swizzle
+        memory = self.buffers.ds.offset(line)
         for i, operand in enumerate(ds):
             panel, inside = divmod(16 * i, tile.panel_columns)
-            piece = (lane // 16 + inside // 8) ^ row_in
+            if self.options.crowded:
+                # the same place, made of one number of the lane instead of one of each piece
+                at = (line + ((lane // 16) ^ row_in) * UNIT) ^ (inside // 8 * UNIT)
+                place = self.buffers.ds.offset(at + panel * tile.panel_bytes)
+            else:
+                piece = (lane // 16 + inside // 8) ^ row_in
+                place = memory.offset(panel * tile.panel_bytes + piece * UNIT)
             words = operand.bitcast(fly.i32)
-            store_matrices(memory.offset(panel * tile.panel_bytes + piece * UNIT), [words[w] for w in range(4)])
+            store_matrices(place, [words[w] for w in range(4)])
 
     def piece(self, piece: int) -> Any:
         """Which of the pieces of dQ's columns one of the consumer's is."""
