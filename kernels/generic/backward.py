@@ -187,10 +187,8 @@ class _Build:
         listed = self.features.block_size is not None
         if self.kernel == "dkdv" and not _LENGTHS.isdisjoint(operands):
             return not (self.dim == 256 and self.causal)
-        if self.kernel == "dkdv" and self.dim == 256:
-            return self.causal and "bias" in operands and self.arch == "sm_90a"
         if self.dim == 256:
-            return self.causal and "bias" in operands and self.arch == "sm_80"
+            return self.kernel == "dq" and self.causal and "bias" in operands and self.arch == "sm_80"
         if self.dim != TOGETHER:
             return self.dim == 64 and self.kernel == "dkdv" and not self.causal and self.features.drops and listed
         if self.kernel == "dkdv":
@@ -210,7 +208,7 @@ class _Build:
         features = self.features
         if self.kernel == "dkdv" and self.dim == 256 and "dk" in self.results:
             if self.arch == "sm_90a":
-                return self.causal and features.score_mod is not None
+                return self.causal and (features.score_mod is not None or "bias" in features.operands)
             dropping = features.drops and features.block_size is not None and self.causal
             return self.arch == "sm_80" and (self.packed or dropping)
         if self.kernel == "dkdv":
