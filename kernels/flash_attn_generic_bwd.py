@@ -425,6 +425,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         features,
         of_operands,
         "packed" in request.features,
+        request.aux_tensors > 0,
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]

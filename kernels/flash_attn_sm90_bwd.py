@@ -149,7 +149,9 @@ def flash_attn_sm90_bwd(
         dtype = dtype_of(q.spec.dtype)
         what = options, buffers, given, seen, inverse, tiles, walk, block, warpgroup - 1
         working = (consumer or _consumer_of(options))(*what, scale_log2, dtype, sums, exchange)
-        working.write(heads, dk, dv, fly.select(here, keys.length, 0))
+        # where no block waits for its turn, one without keys has no row below their number either
+        spare = options.crowded and exists is None
+        working.write(heads, dk, dv, keys.length if spare else fly.select(here, keys.length, 0))
         if dq is not None:
             near = Neighbours.of(number, keys.length, inverse, options.span)
             for piece in range(options.dq_pieces):

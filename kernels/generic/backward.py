@@ -168,7 +168,7 @@ _BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 class _Build:
     """What decides whether ptxas spills in a build of `kernel`, as far as it is known from walking all of them.
 
-    `dim`: the padded head dimension; `packed`: sequences are.
+    `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors.
     """
 
     arch: str
@@ -177,6 +177,7 @@ class _Build:
     dim: int
     causal: bool
     packed: bool
+    loads: bool
     features: Features
 
     @property
@@ -186,19 +187,20 @@ class _Build:
         listed = self.features.block_size is not None
         if self.kernel == "dkdv" and not _LENGTHS.isdisjoint(operands):
             return not (self.dim == 256 and self.causal)
-        if self.kernel == "dkdv" and self.dim == 256:
-            return self.causal and "bias" in operands and self.arch == "sm_90a"
         if self.dim == 256:
-            return self.causal and "bias" in operands and self.arch == "sm_80"
+            return self.kernel == "dq" and self.causal and "bias" in operands and self.arch == "sm_80"
         if self.dim != TOGETHER:
             return self.dim == 64 and self.kernel == "dkdv" and not self.causal and self.features.drops and listed
         if self.kernel == "dkdv":
-            return "bias" in operands if self.causal else self.features.score_mod is not None
+            capped = self.arch == "sm_90a" and "softcap" in operands
+            return "bias" in operands or capped if self.causal else self.features.score_mod is not None
         if self.arch in _BEFORE_HOPPER and self.causal and "alibi_slopes" in operands:
             return True
         if self.arch == "sm_80" and self.features.score_mod is not None:
             return True
-        return "attention_chunk" in operands or listed if self.causal else "alibi_slopes" in operands
+        if self.causal:
+            return "attention_chunk" in operands or listed
+        return "alibi_slopes" in operands and self.arch not in ("sm_86", "sm_89")
 
     @property
     def needs_half(self) -> bool:
@@ -206,7 +208,7 @@ class _Build:
         features = self.features
         if self.kernel == "dkdv" and self.dim == 256 and "dk" in self.results:
             if self.arch == "sm_90a":
-                return self.causal and features.score_mod is not None
+                return self.causal and (features.score_mod is not None or "bias" in features.operands)
             dropping = features.drops and features.block_size is not None and self.causal
             return self.arch == "sm_80" and (self.packed or dropping)
         if self.kernel == "dkdv":
@@ -217,6 +219,8 @@ class _Build:
         if self.arch not in _BEFORE_HOPPER or self.dim != TOGETHER:
             return False
         if self.packed or (self.causal and features.block_size is not None):
+            return True
+        if self.arch == "sm_80" and features.score_mod is not None and self.loads:
             return True
         return self.arch == "sm_80" and ("window_left" if self.causal else "alibi_slopes") in features.operands
 
@@ -229,11 +233,12 @@ def options_for(
     features: Features = NO_FEATURES,
     of_operands: bool = False,
     packed: bool = False,
+    loads: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
     """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
 
     `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well;
-    `packed`: whether sequences are.
+    `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors.
 
     Raises:
         UnsupportedError: blocks of a block mask that tiles do not divide.
@@ -259,7 +264,7 @@ def options_for(
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
-        built = _Build(target.arch, kernel, results, dim, causal, packed, features)
+        built = _Build(target.arch, kernel, results, dim, causal, packed, loads, features)
         if nvidia and tiles[1] > NARROWEST and built.needs_half:
             tiles = (tiles[0], tiles[1] // 2, tiles[2])
         if features.block_size is not None:

@@ -54,8 +54,8 @@ class Feature:
     checked, as operands and fields of `Features` by name; nothing where it is not asked for.
 
     `load`: an operand that is one number for a head, from its tensor, once before the loop over keys. `modify`: a
-    tile of scores with the operand; `raw`: of scores that are not scaled yet, which it does. `differentiable`: its
-    operands have gradients.
+    tile of scores with the operand. `steepness`: where it takes scores that are not scaled yet, and scales them, its
+    derivative with respect to scaled ones, by hand. `differentiable`: its operands have gradients.
     """
 
     name: str
@@ -70,8 +70,13 @@ class Feature:
     check: Callable[[CallArguments], Found] | None = None
     load: Callable[[fly.Tensor, Place], fly.Value | fly.RowVector] | None = None
     modify: Callable[[BoundFeatures, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
-    raw: bool = False
+    steepness: Callable[[BoundFeatures, fly.Fragment, Any, ScoreTile], fly.Fragment] | None = None
     differentiable: bool = False
+
+    @property
+    def raw(self) -> bool:
+        """Whether `modify` takes scores that are not scaled yet."""
+        return self.steepness is not None
 
     @property
     def told(self) -> tuple[str, str]:
@@ -394,7 +399,7 @@ FEATURES = (
         numbers=("softcap",),
         check=_softcap,
         modify=lambda given, tile, cap, at: scores.cap(tile, cap, at, wide=given.features.wide_softcap),
-        raw=True,
+        steepness=lambda given, tile, cap, at: scores.cap_steepness(tile, cap, at, wide=given.features.wide_softcap),
     ),
     Feature(
         "alibi",

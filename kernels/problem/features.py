@@ -250,10 +250,28 @@ class BoundFeatures:
 
     def add_operands(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
         """Raw scores, scaled and with what operands do to them: what a `score_mod` gets."""
-        modifiers, softmax_scale = self.features.modifiers, at.softmax_scale
-        if not any(feature.raw for feature in modifiers):
-            tile = tile.map(lambda x, r, c: x * softmax_scale)
-        for feature in modifiers:
+        return self.add_offsets(self.scaled(tile, at), at)
+
+    def scaled(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
+        """Raw scores, scaled, and changed by what takes them raw."""
+        raw = [feature for feature in self.features.modifiers if feature.raw]
+        return self._changed(tile, raw, at) if raw else tile.map(lambda x, r, c: x * at.softmax_scale)
+
+    def steepness(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment | None:
+        """Of raw scores: derivatives of `scaled` with respect to them times the scale, None where all are 1."""
+        found = None
+        for feature in self.features.modifiers:
+            if feature.steepness is not None:
+                assert found is None, "one feature at most takes raw scores"
+                found = feature.steepness(self, tile, self._value(feature, at.place), at)
+        return found
+
+    def add_offsets(self, tile: fly.Fragment, at: ScoreTile) -> fly.Fragment:
+        """`scaled` scores with what other operands do to them."""
+        return self._changed(tile, [feature for feature in self.features.modifiers if not feature.raw], at)
+
+    def _changed(self, tile: fly.Fragment, by: Iterable[Feature], at: ScoreTile) -> fly.Fragment:
+        for feature in by:
             assert feature.modify is not None
             tile = feature.modify(self, tile, self._value(feature, at.place), at)
         return tile

@@ -28,7 +28,7 @@ import fly
 from .dropout_tile import only
 from .features import BoundFeatures
 from .mask import KeyRange
-from .scores import LARGEST_INVERSE, LOG2_E, Place, ScoreTile
+from .scores import LOG2_E, Place, ScoreTile
 
 
 def transposed_layout(layout: fly.AccumulatorLayout) -> fly.AccumulatorLayout:
@@ -156,17 +156,21 @@ def _modified(
     """(modified scores, the way of their gradients back), column tile by column tile: each has a tape of its own."""
     if not given.features.modifies:
         return raw, ScoreGradients
-    # the factor that results get is part of the modification too
-    inverse = fly.minimum(fly.rcp(scale_log2 * (1 / LOG2_E)), LARGEST_INVERSE)
     columns, by_hand = raw.layout.columns, given.features.score_mod_bwd is not None
     parts, taped, tapes, biases, places = [], [], [], [], []
+    scaled: list[fly.Fragment] = []
+    steepness: list[fly.Fragment | None] = []
     for c, column in enumerate(zip(*raw.tiles, strict=True)):
         part = fly.Fragment(raw.layout, tuple((tile,) for tile in column))
         first = first_key + c * columns
         bias = given.load_bias(columns, lambda first=first: (rows, first, place))  # type: ignore[misc]
         at = ScoreTile(rows, first, place, scale_log2 * (1 / LOG2_E), bias)
+        # of raw scores themselves as derivatives are wanted without the scale, which results get
+        steepness.append(given.steepness(part, at))
+        part = given.scaled(part, at)
+        scaled.append(part)
         with fly.Tape() as tape:
-            part = given.add_operands(part, at)
+            part = given.add_offsets(part, at)
             if not by_hand:
                 part = given.apply_mod(part, at)
         taped.append(part)
@@ -190,7 +194,7 @@ def _modified(
             gradients = by_function(gradients)
 
         def one(x: fly.Value, r: int, c: int) -> fly.Value:
-            asked, bias = [raw.tiles[r][c]], biases[c]
+            asked, bias, steep = [scaled[c].tiles[r][0]], biases[c], steepness[c]
             if inputs.bias and bias is not None:
                 asked.append(bias.tiles[r][0])
             found = tapes[c].gradients(taped[c].tiles[r][0], asked, x, loads=inputs.loads)
@@ -198,7 +202,7 @@ def _modified(
             loads.extend(replace(load, cotangent=given.scale_kept(load.cotangent)) for load in found.loads)
             for gradient in found.inputs[1:]:
                 of_bias[r, c] = given.scale_kept(gradient)
-            return found.inputs[0] * inverse
+            return found.inputs[0] if steep is None else found.inputs[0] * steep.tiles[r][0]
 
         of_raw = gradients.map(one)
         bias = gradients.map(lambda x, r, c: of_bias[r, c]) if of_bias else None

@@ -58,10 +58,26 @@ class ScoreTile:
 
 def cap(scores: fly.Fragment, cap: fly.Value, tile: ScoreTile, *, wide: bool) -> fly.Fragment:
     """cap * tanh(score / cap) of raw scores; `wide`: see `Features.wide_softcap`."""
-    inverse = fly.minimum(tile.softmax_scale * fly.rcp(cap), LARGEST_INVERSE)
+    inverse = _of_cap(cap, tile)
     if wide:
         return scores.map(lambda x, r, c: _capped(x * tile.softmax_scale, x * inverse, cap))
     return scores.map(lambda x, r, c: fly.tanh(x * inverse) * cap)
+
+
+def cap_steepness(scores: fly.Fragment, cap: fly.Value, tile: ScoreTile, *, wide: bool) -> fly.Fragment:
+    """The derivative of the same with respect to scores: 1 - tanh(score / cap) ** 2."""
+    inverse, tangent = _of_cap(cap, tile), tanh if wide else fly.tanh
+
+    def of(x: fly.Value, r: int, c: int) -> fly.Value:
+        of_cap = tangent(x * inverse)
+        return 1.0 - of_cap * of_cap
+
+    return scores.map(of)
+
+
+def _of_cap(cap: fly.Value, tile: ScoreTile) -> fly.Value:
+    """What raw scores are times to be parts of the cap."""
+    return fly.minimum(tile.softmax_scale * fly.rcp(cap), LARGEST_INVERSE)
 
 
 def _capped(score: fly.Value, ratio: fly.Value, cap: fly.Value) -> fly.Value:

@@ -69,6 +69,17 @@ class Sm90BackwardOptions:
         return self.block_n * self.blocks
 
     @property
+    def crowded(self) -> bool:
+        """Whether scores take registers that what each tile can make again would be kept in."""
+        return self.features.modifies or self.features.drops
+
+    @property
+    def remakes_keys(self) -> bool:
+        """Whether keys' numbers, for masks, are made again by every tile: not where a bias needs the same."""
+        limited = self.causal or self.features.windowed or self.features.ends_early
+        return self.crowded and limited and "bias" not in self.features.operands
+
+    @property
     def ds_stages(self) -> int:
         """Slots of dS: two, so that one barrier a tile is enough, or one where there are two; three if `behind`.
 

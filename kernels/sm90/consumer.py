@@ -22,7 +22,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync, fence_async_shared, store_matrices
+from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_sync, fence_async_shared, store_matrices
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
 
@@ -290,7 +290,7 @@ class Consumer:
         p = self._narrow(made.weights)
         if dropout is None:
             return made, p, None
-        kept = KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns")
+        kept = _chosen(KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns"))
         return made, kept.only(p), kept
 
     def _pulled(
@@ -298,7 +298,7 @@ class Consumer:
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
         if kept is not None:
-            excess = kept.only_f32(excess)
+            excess = _where_kept(kept, excess)
         return self._narrow(self.pull(made, excess, at, j, step))
 
     def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
@@ -317,6 +317,8 @@ class Consumer:
         first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
+        if self.options.crowded and self.block.queries.bounded:
+            queries = row_numbers(fragment.layout, 1, 0).map(lambda row: anew(row, first_query) + first_query)
         ends = masked or listed is not None
         lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
 
@@ -374,6 +376,8 @@ class Consumer:
         count = self.block.keys.length
         start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
+        if self.options.remakes_keys:
+            keys = keys.map(lambda key: anew(key, first_query))
         limited = self.inverse.apply(transposed(scores), keys, first_query)
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 
@@ -394,12 +398,19 @@ class Consumer:
         lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
         row_in = lane % 8
         row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
-        memory = self.buffers.ds.offset(slot * tile.bytes + row * tile.swizzle)
+        line = slot * tile.bytes + row * tile.swizzle
+        memory = self.buffers.ds.offset(line)
         for i, operand in enumerate(ds):
             panel, inside = divmod(16 * i, tile.panel_columns)
-            piece = (lane // 16 + inside // 8) ^ row_in
+            if self.options.crowded:
+                # the same place, made of one number of the lane instead of one of each piece
+                at = (line + ((lane // 16) ^ row_in) * UNIT) ^ (inside // 8 * UNIT)
+                place = self.buffers.ds.offset(at + panel * tile.panel_bytes)
+            else:
+                piece = (lane // 16 + inside // 8) ^ row_in
+                place = memory.offset(panel * tile.panel_bytes + piece * UNIT)
             words = operand.bitcast(fly.i32)
-            store_matrices(memory.offset(panel * tile.panel_bytes + piece * UNIT), [words[w] for w in range(4)])
+            store_matrices(place, [words[w] for w in range(4)])
 
     def piece(self, piece: int) -> Any:
         """Which of the pieces of dQ's columns one of the consumer's is."""
@@ -418,3 +429,23 @@ class Consumer:
         rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
         columns = Operand(memory, k, True, piece * (k(0, options.dq_columns) // UNIT))
         return wgmma.issue(atom, rows, columns, options.block_n // atom.k, onto)
+
+
+def _chosen(kept: KeptWeights) -> KeptWeights:
+    """The same with one word in place of each two that lanes choose between: half as many to keep for dP."""
+    held = {place: words.settled() for place, words in kept.tile.held.items()}
+    return replace(kept, tile=replace(kept.tile, held=held))
+
+
+def _where_kept(kept: KeptWeights, values: fly.Value) -> fly.Value:
+    """f32 of the weights, in the accumulators' order, and 0 for those that are not kept.
+
+    Not by masks (`KeptWeights.only_f32`): ptxas makes those before it waits for the values, a register each.
+    """
+    layout, found = kept.layout, []
+    for value, row, column in zip(values, layout.value_rows, layout.value_columns, strict=True):
+        word, byte = kept.tile.byte(row, column)
+        # bit 7 of the byte, as an i32 that may be negative
+        bit = fly.i32((0x80 << 8 * byte) - (byte == 3) * (1 << 32))
+        found.append(fly.select((word & bit) != 0, value, 0.0))
+    return fly.from_elements(found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, warpgroup_id
+from fly.backends.nvvm.intrinsics import WARPGROUP, anew, warpgroup_id
 from fly.backends.nvvm.mbarrier import Position
 from fly.ir import memory
 from fly.ir.dtypes import dtype as dtype_of
@@ -35,7 +35,10 @@ def place_of(
     """
     values = options.dq_columns * 64
     at = sums.at(batch, head, tile * BLOCK_M, 0)
-    return at.offset((index * values + fly.thread_id.x % WARPGROUP * PIECE) * 4)
+    thread = fly.thread_id.x % WARPGROUP
+    if options.crowded:
+        thread = anew(thread, fly.i32(0) + tile)
+    return at.offset((index * values + thread * PIECE) * 4)
 
 
 def numbered(queries: Sequence, batch: Any, tile: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.ldmatrix_turned` | four 8 by 8 matrices of 16-bit elements from shared memory, transposed, by a warp |
 | `hopper.stmatrix` | four of them to shared memory, as they are, by a warp |
 | `hopper.prmt` | any four of the eight bytes of two words |
+| `hopper.anew` | the first number, made where the second one is, of which nothing else depends |
 | `hopper.sync_warp` | all lanes of the warp arrive; memory accesses are ordered across it |
 | `hopper.fence_async_shared` | this thread's stores to shared memory become visible to TMA and WGMMA |
 | `hopper.fence_mbarrier_init` | initialised mbarriers become visible to TMA and the cluster |
@@ -93,6 +94,11 @@ irdl.dialect @hopper {{
   irdl.operation @prmt {{
     %i32 = irdl.is i32
     irdl.operands(low: %i32, high: %i32, selector: %i32)
+    irdl.results(result: %i32)
+  }}
+  irdl.operation @anew {{
+    %i32 = irdl.is i32
+    irdl.operands(value: %i32, step: %i32)
     irdl.results(result: %i32)
   }}
   irdl.operation @sync_warp {{ }}

@@ -36,17 +36,24 @@ def assembly(
     constraints: str,
     operands: Sequence[ir.Value],
     results: Sequence[ir.Type] = (),
+    pure: bool = False,
 ) -> list[ir.Value]:
-    """`ptx` on values of the compiler's IR: `build(name, operands, results, attributes)` makes each operation."""
+    """`ptx` on values of the compiler's IR: `build(name, operands, results, attributes)` makes each operation.
+
+    `pure`: it has no side effects, and does not touch memory.
+    """
     types = list(results)
     if len(types) > 1:
         types = [ir.Type.parse(f"!llvm.struct<({', '.join(str(t) for t in results)})>", context())]
     attributes = {
         "asm_string": ir.StringAttr.get(text, context()),
-        "constraints": ir.StringAttr.get(",".join(filter(None, [constraints, "~{memory}"])), context()),
-        "has_side_effects": ir.UnitAttr.get(context()),
+        "constraints": ir.StringAttr.get(
+            ",".join(filter(None, [constraints, "" if pure else "~{memory}"])), context()
+        ),
         "asm_dialect": _att_syntax(),
     }
+    if not pure:
+        attributes["has_side_effects"] = ir.UnitAttr.get(context())
     op = build("llvm.inline_asm", list(operands), types, attributes)
     if len(results) < 2:
         return list(op.results)

@@ -114,6 +114,16 @@ def permute_bytes(low: Value, high: Value, selector: Any) -> Value:
     return Value(word, i32)
 
 
+def anew(value: Value, step: Value) -> Value:
+    """The same i32, which is made again wherever `step` (i32) is.
+
+    So nothing that follows from it is kept over a loop in which `step` changes; `fly.reread_ids` is stronger, as its
+    reads are in order with products. Once it is PTX, nothing is left of it but a place.
+    """
+    (made,) = operation("anew", [value, step], [i32.mlir])
+    return Value(made, i32)
+
+
 def sync_warp() -> None:
     """All lanes of a warp arrive before any goes on; memory accesses are ordered across it."""
     operation("sync_warp")

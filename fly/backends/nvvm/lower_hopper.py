@@ -69,6 +69,9 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], 
     "tma_wait_read": "cp.async.bulk.wait_group.read <newer>;",
 }
 
+# what no pass takes apart, but moves and leaves out as arithmetic
+_PURE = {"anew": "mov.b32 $0, $1;"}
+
 # <rank> coordinates follow the other operands
 _COPIES = {
     "tma_load": (
@@ -86,9 +89,9 @@ def _constraints(op: ir.Operation) -> str:
     return ",".join([f"={c}" for c in results] + operands)
 
 
-def _issue(op: ir.Operation, b: Builder, text: str) -> tuple[ir.Value, ...]:
+def _issue(op: ir.Operation, b: Builder, text: str, pure: bool = False) -> tuple[ir.Value, ...]:
     results = [result.type for result in op.results]
-    return tuple(assembly(b, text, _constraints(op), list(op.operands), results))
+    return tuple(assembly(b, text, _constraints(op), list(op.operands), results, pure))
 
 
 def _filled(text: str, op: ir.Operation) -> str:
@@ -101,8 +104,8 @@ def _filled(text: str, op: ir.Operation) -> str:
     return re.sub(r"<(\w+)>", value, text)
 
 
-def _instruction(text: str) -> Rule:
-    return lambda op, b: _issue(op, b, _filled(text, op))
+def _instruction(text: str, pure: bool = False) -> Rule:
+    return lambda op, b: _issue(op, b, _filled(text, op), pure)
 
 
 def _copy(others: int, text: str) -> Rule:
@@ -209,6 +212,7 @@ def _wgmma_wait(op: ir.Operation, b: Builder) -> tuple[ir.Value, ...]:
 
 RULES: dict[str, Rule] = {
     **{f"hopper.{name}": _instruction(text) for name, text in _INSTRUCTIONS.items()},
+    **{f"hopper.{name}": _instruction(text, pure=True) for name, text in _PURE.items()},
     **{f"hopper.{name}": _copy(others, text) for name, (others, text) in _COPIES.items()},
     "hopper.wgmma": _wgmma,
     "hopper.wgmma_wait": _wgmma_wait,

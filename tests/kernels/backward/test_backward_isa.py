@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fly.backends.nvvm.codegen import resources
-from kernels import flash_attn_sm90_bwd_wide
+from kernels import flash_attn_sm90_bwd, flash_attn_sm90_bwd_wide
 from tests.backends.builds import needs_ptxas
 from tests.kernels.backward.builds import bindings_of, compiled
 from tests.kernels.feature_cases import Inputs
@@ -71,6 +71,31 @@ def test_heads_of_128_spill_nothing_with_dk_and_dv_in_two_warpgroups(name, causa
         break
     else:
         pytest.fail("no fused kernel was bound")
+
+
+# (head dimension, names of `FEATURES`, packed): each spilled once
+FUSED = [
+    (128, ("softcap",), False),
+    (128, ("alibi heads",), False),
+    (128, ("bias of keys",), False),
+    (128, ("score_mod aux",), False),
+    (128, ("softcap", "window both"), False),
+    (128, ("softcap", "window both"), True),
+    (96, ("dropout",), False),
+    (64, ("softcap", "dropout"), False),
+]
+
+
+@needs_ptxas
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("head_dim", "names", "packed"), FUSED, ids=str)
+def test_the_fused_kernel_spills_nothing_with_dk_and_dv_in_each_warpgroup(head_dim, names, packed, causal):
+    inputs = Inputs([256], [256], head_dim=head_dim, packed=packed)
+    found = bindings_of("sm_90a", inputs, causal, module=flash_attn_sm90_bwd, **asked(*names)(inputs))
+    (binding,) = (b for b in found if b.kernel.name == "flash_attn_sm90_bwd")
+    taken = resources(compiled("sm_90a", binding).isa, "sm_90a", 0)
+    assert (taken.spills, taken.scratch_bytes) == (0, 0)
 
 
 @pytest.mark.sample(2)

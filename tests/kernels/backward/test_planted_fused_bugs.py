@@ -244,7 +244,7 @@ BUGS = (
         "whole blocks are not cut by causality",
         bwd.Consumer,
         "weigh",
-        "self.seen_tiles.sees_whole(j) => number >= 0",
+        "self.seen_tiles.sees_whole(j) => step.number >= 0",
         "whole blocks",
         "wrong",
     ),
