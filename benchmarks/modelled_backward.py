@@ -3,6 +3,7 @@
     python benchmarks/modelled_backward.py gfx942              # B=1, H=64, S=8192, D=128
     python benchmarks/modelled_backward.py gfx942 --kernel generic --causal
     python benchmarks/modelled_backward.py gfx950 --head-dim 64 --figure atomic_rate=8
+    python benchmarks/modelled_backward.py gfx950 --kv-heads 8 --causal
     python benchmarks/modelled_backward.py gfx942 --step       # cycles of a block for another tile of queries
 
 Products count as in FlashAttention's figures, 2.5 times the forward's, half of them with causality. Some workgroups
@@ -45,14 +46,13 @@ def launches(arch: str, kernel: str | None, request: Request) -> list[Launch]:
     """
     generator = torch.Generator().manual_seed(0)
 
-    def tensor(length: int, dim: int) -> torch.Tensor:
-        one = torch.rand(1, length, 1, dim, generator=generator) * 2 - 1
-        return one.to(torch.bfloat16).expand(request.batch, -1, request.num_heads, -1)
+    def tensor(length: int, heads: int) -> torch.Tensor:
+        one = torch.rand(1, length, 1, request.head_dim, generator=generator) * 2 - 1
+        return one.to(torch.bfloat16).expand(request.batch, -1, heads, -1)
 
-    names = {"q": request.seq_len, "k": request.seq_len_kv, "v": request.seq_len_kv}
-    of = dict(names, out=request.seq_len, dout=request.seq_len)
-    of |= {"dq": request.seq_len, "dk": request.seq_len_kv, "dv": request.seq_len_kv}
-    tensors = {name: tensor(length, request.head_dim) for name, length in of.items()}
+    of_queries, of_keys = (request.seq_len, request.num_heads), (request.seq_len_kv, request.num_kv_heads)
+    of = dict.fromkeys(("q", "out", "dout", "dq"), of_queries) | dict.fromkeys(("k", "v", "dk", "dv"), of_keys)
+    tensors = {name: tensor(*sizes) for name, sizes in of.items()}
     rows = request.batch, request.num_heads, request.seq_len
     tensors["lse"] = torch.full(rows, math.log(request.seq_len_kv))
     found: list[Launch] = []
@@ -81,10 +81,10 @@ def _placed(launch: Launch, request: Request) -> Launch:
     return replace(launch, places=Places(blocks, lambda n: n % (blocks * heads) // heads, blocks))
 
 
-def request_of(batch: int, length: int, heads: int, head_dim: int, causal: bool) -> Request:
+def request_of(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool) -> Request:
     """A plain call's."""
     return Request(
-        head_dim, "bf16", causal, False, False, batch, length, length, heads, heads, head_dim**-0.5, 1,
+        head_dim, "bf16", causal, False, False, batch, length, length, heads, kv_heads, head_dim**-0.5, 1,
         q_pitch=2 * head_dim, kv_pitch=2 * head_dim,
     )  # fmt: skip
 
@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arch", choices=("gfx942", "gfx950"))
     parser.add_argument("--kernel", help="as FLY_BACKWARD_KERNEL")
     parser.add_argument("--shape", type=int, nargs=3, default=(1, 8192, 64), metavar=("B", "S", "H"))
+    parser.add_argument("--kv-heads", type=int, help="H by default")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--step", action="store_true", help="of a fused kernel's loop alone")
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ArgumentError(f"--figure {given!r}; expected NAME=NUMBER") from None
     parameters = Parameters.of(options.arch, **figures)
     batch, length, heads = options.shape
-    request = request_of(batch, length, heads, options.head_dim, options.causal)
+    request = request_of(batch, length, heads, options.kv_heads or heads, options.head_dim, options.causal)
     if options.step:
         cycles, session = step_cycles(options.arch, options.kernel, request, parameters)
         machine = session.machine

@@ -45,7 +45,7 @@ from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halve
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
 from .gfx950 import dq_sums as sums_of_dq
 from .gfx950.backward import BLOCK_M
-from .gfx950.backward_launch import prepare_backward
+from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.operand_queue import Multiply
 from .gfx950.panels import Sums, plan
@@ -80,12 +80,14 @@ def flash_attn_gfx942_bwd(
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
     options: Gfx942BackwardOptions,
+    parts: int = 1,
     folded: bool = False,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`.
-    Grid: (key blocks, key heads, sequences), or `folded`.
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`. With `parts` a block has so many fewer
+    query heads, `group` of them, and dk and dv are parts (`gfx950.group_parts`).
+    Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
     fly.compiler_options(*IN_ORDER)
@@ -93,8 +95,10 @@ def flash_attn_gfx942_bwd(
     given = parameters.reread()
 
     def keys_here() -> tuple[fly.Value, fly.Value, Tokens, fly.Value]:
-        """(key head, sequence, its keys, the block's first one)."""
+        """(key head, or part of one, sequence, its keys, the block's first one)."""
         sequences, heads = sequences_of(fly.reread(q), fly.reread(cu_seqlens_q)), fly.reread(k).shape[-2]
+        if parts > 1:
+            heads = heads * parts
         kv_head, batch, exists = head_of_block(heads, sequences, folded=folded)
         block = fly.block_id.x
         if exists is None:
@@ -124,8 +128,9 @@ def flash_attn_gfx942_bwd(
         tiles = replace(tiles, whole_from=fly.select(tail, tiles.end, tiles.whole_from))
     with fly.when(first_key < keys.length):
         block = _Block(options, inverse, tiles, keys, queries, first_key, q.dtype)
+        whole = kv_head if parts == 1 else kv_head // parts
         block.load(
-            keys.rows(fly.reread(k), kv_head, options.head_dim), keys.rows(fly.reread(v), kv_head, options.head_dim_v)
+            keys.rows(fly.reread(k), whole, options.head_dim), keys.rows(fly.reread(v), whole, options.head_dim_v)
         )
         sums, count = block.zeros(), fly.reread(group)
         first_head = kv_head * count
@@ -433,4 +438,5 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         weigh=build.weigh,
         pull=build.pull,
     )
-    return prepare_backward(flash_attn_gfx942_bwd, options, tensors, request)
+    parts = parts_of_call(tensors, request, options.block_n)
+    return prepare_backward(flash_attn_gfx942_bwd, options, tensors, request, parts)

@@ -40,8 +40,8 @@ import fly
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as sums_of_dq
-from .gfx950.backward import AHEAD_BEHIND, BLOCK_M, BUILDS, LINK_ROWS, STAGES, Gfx950BackwardOptions
-from .gfx950.backward_launch import prepare_backward
+from .gfx950.backward import BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions, build_of
+from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.dq_sums import Sums as SumsOfDq
 from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
@@ -77,20 +77,24 @@ def flash_attn_gfx950_bwd(
     cu_seqlens_kv: fly.Tensor | None,
     *operands: fly.Operand,
     options: Gfx950BackwardOptions,
+    parts: int = 1,
     folded: bool = False,
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`.
-    Grid: (key blocks, key heads, sequences), or `folded`.
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`. With `parts` a block has so many fewer
+    query heads, `group` of them, and dk and dv are parts (`gfx950.group_parts`).
+    Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
     parameters = options.features.bind(operands)
     given = parameters.reread()
 
     def keys_here() -> tuple[fly.Value, fly.Value, Tokens, fly.Value]:
-        """(key head, sequence, its keys, the block's first one)."""
+        """(key head, or part of one, sequence, its keys, the block's first one)."""
         sequences, heads = sequences_of(fly.reread(q), fly.reread(cu_seqlens_q)), fly.reread(k).shape[-2]
+        if parts > 1:
+            heads = heads * parts
         kv_head, batch, exists = head_of_block(heads, sequences, folded=folded)
         block = fly.block_id.x
         if exists is None:
@@ -116,8 +120,9 @@ def flash_attn_gfx950_bwd(
     tiles = replace(tiles, whole_from=fly.select(tail, tiles.end, tiles.whole_from))
     with fly.when(first_key < keys.length):
         block = _Block(options, inverse, tiles, keys, queries, first_key, q.dtype)
+        whole = kv_head if parts == 1 else kv_head // parts
         block.load(
-            keys.rows(fly.reread(k), kv_head, options.head_dim), keys.rows(fly.reread(v), kv_head, options.head_dim_v)
+            keys.rows(fly.reread(k), whole, options.head_dim), keys.rows(fly.reread(v), whole, options.head_dim_v)
         )
         sums, count = block.zeros(), fly.reread(group)
         first_head = kv_head * count
@@ -390,7 +395,7 @@ class _Block:
             yield from of_k[-2 * behind : -behind]
             yield Meet(meet, behind)
             yield from of_k[-behind:]
-            yield Room(AHEAD_BEHIND)
+            yield Room(options.behind)
             yield from spread(self.of_q.across(raw, self.k_rows, other.q, kept=False), coming)
             yield from self._dq(of_tile, slot.ds)
             yield Compute(end)
@@ -458,7 +463,10 @@ class _Block:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
     dims = request.head_dim, request.value_dim
-    build = BUILDS[dims]
-    options = Gfx950BackwardOptions(*dims, request.causal, build.wave_keys, build.ahead, request.static_features)
+    parts = parts_of_call(tensors, request, WAVES * BUILDS[dims].wave_keys)
+    build, features = build_of(dims, request.causal, parts), request.static_features
+    options = Gfx950BackwardOptions(
+        *dims, request.causal, build.wave_keys, build.ahead, features, behind=build.behind
+    )
     # steps come in pairs, which may have one too many
-    return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, spare_tiles=1)
+    return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, parts, spare_tiles=1)

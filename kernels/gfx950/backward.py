@@ -12,28 +12,36 @@ WAVES = 4  # of a block, one on each SIMD
 BLOCK_M = 32  # queries of a tile
 LINK_ROWS = 32  # keys of an accumulator tile, and of a tile of K in LDS
 STAGES = 2  # slots of Q, of dO and of dS
-AHEAD_BEHIND = 48  # as `Build.ahead`, behind a tile's barrier: P and dS are done with
 
 
 @dataclass(frozen=True)
 class Build:
     """What was found best for head dimensions: keys of a wave, as many as dK and dV have registers for, and `ahead`.
 
-    `ahead`: registers for operands that are read from LDS before their turn.
+    `ahead`: registers for operands that are read from LDS before their turn; `behind`: the same behind a tile's
+    barrier, where P and dS are done with.
     """
 
     wave_keys: int
     ahead: int
+    behind: int = 48
 
 
 BUILDS = {(64, 64): Build(64, 40), (128, 128): Build(64, 16), (192, 128): Build(32, 32)}  # by (head_dim, head_dim_v)
+# under a causal mask, and of query heads in parts, whose results are stored in float32
+OTHER_BUILDS = {**BUILDS, (128, 128): Build(64, 12, 40)}
+
+
+def build_of(dims: tuple[int, int], causal: bool, parts: int) -> Build:
+    """The build of a call's head dimensions, whose query heads of a key head are in `parts`."""
+    return (OTHER_BUILDS if causal or parts > 1 else BUILDS)[dims]
 
 
 @dataclass(frozen=True)
 class Gfx950BackwardOptions:
     """The static parameters of one build.
 
-    A block has `wave_keys` keys a wave; `ahead`: see `Build`. `features`: what the operands are.
+    A block has `wave_keys` keys a wave; `ahead`, `behind`: see `Build`. `features`: what the operands are.
 
     Raises:
         ShapeError: head dimensions that panels and waves do not divide, or keys that tiles do not.
@@ -45,6 +53,7 @@ class Gfx950BackwardOptions:
     wave_keys: int
     ahead: int
     features: Features = NO_FEATURES
+    behind: int = 48
 
     def __post_init__(self) -> None:
         if any(dim <= 0 or dim % 64 for dim in (self.head_dim, self.head_dim_v)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,29 @@ from ..work.steps import BoundKernel, Steps, aligned, bind_kernel
 from ..work.tile_scheduler import fold_grid
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
 from .dq_sums import round_dq
+from .group_parts import ROWS, add_parts, parts_of_group
+from .group_parts import THREADS as ADDING_THREADS
+
+
+def parts_of_call(tensors: Tensors, request: Request, block_n: int) -> int:
+    """In how many parts the query heads of a key head are taken, by blocks of so many keys."""
+    blocks = -(-request.seq_len_kv // block_n) * request.num_kv_heads * request.batch
+    group, tiles = request.num_heads // request.num_kv_heads, -(-request.seq_len // BLOCK_M)
+    units = device_of(tensors["q"].device).compute_units
+    return parts_of_group(blocks, group, tiles, units, causal=request.causal)
 
 
 def prepare_backward(
-    kernel: fly.Kernel, options: Gfx950BackwardOptions, tensors: Tensors, request: Request, spare_tiles: int = 0
+    kernel: fly.Kernel,
+    options: Gfx950BackwardOptions,
+    tensors: Tensors,
+    request: Request,
+    parts: int,
+    spare_tiles: int = 0,
 ) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
 
+    With `parts` of a key head's query heads (`parts_of_call`), dK and dV are added up from theirs behind that.
     `spare_tiles`: that the kernel may add to behind the last one of all. See `flash_attn_generic_bwd.prepare`.
     """
     packed = tensors.get("cu_seqlens_q") is not None
@@ -37,36 +53,56 @@ def prepare_backward(
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M) + spare_tiles
     padded = -(-tiles * BLOCK_M // lines) * lines  # blocks of `row_statistics` clear as many rows as they have
     sums = torch.empty((entries, heads, padded, request.head_dim), dtype=torch.float32, device=lse.device)
-    sizes = {"lse2": lse.numel(), "delta": lse.numel(), "dq_sums": sums.numel()}
-    if tensors.get("delta") is not None:
-        del sizes["delta"]
+    deltas = () if tensors.get("delta") is not None else ("delta",)  # else the caller's
+    sizes = {"lse2": lse.numel(), **dict.fromkeys(deltas, lse.numel()), "dq_sums": sums.numel()}
+    group, key_blocks = heads // request.num_kv_heads, -(-request.seq_len_kv // options.block_n)
+    of_parts = {}
+    if parts > 1:
+        for name in ("dk", "dv"):
+            *rows, kv_heads, dim = tensors[name].shape
+            of_parts[f"{name}_parts"] = torch.empty(
+                (*rows, kv_heads * parts, dim), dtype=torch.float32, device=lse.device
+            )
+        sizes |= {name: part.numel() for name, part in of_parts.items()}
     given = {
         **tensors,
+        **of_parts,
         "scale_log2": request.scale_log2,
-        "group": heads // request.num_kv_heads,
+        "group": group // parts,
         "sequences": sequences,
         # only sizes and strides matter here
-        **dict.fromkeys(sizes, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
+        **dict.fromkeys(("lse2", *deltas), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
         "dq_sums": sums,
     }
     steps: list[BoundKernel] = []
 
     def add(
-        of_step: Any, grid: tuple[int, int, int], threads: int, operands: Sequence[str] = (), **statics: Any
+        of_step: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        operands: Sequence[str] = (),
+        called: Mapping[str, str] | None = None,
+        **statics: Any,
     ) -> None:
         grid, fold = fold_grid(grid)
-        steps.append(bind_kernel(of_step, grid, threads, given, {**statics, **fold}, operands=operands))
+        statics = {**statics, **fold}
+        steps.append(bind_kernel(of_step, grid, threads, given, statics, called=called, operands=operands))
 
     add(row_statistics, (padded // lines, heads, entries), THREADS, head_dim=request.value_dim)
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), wave)
     threads = WAVES * wave
-    blocks = -(-request.seq_len_kv // options.block_n), request.num_kv_heads, sequences
-    add(kernel, blocks, threads, request.operands, options=options)
+    blocks = key_blocks, request.num_kv_heads * parts, sequences
+    called = {name: f"{name}_parts" for name in ("dk", "dv")} if parts > 1 else {}
+    divided = {"parts": parts} if parts > 1 else {}
+    add(kernel, blocks, threads, request.operands, called, options=options, **divided)
+    if parts > 1:
+        blocks = -(-request.seq_len_kv // ROWS), request.num_kv_heads, sequences
+        add(add_parts, blocks, ADDING_THREADS, request.operands, options=options, parts=parts)
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     add(round_dq, blocks, threads, request.operands, options=options)
-    parts, nbytes = {}, 0
+    places, nbytes = {}, 0
     for name, size in sizes.items():
-        parts[name] = nbytes
+        places[name] = nbytes
         nbytes += aligned(4 * size)
-    return Steps(tuple(steps), parts, nbytes).launch()
+    return Steps(tuple(steps), places, nbytes).launch()

@@ -72,3 +72,31 @@ AMD_CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
     "one query": ({"queries": [1], "keys": [290], "head_dim": 64}, False, lambda i: {}),
     "chunks": ({"queries": [70], "keys": [100], "head_dim": 128}, True, lambda i: {"attention_chunk": 30}),
 }
+
+
+# calls with the query heads of a key head in parts, and in how many
+PARTS_CASES: dict[str, tuple[dict[str, Any], int, bool, Options]] = {
+    "each head a part": (
+        {"queries": [70], "keys": [300], "heads": 4, "kv_heads": 1, "head_dim": 128},
+        4,
+        True,
+        lambda i: {},
+    ),
+    "two heads a part, packed": (
+        {"queries": [70, 0, 33], "keys": [90, 20, 0], "packed": True, "heads": 8, "kv_heads": 2, "head_dim": 64},
+        2,
+        False,
+        lambda i: {},
+    ),
+    "lengths in use, dropout": (
+        {"queries": [70] * 2, "keys": [90] * 2, "heads": 6, "kv_heads": 2, "head_dim": 64},
+        3,
+        False,
+        lambda i: {
+            "seqused_q": torch.tensor([70, 40], dtype=torch.int32),
+            "seqused_kv": torch.tensor([20, 75], dtype=torch.int32),
+            "dropout_p": 0.3,
+            "rng_state": state_of(i.seed),
+        },
+    ),
+}

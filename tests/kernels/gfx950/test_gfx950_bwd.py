@@ -16,10 +16,12 @@ from kernels import flash_attn_interface
 from kernels.call import gradients as calls
 from kernels.dispatch import BACKWARD, choose
 from kernels.flash_attn_interface import flydsl_flash_attn_func
+from kernels.gfx950 import backward_launch
 from kernels.gfx950.backward import BLOCK_M, BUILDS, WAVES, Gfx950BackwardOptions
 from kernels.gfx950.dq_sums import round_dq
+from kernels.gfx950.group_parts import add_parts, parts_of_group
 from tests.kernels.backward.builds import bindings_of, compiled
-from tests.kernels.backward.fused_calls import AMD_CASES, wrong
+from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong
 from tests.kernels.call.test_dispatch import REQUEST
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -50,7 +52,34 @@ def test_gradients_are_the_references(name, seed):
     assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
 
 
-KERNELS = (bwd.flash_attn_gfx950_bwd, round_dq)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", PARTS_CASES)
+def test_gradients_of_heads_in_parts_are_the_references(name, monkeypatch, seed):
+    sizes, parts, causal, options_of = PARTS_CASES[name]
+    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    monkeypatch.setattr(calls, "_kinds", {})
+    inputs = Inputs(**sizes, seed=seed)
+    assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "group", "tiles", "causal", "parts"),
+    [
+        (256, 8, 256, False, 1),  # each compute unit has a block
+        (256, 8, 256, True, 2),
+        (64, 8, 256, False, 4),
+        (2048, 1, 256, True, 1),
+        (4096, 4, 128, True, 1),  # enough of them to even out
+        (8, 8, 256, False, 8),
+        (8, 2, 3, False, 1),  # too little to be worth adding up
+    ],
+)
+def test_parts_of_a_group(blocks, group, tiles, causal, parts):
+    assert parts_of_group(blocks, group, tiles, 256, causal=causal) == parts
+
+
+KERNELS = (bwd.flash_attn_gfx950_bwd, round_dq, add_parts)
 BUGS = (
     Bug(
         "dS is read before all have written it",
@@ -133,10 +162,22 @@ def test_no_bank_conflicts(dims, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dims", "causal"), [((64, 64), True), ((128, 128), False), ((128, 128), True), ((192, 128), False)], ids=str
+    ("dims", "causal", "parts"),
+    [
+        ((64, 64), True, 1),
+        ((64, 64), True, 2),
+        ((128, 128), False, 1),
+        ((128, 128), False, 2),
+        ((128, 128), True, 1),
+        ((128, 128), True, 2),
+        ((192, 128), False, 1),
+        ((192, 128), False, 2),
+    ],
+    ids=str,
 )
-def test_registers_hold_everything(dims, causal):
-    inputs = Inputs([256], [256], head_dim=dims[0], head_dim_v=dims[1])
+def test_registers_hold_everything(dims, causal, parts, monkeypatch):
+    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
+    inputs = Inputs([256], [256], 2, 1, dims[0], head_dim_v=dims[1])
     (binding,) = (
         b for b in bindings_of("gfx950", inputs, causal, module=bwd) if b.kernel.name == "flash_attn_gfx950_bwd"
     )
