@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from kernels import flash_attn_interface
+from kernels.call import gradients as gradients_of_calls
+from kernels.gfx950 import backward_launch
 from tests.kernels.backward.test_dropout_kernels import state_of
 from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -100,3 +104,13 @@ PARTS_CASES: dict[str, tuple[dict[str, Any], int, bool, Options]] = {
         },
     ),
 }
+
+
+def wrong_in_parts(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[str]:
+    """Which gradients of one of `PARTS_CASES` are not the reference's."""
+    sizes, parts, causal, options_of = PARTS_CASES[name]
+    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
+    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    monkeypatch.setattr(gradients_of_calls, "_kinds", {})
+    inputs = Inputs(**sizes, seed=seed)
+    return wrong(inputs, causal, **options_of(inputs))

@@ -18,11 +18,10 @@ from kernels.call import gradients as calls
 from kernels.dispatch import BACKWARD, choose
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.gfx942.backward_builds import BUILDS
-from kernels.gfx950 import backward_launch
 from kernels.gfx950.backward import BLOCK_M, WAVES
 from kernels.gfx950.dq_sums import round_dq
 from tests.kernels.backward.builds import bindings_of, compiled
-from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong
+from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong, wrong_in_parts
 from tests.kernels.call.test_dispatch import REQUEST
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -46,12 +45,7 @@ def test_gradients_are_the_references(name, seed):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PARTS_CASES)
 def test_gradients_of_heads_in_parts_are_the_references(name, monkeypatch, seed):
-    sizes, parts, causal, options_of = PARTS_CASES[name]
-    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    monkeypatch.setattr(calls, "_kinds", {})
-    inputs = Inputs(**sizes, seed=seed)
-    assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
+    assert not wrong_in_parts(name, monkeypatch, seed), f"seed {seed}"
 
 
 KERNELS = (bwd.flash_attn_gfx942_bwd, round_dq)

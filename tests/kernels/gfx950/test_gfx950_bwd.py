@@ -21,7 +21,7 @@ from kernels.gfx950.backward import BLOCK_M, BUILDS, WAVES, Gfx950BackwardOption
 from kernels.gfx950.dq_sums import round_dq
 from kernels.gfx950.group_parts import add_parts, parts_of_group
 from tests.kernels.backward.builds import bindings_of, compiled
-from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong
+from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong, wrong_in_parts
 from tests.kernels.call.test_dispatch import REQUEST
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
@@ -55,12 +55,7 @@ def test_gradients_are_the_references(name, seed):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PARTS_CASES)
 def test_gradients_of_heads_in_parts_are_the_references(name, monkeypatch, seed):
-    sizes, parts, causal, options_of = PARTS_CASES[name]
-    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    monkeypatch.setattr(calls, "_kinds", {})
-    inputs = Inputs(**sizes, seed=seed)
-    assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
+    assert not wrong_in_parts(name, monkeypatch, seed), f"seed {seed}"
 
 
 @pytest.mark.parametrize(
