@@ -72,6 +72,7 @@ from .gfx950.interleaving import (
 )
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
+from .gfx950.partial_tiles import PartialTiles
 from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
@@ -199,6 +200,7 @@ class Tiles:
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
+        self.numbers = PartialTiles(work, given.features.windowed)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
         self.staged = self.stages_queries and options.staged
         self.spares = self.staged and options.causal
@@ -337,32 +339,6 @@ class Tiles:
         last = self.work.tiles.first + (self.pipeline.rounded(self.count) - 1)
         return fly.any_lane(self.work.keys.limit(self.first_row + (WAVE_ROWS - 1)) <= last * BLOCK_N)
 
-    def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None = None) -> fly.Value:
-        """The number of a tile among all of the keys'."""
-        key_tile: fly.Value = self.work.tiles.first + tile.number if listed is None else listed
-        return key_tile
-
-    def partial(self, tile: fly.Value | int, listed: fly.Value | None = None) -> fly.Value:
-        """Whether some row does not see all keys of a tile."""
-        if listed is not None:
-            assert self.work.seen is not None
-            found: fly.Value = self.ends(tile) | ~self.work.seen.sees_whole(listed)
-            return found
-        return self.ends(tile) | self.begins(tile) if self.given.features.windowed else self.ends(tile)
-
-    def begins(self, tile: fly.Value | int) -> fly.Value:
-        """Whether a tile is among the first ones, of which some row does not see all keys for its window."""
-        found: fly.Value = self.work.tiles.first + tile < self.work.tiles.whole_from
-        return found
-
-    def ends(self, tile: fly.Value | int) -> fly.Value:
-        """Whether a tile is among the last ones, of which some row does not see all keys.
-
-        Of a list, those of blocks that the mask has in part.
-        """
-        found: fly.Value = self.work.tiles.whole_end <= self.work.tiles.first + tile
-        return found
-
     # stages
 
     def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
@@ -371,16 +347,16 @@ class Tiles:
         Those of a list that do may be anywhere: the limit is set for every tile.
         """
         if listed is not None:
-            partial = self.partial(tile.number, listed)
+            partial = self.numbers.partial(tile.number, listed)
             limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: softmax.unmasked_limit)
             return replace(softmax, limit=limit)
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
         last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        partial, limit = self.ends(last), softmax.limit
+        partial, limit = self.numbers.ends(last), softmax.limit
         if self.given.features.windowed:
             # the first tiles' limit goes up again behind them
-            partial, limit = partial | self.begins(tile.number), softmax.unmasked_limit
+            partial, limit = partial | self.numbers.begins(tile.number), softmax.unmasked_limit
         limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
         return replace(softmax, limit=limit)
 
@@ -441,7 +417,7 @@ class Tiles:
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, listed: fly.Value | None = None
     ) -> tuple[fly.Value, ...]:
         """Scores as the softmax takes them; of the masks, that which is a function for every tile."""
-        key_tile = self.key_tile(tile, listed)
+        key_tile = self.numbers.key_tile(tile, listed)
         scores = self.stages.modify(fly.Fragment(self.link.layout, ((early, late),)), key_tile)
         if self.given.features.masks_every_tile:
             scores = self.stages.hide(scores, key_tile)
@@ -486,7 +462,7 @@ class Tiles:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
         if (dropout := self.given.dropout(self.work)) is not None:
-            first_key = self.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
+            first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
             whole = fly.Fragment(self.link.layout, ((probabilities,),))
             probabilities = dropout.drop(whole, self.first_row, first_key).tiles[0][0]
         return self.link.operands([self._narrow(probabilities)]), softmax
@@ -526,14 +502,14 @@ class Tiles:
         self.interleave_output()
 
         def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            key_tile = self.key_tile(tile, listed)
+            key_tile = self.numbers.key_tile(tile, listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
             scores = self.stages.limit(scores, key_tile, between=sched_barrier)
             seen = scores.tiles[0]
             if listed is not None:
                 seen = fly.cond(
-                    self.ends(tile.number),
+                    self.numbers.ends(tile.number),
                     lambda: self.stages.hide(scores, key_tile, one_by_one=True).tiles[0],
                     lambda: scores.tiles[0],
                 )
@@ -554,14 +530,16 @@ class Tiles:
             factors = fly.RowVector(self.link.layout, ((factor,),))
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
             if listed is None:
-                limit = fly.select(self.partial(tile.number + 1), -math.inf, limit)
+                limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
             total = softmax.total * fly.broadcast(factor, 2)
             state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
             # before the first tile nothing is accumulated
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
-            s_early, s_late, top = fly.cond(self.partial(tile.number, listed), masked, lambda: (early, late, largest))
+            s_early, s_late, top = fly.cond(
+                self.numbers.partial(tile.number, listed), masked, lambda: (early, late, largest)
+            )
             grown = fly.any_lane(top > softmax.maximum + self.margin)
             result, state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
             measured = self._measured(state.shift)
