@@ -1,8 +1,8 @@
 """Dropout of a tile of the Hopper kernels, on weights as WGMMA takes them: pairs of 16 bits in a register.
 
-Random bytes are compared four at a time, before lanes swap them, in the forward kernel right behind the start of the
-tile's products. What is left for the time after the softmax is a mask of each pair and an "and". A permutation of
-bytes makes the mask, and chooses between a word that was made and one that was sent.
+Decisions are made, and swapped by lanes, in the forward kernel right behind the start of the tile's products. What is
+left for the time after the softmax is a mask of each pair and an "and". A permutation of bytes makes the mask of two
+bytes whose highest bits are the decisions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import fly
-from fly.backends.nvvm.intrinsics import permute_bytes
+from fly.backends.nvvm.intrinsics import anew, permute_bytes
 
-from ..problem.dropout_tile import HIGH_BITS, Dropout, Either, RandomTile, Side, settled
+from ..problem.dropout import RandomHead
+from ..problem.dropout_tile import Dropout, Side, as_word
 
-Place = tuple[fly.Value | Either, int]  # a word, and the number of its byte
+HIGH_BITS = as_word(0x80808080)
+Place = tuple[fly.Value, int]  # a word, and the number of its byte
 
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Which weights of a tile dropout keeps: bit 7 of their bytes in `tile`; `layout`: of the scores."""
+    """Which weights of a tile dropout keeps: bit 7 of bytes at `places`, those of the accumulators in their order."""
 
-    tile: RandomTile
-    layout: fly.AccumulatorLayout
+    places: tuple[Place, ...]
 
     @staticmethod
     def of(
@@ -36,13 +37,21 @@ class KeptWeights:
 
         `queries`: whether they are the rows, or the columns.
         """
-        return KeptWeights(dropout.kept_bytes(layout, first_row, first_column, queries), layout)
+        tile = dropout.decided(layout, first_row, first_column, queries)
+        found: dict[Any, fly.Value] = {}
+        places = []
+        for at in zip(layout.value_rows, layout.value_columns, strict=True):
+            index, number = tile.place(*at)
+            byte, bit = divmod(number, 8)
+            if (index, bit) not in found:
+                found[index, bit] = tile.words[index] << (7 - bit - tile.first)
+            places.append((found[index, bit], byte))
+        return KeptWeights(tuple(places))
 
     @property
     def made(self) -> list[fly.Value]:
         """For `wgmma.wait`, so that all words are made before it: f32 that is next to zero."""
-        # the words of an `Either` were sent by another lane: every lane made all of its own before
-        words = {id(word): word for either in self.tile.words for word in _sent(either)}
+        words = {id(word): word for word, _ in self.places}
         return [(functools.reduce(operator.or_, words.values()) & HIGH_BITS).bitcast(fly.f32)]
 
     def only(self, weights: Sequence[fly.Value]) -> tuple[fly.Value, ...]:
@@ -55,31 +64,30 @@ class KeptWeights:
         return tuple(found)
 
     def only_f32(self, values: fly.Value) -> fly.Value:
-        """f32 of the weights, in the accumulators' order, and 0 for those that are not kept."""
-        masks = [_mask((place, place)) for place in self._places()]
-        return (values.bitcast(fly.i32) & fly.from_elements(masks)).bitcast(fly.f32)
+        """f32 of the weights, in the accumulators' order, and 0 for those that are not kept.
 
-    def _places(self) -> list[Place]:
-        """In the accumulators' order, the word and the number of each weight's byte."""
-        return [self.tile.byte(*at) for at in zip(self.layout.value_rows, self.layout.value_columns, strict=True)]
+        Not by masks: ptxas makes those before it waits for the values, a register each.
+        """
+        return fly.from_elements(
+            [
+                fly.select((word & as_word(0x80 << 8 * byte)) != 0, value, 0.0)
+                for value, (word, byte) in zip(values, self.places, strict=True)
+            ]
+        )
 
     def _masks(self) -> Iterator[fly.Value]:
         """Of each two neighbours: all bits of the halves whose weight is kept."""
-        places = self._places()
-        return map(_mask, zip(places[::2], places[1::2], strict=True))
+        return map(_mask, self.places[::2], self.places[1::2])
 
 
-def _sent(word: fly.Value | Either) -> tuple[fly.Value, ...]:
-    return (word.sent,) if isinstance(word, Either) else (word,)
+def remade(dropout: Dropout, step: fly.Value) -> Dropout:
+    """The same, made again where `step` is: what Philox adds to the seed alone takes 13 registers over a loop."""
+    random = dropout.random
+    low, high, head, offset = (anew(word, step) for word in (*random.key, random.head, random.offset))
+    return Dropout(RandomHead((low, high), head, offset), anew(dropout.dropped, step))
 
 
-def _mask(places: tuple[Place, Place]) -> fly.Value:
+def _mask(low: Place, high: Place) -> fly.Value:
     """Two bytes twice each, and of them the highest bit in all bits."""
-    (low_word, low), (high_word, high) = places
-    if low_word is high_word:
-        selector = 0x8888 + 0x11 * low + 0x1100 * high
-        if not isinstance(low_word, Either):
-            return permute_bytes(low_word, low_word, selector)
-        # byte 4 and so on is of the second word
-        return permute_bytes(low_word.zero, low_word.one, fly.select(low_word.bit, selector + 0x4444, selector))
-    return permute_bytes(settled(low_word), settled(high_word), 0x8888 + 0x11 * low + 0x1100 * (4 + high))
+    # byte 4 and so on is of the second word
+    return permute_bytes(low[0], high[0], 0x8888 + 0x11 * low[1] + 0x1100 * (4 + high[1]))
