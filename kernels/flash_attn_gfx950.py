@@ -77,10 +77,12 @@ from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
+from .problem.dropout_tile import DecidedTile
 from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, row_numbers, store_lse
+from .work.kept_pairs import KeptPairs
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
@@ -277,7 +279,10 @@ class Tiles:
             takes = f"{scores} {listed}"
             featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
-        dropped = listed if self.given.features.drops else ""  # which weights are kept goes by the key tile
+        decided, decide = "", []
+        if self.given.features.drops:
+            decided = "decided"
+            decide = [stage("decide", self.decide, listed, decided, delay=2, cluster=0)]
         early, late = (functools.partial(self.weights, half) for half in (0, 1))
         first, past_end = self.packed_first, not self.staged
         exponents = stage(
@@ -293,19 +298,20 @@ class Tiles:
                 stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
+                *decide,
                 *packed_among_loads,
                 stage("wait for V", self.land, "v_flight", delay=2, cluster=0, shared=True),
                 *self.copies.ahead(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_first,
                 *settled,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
-                stage("early weights", early, f"e_early softmax {dropped}", "p_early softmax", delay=2, cluster=1),
+                stage("early weights", early, f"e_early softmax {decided}", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 self.copies.v_stage(delay=1, cluster=2, shared=True),
                 stage("wait for K", self.land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
-                stage("late weights", late, f"e_late softmax {dropped}", "p_late softmax", delay=2, cluster=3),
+                stage("late weights", late, f"e_late softmax {decided}", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
@@ -447,8 +453,17 @@ class Tiles:
         first, second = exponents
         return fly.concat([first, second[: self.more_early]]), second[self.more_early :]
 
+    def decide(self, tile: fly.PipelineTile, *listed: fly.Value) -> DecidedTile:
+        """Which weights dropout keeps."""
+        dropout, first_key = (
+            self.given.dropout(self.work, remade=True),
+            self.numbers.key_tile(tile, *listed) * BLOCK_N,
+        )
+        assert dropout is not None
+        return dropout.decided(self.link.layout, self.first_row, first_key, tiles=(1, self.key_tiles))
+
     def weights(
-        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *decided: DecidedTile
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
@@ -461,11 +476,11 @@ class Tiles:
         else:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
-        if (dropout := self.given.dropout(self.work)) is not None:
-            first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
-            whole = fly.Fragment(self.link.layout, ((probabilities,),))
-            probabilities = dropout.drop(whole, self.first_row, first_key).tiles[0][0]
-        return self.link.operands([self._narrow(probabilities)]), softmax
+        narrow = self._narrow(probabilities)
+        for which in decided:
+            layout = self.link.layout
+            (narrow,) = KeptPairs.of(which, layout, column=half * layout.columns).only([narrow])
+        return self.link.operands([narrow]), softmax
 
     def accumulate(
         self,

@@ -239,10 +239,15 @@ class Dropout:
         return keep_tile(like, first_query, first_key, self.random, self.dropped)
 
     def decided(
-        self, layout: fly.AccumulatorLayout, first_row: Any, first_column: Any, queries: Side = "rows"
+        self,
+        layout: fly.AccumulatorLayout,
+        first_row: Any,
+        first_column: Any,
+        queries: Side = "rows",
+        tiles: tuple[int, int] = (1, 1),
     ) -> DecidedTile:
-        """What is decided on the weights of one tile, for kernels that make masks of it; see `keep_tile`."""
-        return decided_tile(layout, 1, 1, first_row, first_column, self.random, self.dropped, queries=queries)
+        """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `keep_tile`."""
+        return decided_tile(layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries)
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""

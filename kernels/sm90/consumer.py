@@ -31,9 +31,10 @@ from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layo
 from ..problem.mask import KeyRange, QueryRange, TileRange
 from ..problem.scores import LOG2_E
 from ..work.fragments import row_numbers
+from ..work.kept_pairs import KeptPairs
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 from .dq_sums import Sums
-from .dropout import KeptWeights, remade
+from .dropout import kept_weights, remade
 from .exchange import Exchange
 from .key_block import Block, Buffers
 from .producer import Slots, clear_tail
@@ -283,7 +284,7 @@ class Consumer:
 
     def _weighed(
         self, raw: fly.Value, at: Position, j: fly.Value, step: Step
-    ) -> tuple[Weights, tuple[fly.Value, ...], KeptWeights | None]:
+    ) -> tuple[Weights, tuple[fly.Value, ...], KeptPairs | None]:
         """`weigh`; also the A operand of dV, and what dropout keeps."""
         made = self.weigh(raw, at, j, step, drops=False)
         first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
@@ -292,11 +293,11 @@ class Consumer:
             return made, p, None
         if self.options.remakes_random:
             dropout, first_key = remade(dropout, j), anew(first_key, j)
-        kept = KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns")
+        kept = kept_weights(dropout, self.layout, first_key, j * BLOCK_M, "columns")
         return made, kept.only(p), kept
 
     def _pulled(
-        self, made: Weights, kept: KeptWeights | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
+        self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
         if kept is not None:

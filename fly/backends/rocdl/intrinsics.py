@@ -59,6 +59,23 @@ def cvt_pk_fp8(values: Value) -> Value:
     return from_elements(words).bitcast(f8e4m3)
 
 
+def permute_bytes(low: Value, high: Value, selector: int) -> Value:
+    """A word of any four of the eight bytes of two words (i32): V_PERM_B32. The selector's byte i names byte i.
+
+    Of 0 to 7, `low` has the first four; 8 to 11 are bits 15 and 31 of `low` and of `high`, in all bits of a byte.
+
+    Raises:
+        DTypeError: a word that is no scalar i32.
+        ShapeError: the selector has bytes above 11.
+    """
+    for word in (low, high):
+        if not isinstance(word, Value) or word.dtype is not i32 or word.length is not None:
+            raise DTypeError(f"permute_bytes takes scalars of i32, not {word!r}")
+    if not isinstance(selector, int) or selector >> 32 or any(selector >> 8 * i & 255 > 11 for i in range(4)):
+        raise ShapeError(f"selector {selector!r} is out of range; expected four bytes of 0 to 11")
+    return Value(_call("llvm.amdgcn.perm", high.ir, low.ir, i32(selector).ir, result=i32.mlir), i32)
+
+
 def s_barrier() -> None:
     """S_BARRIER alone: waves meet, nothing is waited for. Order memory with `wait` and `s_waitcnt_lds`."""
     _call("llvm.amdgcn.s.barrier")
