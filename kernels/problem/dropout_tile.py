@@ -3,22 +3,24 @@
 Of the 32 positions of a call (see `dropout.py`), which differ in some bits of rows and columns, a lane holds those
 whose bits are numbers of its registers. Where one of these bits is a bit of the lane's index, lanes share calls: xor
 4 and 1 in accumulators of `mma.sync` and of WGMMA whose rows are queries, 4 and 8 where they are keys, two to four
-such bits in those of MFMA. These lanes split the calls that they all need, make a word of 32 decisions of each, and
-swap words, one such bit of the index after the other. What is a lane's own of a word begins at a bit of its own.
+such bits in those of MFMA. These lanes split the calls that they all need, and make a word of 32 decisions of each.
+Then lanes that differ in such a bit swap halves of words, one bit of the index after the other: of two lanes, each
+keeps the half of its word that has its own bit, and gets that half of the other's in the place of what it sent. So a
+lane has one word of the decisions on what it holds, of all the calls.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import fly
 from fly.errors import AtomError
 
-from .dropout import ROUNDS, RandomHead, key_number, key_place, query_number, query_place
+from .dropout import ROUNDS, WORD, RandomHead, key_number, key_place, query_number, query_place
 
 Side = Literal["rows", "columns"]
 SIDES: tuple[Side, Side] = ("columns", "rows")  # in the order in which their calls are shared
@@ -28,10 +30,12 @@ SIDES: tuple[Side, Side] = ("columns", "rows")  # in the order in which their ca
 class Mate:
     """A bit of the lane's index that is a bit of the position in a call.
 
-    `shares`: the bit of the call's index that the two lanes split, or None where each makes all calls that it needs.
+    `place`: that bit. `shares`: the bit of the call's index that the two lanes split, or None where each makes all
+    calls that it needs.
     """
 
     lane_bit: int
+    place: int
     shares: tuple[Side, int] | None = None
 
 
@@ -40,8 +44,8 @@ class Plan:
     """Who makes which call: of an accumulator layout, numbers of tiles, and the side that queries are on.
 
     `rows`, `columns`: numbers of calls (`query_number`, `key_number`) that a lane needs, from its own first on; the
-    calls are all their pairs. `row_lane`, `column_lane`: the first that it makes, for each lane; `place`: the part of
-    places in calls that each lane has. `mates`: those that share first.
+    calls are all their pairs. `row_lane`, `column_lane`: the first that it makes, for each lane. `mates`: those that
+    share first.
     """
 
     queries: Side
@@ -49,7 +53,6 @@ class Plan:
     columns: tuple[int, ...]
     row_lane: tuple[int, ...]
     column_lane: tuple[int, ...]
-    place: tuple[int, ...]
     mates: tuple[Mate, ...]
 
     def made(self, side: Side) -> list[tuple[int, int]]:
@@ -95,12 +98,12 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
     for side in SIDES:
         if any(of_lane & place for of_lane in lane[side] for place in held[side]):
             raise AtomError(f"{layout}: {side} are not made of bits of lanes and registers")
-    empty = Plan(queries, (), (), (), (), (), ())
+    empty = Plan(queries, (), (), (), (), ())
     numbers = {side: tuple(sorted({empty.number(side, place) for place in held[side]})) for side in SIDES}
     places = [empty.place_of(row, column) for row, column in zip(lane["rows"], lane["columns"], strict=True)]
-    bits = [1 << bit for bit in range((len(lanes) - 1).bit_length()) if places[1 << bit]]
+    bits = [(1 << bit, places[1 << bit]) for bit in range((len(lanes) - 1).bit_length()) if places[1 << bit]]
     free = [(side, bit) for side in SIDES for bit in _sharing(numbers[side])] if shared else []
-    mates = tuple(itertools.starmap(Mate, itertools.zip_longest(bits, free[: len(bits)])))
+    mates = tuple(Mate(*bit, shares) for bit, shares in itertools.zip_longest(bits, free[: len(bits)]))
 
     def first(side: Side) -> tuple[int, ...]:
         """The number of a lane's first call: of those that it shares, the one that it makes."""
@@ -111,7 +114,7 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
         ]
         return tuple(empty.number(side, lane[side][i]) + sum(step for bit, step in own if i & bit) for i in lanes)
 
-    return Plan(queries, numbers["rows"], numbers["columns"], first("rows"), first("columns"), tuple(places), mates)
+    return Plan(queries, numbers["rows"], numbers["columns"], first("rows"), first("columns"), mates)
 
 
 Index = tuple[int, int]  # of a call: of its row and of its column, in a plan
@@ -119,20 +122,25 @@ Index = tuple[int, int]  # of a call: of its row and of its column, in a plan
 
 @dataclass(frozen=True)
 class DecidedTile:
-    """What dropout decides on a fragment's elements: `words` of decisions by indices of calls.
-
-    `first`: the bit at which what is the lane's own begins.
-    """
+    """What dropout decides on a fragment's elements: bits of `words`, by indices of the calls that a lane made."""
 
     made: Plan
     words: dict[Index, fly.Value]
-    first: fly.Value
 
     def place(self, row: int, column: int) -> tuple[Index, int]:
-        """The word of an element, by its place relative to the lane's first, and which bit it is from `first` on."""
+        """The word of an element, by its place relative to the lane's first, and which bit it is."""
         made = self.made
-        index = made.rows.index(made.number("rows", row)), made.columns.index(made.number("columns", column))
-        return index, made.place_of(row, column)
+        index = {
+            "rows": made.rows.index(made.number("rows", row)),
+            "columns": made.columns.index(made.number("columns", column)),
+        }
+        number = made.place_of(row, column)
+        for mate in made.mates:
+            if mate.shares is not None:
+                side, bit = mate.shares
+                number |= mate.place * (index[side] >> bit & 1)
+                index[side] &= ~(1 << bit)
+        return (index["rows"], index["columns"]), number
 
 
 def decided_tile(
@@ -148,7 +156,7 @@ def decided_tile(
     rounds: int = ROUNDS,
     shared: bool = True,
 ) -> DecidedTile:
-    """The decisions on a fragment of so many tiles; see `keep_tile`."""
+    """The decisions on a fragment of so many tiles; see `kept_tile`."""
     made = plan(layout, row_tiles, column_tiles, queries, shared)
     lane = fly.lane_of(layout.atom.lanes)
     row, column = (
@@ -161,21 +169,25 @@ def decided_tile(
         query, key = _by_queries(made, row + row_step, column + column_step)
         words[r, c] = head.decisions(query, key, dropped, rounds)
     for mate in made.mates:
-        if mate.shares is not None:
-            words = _swapped(words, mate.lane_bit, *mate.shares, (lane & mate.lane_bit) != 0)
-    return DecidedTile(made, words, fly.lane_map(made.place, lane))
+        ones = (lane & mate.lane_bit) != 0
+        words = {index: _own(word, mate, ones) for index, word in words.items()}
+    return DecidedTile(made, words)
 
 
-def _swapped(
-    words: dict[Index, fly.Value], lane_bit: int, side: Side, bit: int, ones: fly.Value
-) -> dict[Index, fly.Value]:
-    """Each word twice: that of the lane whose bit is 0, and of the one whose bit is 1, which has another index."""
-    found = {}
-    for (r, c), own in words.items():
-        other = fly.shuffle_xor(own, lane_bit)
-        found[r, c] = fly.select(ones, other, own)
-        found[(r | 1 << bit, c) if side == "rows" else (r, c | 1 << bit)] = fly.select(ones, own, other)
-    return found
+def _own(word: fly.Value, mate: Mate, ones: fly.Value) -> fly.Value:
+    """The half of a word that has the lane's own bit, `ones`, of the mate's; and that half of the mate's word.
+
+    Of two words, the one of the lane whose bit is 0 is where that bit of the place is 0.
+    """
+    if mate.shares is None:
+        return word >> fly.select(ones, mate.place, 0)
+    other = fly.shuffle_xor(word, mate.lane_bit)
+    zeros = sum(1 << place for place in range(32) if not place & mate.place)
+    own = fly.select(ones, as_word(WORD & ~zeros), as_word(zeros))
+    # what a shift brings in from the sign is not taken
+    moved = fly.select(ones, other >> mate.place, other << mate.place)
+    kept: fly.Value = moved ^ ((moved ^ word) & own)
+    return kept
 
 
 def as_word(bits: int) -> int:
@@ -183,7 +195,66 @@ def as_word(bits: int) -> int:
     return bits - (bits >> 31 << 32)
 
 
-def keep_tile(
+@dataclass(frozen=True)
+class KeptTile:
+    """Which of a fragment's elements dropout keeps: bits of words until they are asked for.
+
+    On AMD `only` takes a mask of the element, since conditions of all lanes take two scalar registers each; `either`
+    does not, so that masks are not kept for it.
+    """
+
+    decided: DecidedTile
+    layout: fly.AccumulatorLayout
+
+    def only(self, values: fly.Fragment) -> fly.Fragment:
+        """f32 that are kept, and 0 for others."""
+        if fly.target().backend != "rocdl":
+            return self._chosen(values, lambda x, r, c: fly.broadcast(fly.f32(0.0), len(x)))
+
+        def masked(x: fly.Value, r: int, c: int) -> fly.Value:
+            masks = fly.from_elements([word << (31 - number) >> 31 for word, number in self._bits(r, c)])
+            return _apart((x.bitcast(fly.i32) & masks).bitcast(fly.f32))
+
+        return values.map(masked)
+
+    def signed(self, values: fly.Fragment) -> fly.Fragment:
+        """f32, less than 0 where they are not kept; of values from 0 on."""
+
+        def flipped(x: fly.Value, r: int, c: int) -> fly.Value:
+            signs = fly.from_elements([~word << (31 - number) for word, number in self._bits(r, c)])
+            return ((x.bitcast(fly.i32) & 0x7FFFFFFF) | (signs & as_word(1 << 31))).bitcast(fly.f32)
+
+        return values.map(flipped)
+
+    def either(self, kept: fly.Fragment, dropped: fly.Fragment) -> fly.Fragment:
+        """The f32 of one fragment that are kept, and of the other those that are not."""
+        return self._chosen(kept, lambda x, r, c: dropped.tiles[r][c])
+
+    def conditions(self, r: int, c: int) -> fly.Value:
+        """Of a tile of the fragment, i1."""
+        return fly.from_elements([word & as_word(1 << number) for word, number in self._bits(r, c)]) != 0
+
+    def _chosen(self, values: fly.Fragment, other: Callable[[fly.Value, int, int], fly.Value]) -> fly.Fragment:
+        def chosen(x: fly.Value, r: int, c: int) -> fly.Value:
+            return _apart(fly.select(self.conditions(r, c), x, other(x, r, c)))
+
+        return values.map(chosen)
+
+    def _bits(self, r: int, c: int) -> Iterator[tuple[fly.Value, int]]:
+        """Words, and which bit of each, of a tile's elements."""
+        layout = self.layout
+        for i, j in zip(layout.value_rows, layout.value_columns, strict=True):
+            index, number = self.decided.place(r * layout.rows + i, c * layout.columns + j)
+            yield self.decided.words[index], number
+
+
+def _apart(made: fly.Value) -> fly.Value:
+    """A tile's values, before any test of another tile's: AMD's scheduler would make all of them first."""
+    fly.sched_barrier()
+    return made
+
+
+def kept_tile(
     like: fly.Fragment,
     first_row: Any,
     first_column: Any,
@@ -193,8 +264,8 @@ def keep_tile(
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
-) -> fly.Fragment:
-    """Which elements dropout keeps, i1, laid out as `like`: what `RandomHead.keeps` says of each.
+) -> KeptTile:
+    """Which elements of a fragment laid out as `like` dropout keeps: what `RandomHead.keeps` says of each.
 
     first_row, first_column: i32 positions of the fragment's corner in its sequences, multiples of 16; dropped: the
     threshold; queries: whether these are the rows (the keys the columns) or the other way around. `shared`: lanes
@@ -204,17 +275,7 @@ def keep_tile(
     layout, tiles = like.layout, (len(like.tiles), len(like.tiles[0]))
     corner = first_row, first_column
     decided = decided_tile(layout, *tiles, *corner, head, dropped, queries=queries, rounds=rounds, shared=shared)
-    own = {index: word >> decided.first for index, word in decided.words.items()}
-
-    def bit(row: int, column: int) -> fly.Value:
-        index, number = decided.place(row, column)
-        return own[index] & as_word(1 << number)
-
-    def tile(_: fly.Value, r: int, c: int) -> fly.Value:
-        places = zip(layout.value_rows, layout.value_columns, strict=True)
-        return fly.from_elements([bit(r * layout.rows + i, c * layout.columns + j) for i, j in places]) != 0
-
-    return like.map(tile)
+    return KeptTile(decided, layout)
 
 
 def _by_queries(made: Plan, row: fly.Value, column: fly.Value) -> tuple[fly.Value, fly.Value]:
@@ -234,9 +295,9 @@ class Dropout:
     random: RandomHead
     dropped: fly.Value
 
-    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
-        """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
-        return keep_tile(like, first_query, first_key, self.random, self.dropped)
+    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> KeptTile:
+        """Which of a tile's weights are kept: rows are queries; see `kept_tile`."""
+        return kept_tile(like, first_query, first_key, self.random, self.dropped)
 
     def decided(
         self,
@@ -246,14 +307,9 @@ class Dropout:
         queries: Side = "rows",
         tiles: tuple[int, int] = (1, 1),
     ) -> DecidedTile:
-        """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `keep_tile`."""
+        """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `kept_tile`."""
         return decided_tile(layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries)
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
-        return only(self.kept(weights, first_query, first_key), weights)
-
-
-def only(kept: fly.Fragment, weights: fly.Fragment) -> fly.Fragment:
-    """Weights that are kept, and 0 for others."""
-    return weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, 0.0))
+        return self.kept(weights, first_query, first_key).only(weights)

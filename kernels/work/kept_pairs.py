@@ -60,7 +60,7 @@ class KeptPairs:
             index, number = tile.place(row + i, column + j)
             at, bit = divmod(number, signs.every)
             if (index, bit) not in found:
-                found[index, bit] = tile.words[index] << (signs.every - 1 - bit - tile.first)
+                found[index, bit] = tile.words[index] << (signs.every - 1 - bit)
             places.append((found[index, bit], at))
         return KeptPairs(tuple(places), signs)
 

@@ -20,7 +20,7 @@ from fly.lang.fragment import AccumulatorLayout
 from fly_attention.problem.dropout import RandomHead, byte_bits, philox, scale, threshold
 from fly_attention.problem.dropout_mask import dropout_mask
 from fly_attention.problem.dropout_mask import philox as philox_in_torch
-from fly_attention.problem.dropout_tile import keep_tile, plan
+from fly_attention.problem.dropout_tile import kept_tile, plan
 from tests.backends.builds import build
 from tests.layouts import accumulator_layouts
 from tests.simulated import Machine, Program, flat
@@ -273,11 +273,10 @@ def of_a_tile(
     row0, column0 = fly.evaluate(layout.row_lane, lane), layout.first_column()
     random = RandomHead.load(state, head)
     like = fly.Fragment.zeros(layout, *tiles)
-    mask = keep_tile(like, row, column, random, dropped, queries=queries, shared=shared)
-    for r, line in enumerate(mask.tiles):
-        for c, tile in enumerate(line):
-            for i, j, keep in zip(layout.value_rows, layout.value_columns, tile, strict=True):
-                out.store(keep.to(fly.i8), row0 + (r * layout.rows + i), column0 + (c * layout.columns + j))
+    kept = kept_tile(like, row, column, random, dropped, queries=queries, shared=shared)
+    for r, c in itertools.product(*map(range, tiles)):
+        for i, j, keep in zip(layout.value_rows, layout.value_columns, kept.conditions(r, c), strict=True):
+            out.store(keep.to(fly.i8), row0 + (r * layout.rows + i), column0 + (c * layout.columns + j))
 
 
 OF_A_TILE = (matrix("i64"), matrix("i8", 2, 1), *["i32"] * 4)
