@@ -34,6 +34,7 @@ from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions, has_small_blocks
 from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
+from .problem.dropout_tile import DecidedTile
 from .problem.lazy_softmax import LazySoftmax
 from .work.fragments import group_size
 from .work.tile_scheduler import block_work
@@ -217,7 +218,7 @@ class Fp8Tiles(Tiles):
         return scaled(early), scaled(late)
 
     def weights(
-        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *decided: DecidedTile
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Those of half of a tile, and where log-sum-exps are wanted their sum before they are rounded."""
         probabilities = fly.exp2(exponents)

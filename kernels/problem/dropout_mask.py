@@ -68,4 +68,5 @@ def dropout_mask(
     words = philox((seed & WORD, seed >> 32 & WORD), counter, rounds)
     kept = decisions((words[0], words[1], words[2], words[3]), dropped).expand(calls)
     place = query_place(query)[:, None] | key_place(key)
-    return (kept[:, query_number(query)[:, None], key_number(key)] >> place & 1 != 0).view(shape)
+    found: torch.Tensor = kept[:, query_number(query)[:, None], key_number(key)] >> place & 1 != 0
+    return found.view(shape)

@@ -44,8 +44,8 @@ class Plan:
     """Who makes which call: of an accumulator layout, numbers of tiles, and the side that queries are on.
 
     `rows`, `columns`: numbers of calls (`query_number`, `key_number`) that a lane needs, from its own first on; the
-    calls are all their pairs. `row_lane`, `column_lane`: the first that it makes, for each lane. `mates`: those that
-    share first.
+    calls are all their pairs, and some that nobody needs may be among them. `row_lane`, `column_lane`: the first that
+    it makes, for each lane. `mates`: those that share first.
     """
 
     queries: Side
@@ -63,12 +63,14 @@ class Plan:
 
     def number(self, side: Side, position: int) -> int:
         """Of a row's or column's call."""
-        return query_number(position) if side == self.queries else key_number(position)
+        number: int = query_number(position) if side == self.queries else key_number(position)
+        return number
 
     def place_of(self, row: int, column: int) -> int:
         """Of a row and column, the place in their call."""
         query, key = (row, column) if self.queries == "rows" else (column, row)
-        return query_place(query) | key_place(key)
+        place: int = query_place(query) | key_place(key)
+        return place
 
 
 def _sharing(numbers: Sequence[int]) -> Iterator[int]:
@@ -80,6 +82,17 @@ def _sharing(numbers: Sequence[int]) -> Iterator[int]:
             return
         yield bit
         bit += 1
+
+
+def _extended(numbers: tuple[int, ...], mates: int) -> tuple[int, ...]:
+    """Numbers of calls, and of some that nobody needs if lanes that share by so many bits then make fewer of them."""
+    count, steps = len(numbers), {b - a for a, b in itertools.pairwise(numbers)}
+    most = min(count & -count, 1 << mates)  # lanes that share as it is
+    rounds = -(-count >> mates)  # rounded up
+    if len(steps) != 1 or rounds >= count // most:
+        return numbers
+    (step,) = steps
+    return tuple(range(numbers[0], numbers[0] + (rounds << mates) * step, step))
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,8 +115,12 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
     numbers = {side: tuple(sorted({empty.number(side, place) for place in held[side]})) for side in SIDES}
     places = [empty.place_of(row, column) for row, column in zip(lane["rows"], lane["columns"], strict=True)]
     bits = [(1 << bit, places[1 << bit]) for bit in range((len(lanes) - 1).bit_length()) if places[1 << bit]]
-    free = [(side, bit) for side in SIDES for bit in _sharing(numbers[side])] if shared else []
-    mates = tuple(Mate(*bit, shares) for bit, shares in itertools.zip_longest(bits, free[: len(bits)]))
+    free: list[tuple[Side, int]] = []
+    for side in SIDES if shared else ():
+        left = len(bits) - len(free)
+        numbers[side] = _extended(numbers[side], left)
+        free.extend((side, bit) for bit in itertools.islice(_sharing(numbers[side]), left))
+    mates = tuple(Mate(bit, place, shares) for (bit, place), shares in itertools.zip_longest(bits, free))
 
     def first(side: Side) -> tuple[int, ...]:
         """The number of a lane's first call: of those that it shares, the one that it makes."""

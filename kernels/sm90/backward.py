@@ -157,7 +157,7 @@ class Sm90BackwardOptions:
         """Whether a tile's dQ is made while the next one's P or dS is (`sm90.later`)."""
         features = self.features
         if self.apart or self.ordered or features.drops or features.block_size or "bias" in features.operands:
-            return max(self.head_dim, self.head_dim_v) > 96
+            return False
         return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies else LATER)
 
     @property

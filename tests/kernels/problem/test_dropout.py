@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fly
+from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
 from fly.errors import ArgumentError, AtomError
 from fly.lang.fragment import AccumulatorLayout
@@ -345,6 +346,14 @@ def test_lanes_that_share_calls_are_those_of_the_instruction(arch, shape, bits, 
     assert len(made.made("rows")) * len(made.made("columns")) == needed // 2 ** len(bits[queries])
     alone = plan(layout, 4, 8, queries, False)
     assert len(alone.made("rows")) * len(alone.made("columns")) == needed
+
+
+def test_lanes_share_where_calls_are_not_a_multiple():
+    """Six calls of columns between four lanes: two each, and two of the eight are for nobody; of one, all make it."""
+    made = plan(AccumulatorLayout(WarpgroupAtom(96, "bf16"), "m"), 1, 1, "rows", True)
+    assert len(made.columns) == 8 and len(made.made("columns")) == 2
+    made = plan(AccumulatorLayout(WarpgroupAtom(16, "bf16"), "m"), 1, 1, "rows", True)
+    assert len(made.columns) == 1 == len(made.made("columns")) and not any(mate.shares for mate in made.mates)
 
 
 @pytest.mark.parametrize(
