@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 from fly import config
 from fly.errors import EmulatorError, SimulatorReportError
 from fly.lang.kernel import Kernel
-from kernels import flash_attn_interface
+from kernels import dispatch, flash_attn_interface
 from kernels.call import gradients as calls
 from tests.kernels.sm90.planting import Bug
 
@@ -26,6 +27,8 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     monkeypatch.setattr(calls, "_kinds", {})
     monkeypatch.setattr(calls, "MOST_SHARED", 0)
+    for row in (*dispatch.KERNELS, *dispatch.BACKWARD_KERNELS):  # a module that a test loads would stay as it is
+        importlib.import_module(row.module, dispatch.__package__)
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "kernels"]
     kernels = {id(x): x for module in modules for x in vars(module).values() if isinstance(x, Kernel)}
     for kernel in kernels.values():

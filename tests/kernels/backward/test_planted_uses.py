@@ -1,7 +1,7 @@
 """Bugs that show in what callers do with gradients, planted one at a time.
 
-Losses whose gradients lie in odd ways, dropout and who draws it, checkpoints, compilers, captured graphs, block masks,
-one call behind the other. Each is one that another implementation had the like of.
+Losses whose gradients lie in odd ways, dropout and who draws it, checkpoints, compilers, captured graphs, block
+masks, one call behind the other. Each is one that another implementation had the like of.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kernels.call import gradients as calls
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem import dropout_mask
 from kernels.problem.block_mask import BlockMask
+from kernels.sm90 import consumer
 from kernels.work import steps, tile_list
 from tests.kernels.backward.planted import Cases, forget, running, shown
 from tests.kernels.feature_cases import Inputs, everything
@@ -71,12 +72,15 @@ def wrong_of_a_part(seed: int) -> bool:
     return bool(gradients(q, k, v, True, dout).wrong(found))
 
 
-def wrong_with_dropout_of_packed_sequences(seed: int) -> bool:
-    inputs = Inputs([9, 30], [20, 30], 2, 1, 32, packed=True, seed=seed)
+def wrong_with_dropout(seed: int, lengths: list[int], head_dim: int, backward: str) -> bool:
+    """What the forward pass dropped of packed sequences the backward pass does, in every tile."""
+    inputs = Inputs(lengths, lengths, 2, 1, head_dim, packed=True, seed=seed)
     q, k, v = inputs.tensors()
     dout = inputs.floats(*q.shape, dtype=q.dtype)
     options = {**inputs.form(), "dropout_p": 0.4, "rng_state": torch.tensor([seed, 8])}
-    found = by_autograd(q, k, v, True, dout, None, max_seqlen_q=30, max_seqlen_kv=30, **options)
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths))
+    with running("sm_90a", backward):
+        found = by_autograd(q, k, v, True, dout, None, **longest, **options)
     return bool(gradients(q, k, v, True, dout, **options).wrong(found))
 
 
@@ -199,7 +203,8 @@ def wrong_behind_another(seed: int, backward: str) -> bool:
 CASES: Cases = {
     "a sum": wrong_of_a_sum,
     "a part": wrong_of_a_part,
-    "dropout, packed": wrong_with_dropout_of_packed_sequences,
+    "dropout": lambda seed: wrong_with_dropout(seed, [9, 30], 32, "generic"),
+    "dropout, sm90": lambda seed: wrong_with_dropout(seed, [9, 70], 64, "sm90"),
     "a checkpoint": wrong_behind_a_checkpoint,
     "compiled": wrong_while_compiled,
     "compiled dropout": repeats_what_is_dropped,
@@ -239,7 +244,15 @@ BUGS = (
         generic.flash_attn_generic_dkdv,
         "function",
         "HeadOfKeys(fly.remade(batch), head, seen) => HeadOfKeys(fly.i32(0), head, seen)",
-        "dropout, packed",
+        "dropout",
+        "wrong",
+    ),
+    Bug(
+        "every tile has the first one's dropped weights",
+        consumer.Consumer,
+        "_weighed",
+        'j * BLOCK_M, "columns" => fly.i32(0), "columns"',
+        "dropout, sm90",
         "wrong",
     ),
     Bug(
