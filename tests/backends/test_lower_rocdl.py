@@ -220,7 +220,7 @@ def test_mma_of_two_instructions_chains_the_accumulator():
         CHECK: llvm.shufflevector %[[A:.*]], %[[A]] [0, 1, 2, 3]
         CHECK: llvm.shufflevector %[[A]], %[[A]] [4, 5, 6, 7]
         CHECK: llvm.bitcast %{{.*}} : vector<4xbf16> to vector<4xi16>
-        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.mfma.f32.32x32x8bf16.1k"(%{{.*}}, %{{.*}}, %[[C]], %
+        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
         CHECK: "llvm.amdgcn.mfma.f32.32x32x8bf16.1k"(%{{.*}}, %{{.*}}, %[[HALF]], %
         """,
         "gfx942",
@@ -313,7 +313,7 @@ def test_narrowing_to_bf16_without_a_conversion():
     check(
         NARROW.format(4, "bf16"),
         """
-        CHECK: %[[HALF:.*]] = llvm.mlir.constant(dense<32768> : vector<4xi32>)
+        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
         CHECK: %[[ROUNDED:.*]] = llvm.add %{{.*}}, %[[HALF]] : vector<4xi32>
         CHECK: %[[LOW:.*]] = llvm.extractelement %[[ROUNDED]]
         CHECK: %[[HIGH:.*]] = llvm.extractelement %[[ROUNDED]]
@@ -367,7 +367,25 @@ def test_what_has_no_rule_is_an_error():
         lowered("%t = copy", "gfx950")
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "fp8"), ("f8e5m2", "bf8")])
+def test_pairs_narrow_into_halves_of_a_register():
+    check(
+        """
+        %v = llvm.mlir.poison : vector<6xf32>
+        %w = "fly.narrow_pairs"(%v) {to = "f8e4m3fnuz"} : (vector<6xf32>) -> vector<6xi8>
+        """,
+        """
+        CHECK: %[[LOW:.*]] = llvm.mlir.constant(false)
+        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
+        CHECK: %[[HIGH:.*]] = llvm.mlir.constant(true)
+        CHECK: "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %[[HALF]], %[[HIGH]])
+        CHECK: "llvm.amdgcn.cvt.pk.fp8.f32"
+        CHECK-NOT: "llvm.amdgcn.cvt.pk.fp8.f32"
+        CHECK: llvm.bitcast %{{.*}} : vector<2xi32> to vector<8xi8>
+        """,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "fp8"), ("f8e5m2", "bf8"), ("f8e4m3fnuz", "fp8")])
 def test_bytes_widen_in_halves_of_a_register(dtype, name):
     check(
         f'%v = llvm.mlir.poison : vector<4xi8>\n%w = "fly.widen_pairs"(%v) {{from = "{dtype}"}} : (vector<4xi8>) -> '
