@@ -194,6 +194,22 @@ KERNELS: tuple[Kernel, ...] = (
         leaves=SHORT_TRIANGLES,
     ),
     Kernel(
+        name="gfx942_fp8",
+        module=".flash_attn_gfx942_fp8",
+        archs=("gfx942",),
+        head_dims=(64, 128),
+        dtypes=("f8e4m3fnuz",),
+        features=(
+            *("packed", "split_kv", "split_keys", "seqused", "cache_leftpad", "kv_batch_idx", "window"),
+            *("attention_chunk", "softcap", "alibi", "bias", "sink", "descale", "fp8_accumulate"),
+            *("score_mod", "mask_mod", "debug_counts"),
+        ),
+        tuning=dict.fromkeys(("waves_per_eu", "daz"), ("gfx942",)),
+        reason="the gfx942 kernel on 8-bit products",
+        needs=(aligned(4),),
+        switched_off=config.DISABLE_DUALWAVE_SWP,
+    ),
+    Kernel(
         name="sm90",
         module=".flash_attn_sm90",
         archs=("sm_90a",),

@@ -29,10 +29,10 @@ from fly.backends.rocdl.intrinsics import Group, cvt_pk_fp8, sched_barrier, sche
 
 from .flash_attn_gfx950 import Tiles, attend
 from .gfx950 import byte_tiles
+from .gfx950.byte_weights import RESCALE_THRESHOLD, descaled, one_by_one
 from .gfx950.interleaving import MFMA, TRANS, VALU
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions, has_small_blocks
-from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
 from .problem.lazy_softmax import LazySoftmax
 from .work.fragments import group_size
@@ -40,9 +40,8 @@ from .work.tile_scheduler import block_work
 
 # Weights are 2**OFFSET times what they are, and 2**RESCALE_THRESHOLD times more before a rescale: below e4m3's
 # largest number, 448. The weight of the maximum that was last taken in is exact.
-OFFSET, RESCALE_THRESHOLD = 7.0, 1.75
+OFFSET = 7.0
 FOUR_ONES = 0x38383838
-LEAST_SCALE = 1e-30  # a margin is divided by the scale
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,9 @@ def flash_attn_gfx950_fp8(
         page_size=options.page_size,
         folded=folded,
     )
-    head = work.head // group_size(q, k)
-    asked = options.features.operands
-    scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in DESCALES if n in asked}
-    scale_log2 = scale_log2 * scales.get("q_descale", 1.0) * scales.get("k_descale", 1.0)
-    given = replace(given, operands={**given.operands, **scales})
+    scale_log2, given = descaled(work, given, scale_log2, group_size(q, k))
     with work.if_any_row():
-        attend(work, fly.maximum(scale_log2, LEAST_SCALE), given.at(work), debug_counts, options, Fp8Tiles)
+        attend(work, scale_log2, given.at(work), debug_counts, options, Fp8Tiles)
 
 
 class Fp8Tiles(Tiles):
@@ -208,13 +203,7 @@ class Fp8Tiles(Tiles):
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
     ) -> tuple[fly.Value, fly.Value]:
-        """One by one: packed ones would wait for the other group's products."""
-
-        def scaled(scores: fly.Value) -> fly.Value:
-            each = [fly.fma(scores[i], self.scale, softmax.shift) for i in range(len(scores))]
-            return fly.from_elements(each)
-
-        return scaled(early), scaled(late)
+        return one_by_one(early, self.scale, softmax.shift), one_by_one(late, self.scale, softmax.shift)
 
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value

@@ -34,10 +34,15 @@ from ..problem.contract import Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
-OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
-# gfx942's own 8-bit floats: their bytes mean other numbers than float8_e4m3fn's, and bfloat16 holds all of those
-FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+}
+# where it is not q's dtype
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e4m3fnuz: torch.bfloat16}
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 # what is on the device may be no such thing as the shapes allow
@@ -100,7 +105,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            exact = ": convert with .to(torch.bfloat16), which is exact" if tensor.dtype in FNUZ else ""
+            exact = ": convert with .to(torch.bfloat16), which is exact" if tensor.dtype is torch.float8_e5m2fnuz else ""
             fail(
                 f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, "
                 f"torch.float8_e4m3fn{exact}",

@@ -12,7 +12,7 @@ from typing import Any
 
 import fly
 from fly.ir import memory
-from fly.ir.dtypes import i32
+from fly.ir.dtypes import i16, i32
 from fly.ir.value import shuffle
 from fly.lang.ids import linear_thread
 
@@ -40,17 +40,23 @@ class RegisterCopies:
         head_dim = work.k.columns
         self.key_tiles, self.key_steps = TILE_KEYS // columns, TILE_KEYS // depth
         self.dim_tiles, self.dim_steps = head_dim // columns, head_dim // depth
-        k_layout, v_layout = k_tile(head_dim), v_tile(head_dim)
-        self.k_copy = KeyCopy(work.k, k_layout)
         pieces = tuple(link.columns.index(PIECE * p) // PIECE for p in range(depth // PIECE))
-        self.v_copy = ValueCopy(work.v, v_layout, pieces)
+        self.k_copy, self.v_copy, loads = self._parts(work.k, work.v, pieces)
+        k_layout, v_layout = self.k_copy.layout, self.v_copy.layout
         self.k_tiles = fly.SharedTile.ring("k", k_layout, work.k.dtype, K_BUFFERS)
         (self.v_tile,) = fly.SharedTile.ring("v", v_layout, work.v.dtype, 1)
         operand = link.column_operand
         want = fly.operand_coordinates(link.atom, operand, transposed=False)
-        found = fly.plan_operand(fly.target().matrix_loads, want, link.atom.values(operand))
-        plan = fly.require_plan(found, link.atom, operand)
+        plan = fly.require_plan(fly.plan_operand(loads, want, link.atom.values(operand)), link.atom, operand)
         self.k_load, self.v_load = (fly.OperandLoader(plan, layout) for layout in (k_layout, v_layout))
+
+    def _parts(
+        self, k: fly.RowView, v: fly.RowView, pieces: tuple[int, ...]
+    ) -> tuple[KeyCopy, ValueCopy, tuple[fly.MatrixLoad, ...]]:
+        """The copies, and the loads that operands may be read by; `pieces`: the slots of those of an operand's keys."""
+        head_dim = k.columns
+        values = ValueCopy(v, v_tile(head_dim), pieces)
+        return KeyCopy(k, k_tile(head_dim), VECTOR), values, fly.target().matrix_loads
 
     def load_k(self, tile: fly.PipelineTile) -> InFlight:
         """Start a tile of K on its way to registers."""
@@ -89,30 +95,32 @@ class RegisterCopies:
 
 
 class KeyCopy:
-    """Tiles of K, kept as rows: a thread loads 16 bytes of one row, or of several that are as many passes apart."""
+    """Tiles of K, kept as rows: a thread loads `vector` elements of one row, or of several that are as many passes
+    apart.
+    """
 
-    def __init__(self, source: fly.RowView, layout: fly.PaddedTile):
+    def __init__(self, source: fly.RowView, layout: fly.PaddedTile, vector: int):
         x, y, z = fly.block_dim()
-        self.source, self.layout = source, layout
-        lanes = layout.columns // VECTOR
+        self.source, self.layout, self.vector = source, layout, vector
+        lanes = layout.columns // vector
         self.rows = min(layout.rows, x * y * z // lanes)  # of a pass
         self.passes = layout.rows // self.rows
         thread = linear_thread()
-        row, column = thread // lanes, thread % lanes * VECTOR
+        row, column = thread // lanes, thread % lanes * vector
         self.offset = row * source.pitch + column * source.dtype.bytes
         self.place = layout.base(row, column)
 
     def load(self, tile: Any) -> InFlight:
         """Start tile number `tile`: 32-bit words of each pass."""
         window = self.source.tile(tile, self.layout.rows)
-        return tuple(_load_from(window, p * self.rows, self.offset, VECTOR) for p in range(self.passes))
+        return tuple(load_from(window, p * self.rows, self.offset, self.vector) for p in range(self.passes))
 
     def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
         """Store what arrived."""
         for p, words in enumerate(in_flight):
             _, add = self.layout.displace(p * self.rows, 0)
             place = destination.pointer.offset(self.place).offset(add)
-            memory.store(words.bitcast(self.source.dtype), place, align=16)
+            memory.store(words.bitcast(self.source.dtype), place, align=self.vector * self.source.dtype.bytes)
 
 
 class ValueCopy:
@@ -137,7 +145,7 @@ class ValueCopy:
     def load(self, tile: Any) -> InFlight:
         """Start tile number `tile`: 32-bit words of each row. Rows share an offset, from a base of their own."""
         window = self.source.tile(tile, self.layout.columns)
-        return tuple(_load_from(window, r, self.offset, self.width) for r in range(PIECE))
+        return tuple(load_from(window, r, self.offset, self.width) for r in range(PIECE))
 
     def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
         """Turn what arrived and store it."""
@@ -149,8 +157,8 @@ class ValueCopy:
             memory.store(shuffle(pairs[0], pairs[1], [0, 1, 2, 3]), place, align=8)
 
 
-def _load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fly.Value:
-    """`count` elements at an offset from a row of the window, as words."""
+def load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fly.Value:
+    """`count` elements at an offset from a row of the window, as words; where they are two bytes, as i16."""
     dtype = window.view.dtype
     step = row * window.pitch
     base, bound = (
@@ -158,7 +166,8 @@ def _load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> f
     )
     size = count * dtype.bytes
     align = min(window.view.alignment, size)
-    return memory.load_bounded(base, offset, bound, i32, size // i32.bytes, align=align)
+    word = i32 if size >= i32.bytes else i16
+    return memory.load_bounded(base, offset, bound, word, size // word.bytes, align=align)
 
 
 def k_tile(head_dim: int) -> fly.PaddedTile:
