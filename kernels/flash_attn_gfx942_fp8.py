@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import fly
-from fly.backends.rocdl.intrinsics import cvt_pk_fp8, sched_groups
+from fly.backends.rocdl.intrinsics import cvt_pk_fp8, sched_barrier, sched_groups
 
 from .flash_attn_gfx942 import MFMA, READ, TRANS, VALU, RegisterTiles, Share
 from .flash_attn_gfx950 import attend
@@ -125,13 +125,16 @@ class FnuzTiles(RegisterTiles):
         self, share: Share, tile: fly.PipelineTile, e_early: fly.Value, e_late: fly.Value, softmax: LazySoftmax
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Those of a share, rounded, and where log-sum-exps are wanted their sum before."""
+        if share.cluster == 2:
+            sched_barrier()  # reads of V are on their way
         probabilities = fly.exp2(fly.concat([e_early, e_late])[share.first : share.last])
         if self.summed:
             total = [softmax.total[i] for i in range(self.running_sums)]
             for i in range(len(probabilities)):
                 total[SUMS + i % 2] = total[SUMS + i % 2] + probabilities[i]
             softmax = replace(softmax, total=fly.from_elements(total))
-        return [self._narrow(probabilities)], softmax
+        # as words: LLVM puts bytes together one by one
+        return [self._narrow(probabilities).bitcast(fly.i32)], softmax
 
     def output_stage(self, weights: str) -> fly.Stage:
         takes = f"output softmax v {weights}"
@@ -146,7 +149,7 @@ class FnuzTiles(RegisterTiles):
         *weights: list[fly.Value],
     ) -> tuple[fly.Fragment, LazySoftmax]:
         """O += V P, and the sums of P."""
-        whole = fly.concat([part for share in weights for part in share])
+        whole = fly.concat([part for share in weights for part in share]).bitcast(self.dtype)
         operands = self.link.operands([whole])
         tiles, sums = list(output.tiles[0]), softmax.total[:SUMS]
         half = self.row_sums.values("b")
