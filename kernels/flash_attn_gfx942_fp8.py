@@ -106,9 +106,10 @@ class FnuzTiles(RegisterTiles):
     threshold = RESCALE_THRESHOLD
     measured_shift = OFFSET - 2.0**-21
     copies_kind = ByteCopies
-    shares: ClassVar[dict[int, tuple[Share, ...]]] = dict.fromkeys(
-        HEAD_DIMS, (Share("early", 1, 0, 16), Share("middle", 2, 16, 24), Share("late", 3, 24, 32))
-    )
+    shares: ClassVar[dict[int, tuple[Share, ...]]] = {
+        64: (Share("early", 1, 0, 16), Share("middle", 2, 16, 24), Share("late", 3, 24, 32)),
+        128: (Share("early", 1, 0, 8), Share("middle", 2, 8, 24), Share("late", 3, 24, 32)),
+    }
 
     def _open(self) -> None:
         super()._open()
@@ -154,9 +155,9 @@ class FnuzTiles(RegisterTiles):
         tiles, sums = list(output.tiles[0]), softmax.total[:SUMS]
         half = self.row_sums.values("b")
         for columns, operand in zip(v, operands, strict=True):
-            for first in range(0, len(operand), half):
-                sums = fly.mma(self.row_sums, self.ones, operand[first : first + half], sums)
             for n, values in enumerate(columns):
+                if n * half < len(operand):  # one after the other would wait for it
+                    sums = fly.mma(self.row_sums, self.ones, operand[n * half : (n + 1) * half], sums)
                 tiles[n] = self.link.mma(operand, values, tiles[n])
         total = fly.concat([sums, softmax.total[SUMS:]]) if self.summed else sums
         return fly.Fragment(output.layout, (tuple(tiles),)), replace(softmax, total=total)
@@ -171,8 +172,9 @@ class FnuzTiles(RegisterTiles):
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
         """Exponentials, conversions and where they are wanted sums; reads of K's second half as the first is used."""
+        early, *_ = self.shares[self.options.head_dim]
         products = 2 * self.key_tiles * self.dim_steps
-        each = 16 // products
+        each = max(1, early.last // products)
         more = max(1, each * (1 + 2 * self.summed) // 2)
         sched_groups((MFMA, 1), (READ, 1), (TRANS, each), (VALU, more), repeat=self.dim_steps)
         sched_groups((MFMA, 1), (TRANS, each), (VALU, more), repeat=products - self.dim_steps)
