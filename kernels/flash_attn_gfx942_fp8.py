@@ -8,6 +8,7 @@ Q, K and V are e4m3fnuz, the format of this chip's matrix instructions, out is b
 | an operand of 16 bytes is that of two products with k = 16 | 16 bytes are one read |
 | V is turned by bytes, a word of 4 keys a dimension | this chip has no read that transposes |
 | P is 2^6 exp(score - max), rescales are lazy by 2^1.75 | e4m3fnuz holds 2^-10 to 240 |
+| at D=64 a block has four waves, of which a compute unit holds three | vector instructions decide there |
 | products with ones make the sums that O is divided by | weights add up to 1, also where the largest is rounded |
 
 Those products are of 16 rows and 32 values of k, which take half the time. Lane l holds row l % 32 of the weights and
@@ -27,10 +28,11 @@ from typing import ClassVar
 
 import fly
 from fly.backends.rocdl.intrinsics import cvt_pk_fp8, sched_barrier, sched_groups
+from fly.errors import ShapeError
 
 from .flash_attn_gfx942 import MFMA, READ, TRANS, VALU, RegisterTiles, Share
 from .flash_attn_gfx950 import attend
-from .gfx942.byte_copies import ByteCopies
+from .gfx942.byte_copies import RUN, ByteCopies
 from .gfx950.byte_weights import RESCALE_THRESHOLD, descaled
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, DualWaveOptions
@@ -49,10 +51,29 @@ SUMS = 4  # registers of a lane that the products with ones make; all are its ro
 
 @dataclass(frozen=True)
 class FnuzOptions(DualWaveOptions):
-    """The same of a build for 8-bit floats."""
+    """The same of a build for 8-bit floats, in whose blocks a thread copies 16 bytes of a tile.
+
+    Raises:
+        ShapeError: a head dimension that the kernel does not have, or another number of waves.
+    """
 
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     element_bytes: ClassVar[int] = 1
+
+    @classmethod
+    def block_of(cls, request: Request) -> tuple[bool, int]:
+        return False, waves_of(request.head_dim)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.waves != waves_of(self.head_dim):
+            wanted = waves_of(self.head_dim)
+            raise ShapeError(f"waves is {self.waves}; this kernel has {wanted} in a block at head_dim {self.head_dim}")
+
+
+def waves_of(head_dim: int) -> int:
+    """Waves of a block: a thread has 16 bytes of a tile."""
+    return BLOCK_N * head_dim // (64 * RUN)
 
 
 @fly.kernel

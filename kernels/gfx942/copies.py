@@ -12,7 +12,7 @@ from typing import Any
 
 import fly
 from fly.ir import memory
-from fly.ir.dtypes import i16, i32
+from fly.ir.dtypes import i32
 from fly.ir.value import shuffle
 from fly.lang.ids import linear_thread
 
@@ -158,7 +158,7 @@ class ValueCopy:
 
 
 def load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fly.Value:
-    """`count` elements at an offset from a row of the window, as words; where they are two bytes, as i16."""
+    """`count` elements at an offset from a row of the window, as words."""
     dtype = window.view.dtype
     step = row * window.pitch
     base, bound = (
@@ -166,8 +166,7 @@ def load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fl
     )
     size = count * dtype.bytes
     align = min(window.view.alignment, size)
-    word = i32 if size >= i32.bytes else i16
-    return memory.load_bounded(base, offset, bound, word, size // word.bytes, align=align)
+    return memory.load_bounded(base, offset, bound, i32, size // i32.bytes, align=align)
 
 
 def k_tile(head_dim: int) -> fly.PaddedTile:
