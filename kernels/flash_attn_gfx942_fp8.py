@@ -68,7 +68,9 @@ class FnuzOptions(DualWaveOptions):
         super().__post_init__()
         if self.waves != waves_of(self.head_dim):
             wanted = waves_of(self.head_dim)
-            raise ShapeError(f"waves is {self.waves}; this kernel has {wanted} in a block at head_dim {self.head_dim}")
+            raise ShapeError(
+                f"waves is {self.waves}; this kernel has {wanted} in a block at head_dim {self.head_dim}"
+            )
 
 
 def waves_of(head_dim: int) -> int:

@@ -105,17 +105,20 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            exact = ": convert with .to(torch.bfloat16), which is exact" if tensor.dtype is torch.float8_e5m2fnuz else ""
+            # gfx942's other 8-bit floats, all of whose numbers bfloat16 holds
+            fnuz = tensor.dtype is torch.float8_e5m2fnuz
+            exact = ": convert with .to(torch.bfloat16), which is exact" if fnuz else ""
             fail(
                 f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, "
-                f"torch.float8_e4m3fn{exact}",
+                f"torch.float8_e4m3fn, on gfx942 torch.float8_e4m3fnuz{exact}",
                 ArgumentTypeError,
             )
     if q.dtype.itemsize == 2 and k.dtype == v.dtype == torch.float8_e4m3fn:
         return
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if tensor.dtype in OUT_DTYPES else ""
+            cache = q.dtype.itemsize == 2 and tensor.dtype in OUT_DTYPES
+            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if cache else ""
             fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}{other}, got {tensor.dtype}", ArgumentTypeError)
 
 

@@ -28,8 +28,8 @@ class ByteCopies(RegisterCopies):
     def _parts(
         self, k: fly.RowView, v: fly.RowView, pieces: tuple[int, ...]
     ) -> tuple[KeyCopy, ByteValueCopy, tuple[fly.MatrixLoad, ...]]:
-        values = ByteValueCopy(v, v_tile(k.columns), pieces)
-        return KeyCopy(k, k_tile(k.columns), RUN), values, fly.target().byte_loads
+        keys = KeyCopy(k, k_tile(k.columns), RUN)
+        return keys, ByteValueCopy(v, v_tile(k.columns), pieces), fly.target().byte_loads
 
 
 class ByteValueCopy:

@@ -55,8 +55,8 @@ class RegisterCopies:
     ) -> tuple[KeyCopy, ValueCopy, tuple[fly.MatrixLoad, ...]]:
         """The copies, and the loads that operands may be read by; `pieces`: the slots of those of an operand's keys."""
         head_dim = k.columns
-        values = ValueCopy(v, v_tile(head_dim), pieces)
-        return KeyCopy(k, k_tile(head_dim), VECTOR), values, fly.target().matrix_loads
+        keys = KeyCopy(k, k_tile(head_dim), VECTOR)
+        return keys, ValueCopy(v, v_tile(head_dim), pieces), fly.target().matrix_loads
 
     def load_k(self, tile: fly.PipelineTile) -> InFlight:
         """Start a tile of K on its way to registers."""
