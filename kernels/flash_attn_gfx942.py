@@ -41,7 +41,6 @@ from fly.backends.rocdl.intrinsics import Group, s_waitcnt_lds, sched_barrier, s
 
 from .flash_attn_gfx950 import Tiles, attend
 from .gfx942.copies import RegisterCopies
-from .gfx950.byte_weights import one_by_one
 from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .problem.contract import Launch, Request, Tensors
@@ -99,8 +98,7 @@ class Share:
 class RegisterTiles(Tiles):
     """The stages over tiles that pass through registers.
 
-    Another kind changes `copies_kind`, `shares`, by head dimension, of a tile's weights, and `running_sums`, the registers
-    of a lane for sums.
+    Another kind changes `copies_kind` and `shares`, those of a tile's weights by head dimension.
     """
 
     stages_queries = False
@@ -109,7 +107,6 @@ class RegisterTiles(Tiles):
         64: (Share("early", 1, 0, 16), Share("late", 3, 16, 32)),
         128: (Share("early", 1, 0, 24), Share("late", 3, 24, 32)),
     }
-    running_sums = 2
 
     def _open(self) -> None:
         self.packed_first = False
@@ -148,7 +145,7 @@ class RegisterTiles(Tiles):
                 stage("load V", copies.load_v, "", "v_flight", delay=1, cluster=2, shared=True),
                 *weights[2],
                 *weights[3],
-                self.output_stage(made),
+                stage("output", self.accumulate, f"output v {made}", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax", "s_early s_late output softmax",
                       delay=1, cluster=3),
             ],
@@ -161,14 +158,10 @@ class RegisterTiles(Tiles):
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
-            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
-            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, self.running_sums), fly.i32(0)),
+            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
+            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
-
-    def output_stage(self, weights: str) -> fly.Stage:
-        """The products of V and `weights`, by their names."""
-        return fly.Stage("output", self.accumulate, f"output v {weights}", "output", delay=2, cluster=3)
 
     def store(self, output: fly.Fragment, first_row: fly.Value) -> None:
         store_output(self.work.out, output, first_row, WAVE_ROWS)
@@ -190,7 +183,11 @@ class RegisterTiles(Tiles):
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
     ) -> tuple[fly.Value, fly.Value]:
-        return one_by_one(early, self.scale, softmax.shift), one_by_one(late, self.scale, softmax.shift)
+
+        def scaled(scores: fly.Value) -> fly.Value:
+            return fly.from_elements([fly.fma(scores[i], self.scale, softmax.shift) for i in range(len(scores))])
+
+        return scaled(early), scaled(late)
 
     def some_weights(
         self, share: Share, tile: fly.PipelineTile, e_early: fly.Value, e_late: fly.Value, softmax: LazySoftmax

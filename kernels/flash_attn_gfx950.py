@@ -531,7 +531,7 @@ class Tiles:
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
             if listed is None:
                 limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
-            total = softmax.total * fly.broadcast(factor, len(softmax.total))
+            total = softmax.total * fly.broadcast(factor, 2)
             state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
             # before the first tile nothing is accumulated
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state

@@ -229,10 +229,7 @@ def test_registers_and_shared_memory(dim, causal, features, split, lse):
     assert resources.registers + resources.accum_registers <= {64: 168, 128: 256}[dim]
     # two tiles of K and one of V
     assert resources.shared_bytes == 2 * k_tile(dim).bytes + v_tile(dim).bytes
-    assert {*re.findall(r"v_mfma_\w+", artefact.isa)} == {
-        "v_mfma_f32_32x32x16_fp8_fp8",
-        "v_mfma_f32_16x16x32_fp8_fp8",
-    }
+    assert {*re.findall(r"v_mfma_\w+", artefact.isa)} == {"v_mfma_f32_32x32x16_fp8_fp8"}
 
 
 def run(tiles: int, dim: int, lse: bool = True) -> None:
@@ -266,7 +263,6 @@ def test_instructions_of_a_tile(dim, lse, unchecked):
 
     assert {
         "products": total("v_mfma_f32_32x32x16_fp8_fp8"),
-        "sums": total("v_mfma_f32_16x16x32_fp8_fp8"),
         "exponentials": total("v_exp_f32"),
         "conversions": total("v_cvt_pk_fp8_f32"),
         "FMAs": total("v_fma_f32"),
@@ -282,8 +278,7 @@ def test_instructions_of_a_tile(dim, lse, unchecked):
         "moves": total("v_mov_b32|v_accvgpr.*|v_.*_sdwa"),
         "memory for spills": total("(scratch|flat|global)_.*"),
     } == {
-        "products": dim // 4,
-        "sums": 4,
+        "products": dim // 4 + 4,  # and those that make sums
         "exponentials": 32,
         "conversions": 16,
         "FMAs": 32,
@@ -401,7 +396,7 @@ def test_other_targets_refuse_it_with_the_exact_conversion(arch, monkeypatch):
 def test_gradients_have_no_8_bits(emulated):
     q, k, v = (x.float().to(FNUZ) for x in inputs(0, 8, 8))
     with pytest.raises(
-        UnsupportedError, match="q is for calls without gradients, and torch.float8_e4m3fnuz has none"
+        UnsupportedError, match="q requires a gradient, and torch.float8_e4m3fnuz has none: use bfloat16 or float16"
     ):
         flydsl_flash_attn_func(q.requires_grad_(), k, v)
 
