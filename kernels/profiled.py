@@ -74,7 +74,8 @@ def flash_attention(
     """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
 
     Args:
-        dtype: bf16, f16, f8e4m3 or f8e4m3fnuz. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
+        dtype: bf16, f16, f8e4m3 or f8e4m3fnuz. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in
+            random order.
 
     Raises:
         ArgumentError: another dtype.

@@ -19,7 +19,8 @@ _FORMATS = {"f8e4m3": (3, 7, 448.0), "f8e5m2": (2, 15, 57344.0), "f8e4m3fnuz": (
 
 def _to_float8(value: Value, target: DType) -> Value:
     """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
-    if value.length is None or value.length % 2:
+    length = value.length
+    if length is None or length % 2:
         raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
     if target.name not in current().target.float8:
         return _to_float8_bits(value, target)
@@ -28,8 +29,8 @@ def _to_float8(value: Value, target: DType) -> Value:
         largest = _FORMATS[target.name][2]
         value = select(compare("ne", value, value), value, maximum(minimum(value, largest), -largest))
     attributes = {"to": ir.StringAttr.get(target.name, context())}
-    op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
-    return Value(op.results[0], target, value.length)
+    op = emit("fly.narrow_pairs", [value.ir], [target.vector(length)], attributes)
+    return Value(op.results[0], target, length)
 
 
 def _to_float8_bits(value: Value, target: DType) -> Value:

@@ -13,7 +13,7 @@ from fly.backends.rocdl.intrinsics import perm_bytes
 from fly.ir import memory
 from fly.lang.ids import linear_thread
 
-from .copies import PIECE, TILE_KEYS, InFlight, KeyCopy, RegisterCopies, load_from
+from .copies import PIECE, TILE_KEYS, InFlight, KeyCopy, RegisterCopies, TileCopy, load_from
 
 RUN = 16  # bytes of padding, of a read, and of a tile that a thread copies
 WIDTH = RUN // PIECE  # columns of V that a thread copies
@@ -27,7 +27,7 @@ class ByteCopies(RegisterCopies):
 
     def _parts(
         self, k: fly.RowView, v: fly.RowView, pieces: tuple[int, ...]
-    ) -> tuple[KeyCopy, ByteValueCopy, tuple[fly.MatrixLoad, ...]]:
+    ) -> tuple[TileCopy, TileCopy, tuple[fly.MatrixLoad, ...]]:
         keys = KeyCopy(k, k_tile(k.columns), RUN)
         return keys, ByteValueCopy(v, v_tile(k.columns), pieces), fly.target().byte_loads
 
@@ -60,23 +60,24 @@ class ByteValueCopy:
             [perm_bytes(in_flight[i], in_flight[i + 1], selectors) for i in (0, 2)]
             for selectors in (LOW_BYTES, HIGH_BYTES)
         ]
-        words = [perm_bytes(*pair, selectors) for pair in halves for selectors in (LOW_PAIRS, HIGH_PAIRS)]
+        turns = (LOW_PAIRS, HIGH_PAIRS)
+        words = [perm_bytes(first, last, selectors) for first, last in halves for selectors in turns]
         for column, word in enumerate(words):
             _, add = self.layout.displace(column, 0)
             memory.store(word, destination.pointer.offset(self.place).offset(add), align=PIECE)
 
 
 def k_tile(head_dim: int) -> fly.PaddedTile:
-    """K in LDS, in lines of 128 bytes with 16 of padding: 8 neighbouring rows start in 8 different runs of 16 of 128."""
+    """K in LDS, in lines of 128 bytes with 16 of padding: 8 neighbouring rows start in 8 runs of 16 bytes of 128."""
     return fly.PaddedTile(fly.Layout((TILE_KEYS, head_dim), (head_dim, 1)), 128, RUN, element_bytes=1)
 
 
 def v_tile(head_dim: int) -> fly.PaddedTile:
     """V in LDS, a line of keys a dimension, 80 bytes from one to the next.
 
-    The 4 dimensions that a thread stores are in different groups of lines, those of neighbouring columns of
-    threads in neighbouring lines. Of 8 neighbouring dimensions, those of a group are 80 bytes apart in the banks, and groups as
-    much as makes all of them start in different runs of 16 bytes.
+    The 4 dimensions that a thread stores are in different groups of lines, those of neighbouring columns of threads
+    in neighbouring lines. Of 8 neighbouring dimensions, those of a group are 80 bytes apart in the banks, and groups
+    as much as makes all of them start in different runs of 16 bytes.
     """
     group = head_dim // WIDTH
     order = fly.Layout(((WIDTH, group), TILE_KEYS), ((group * TILE_KEYS, TILE_KEYS), 1))

@@ -8,7 +8,7 @@ lane then share one address, and registers decide what fits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import fly
 from fly.ir import memory
@@ -52,8 +52,8 @@ class RegisterCopies:
 
     def _parts(
         self, k: fly.RowView, v: fly.RowView, pieces: tuple[int, ...]
-    ) -> tuple[KeyCopy, ValueCopy, tuple[fly.MatrixLoad, ...]]:
-        """The copies, and the loads that operands may be read by; `pieces`: the slots of those of an operand's keys."""
+    ) -> tuple[TileCopy, TileCopy, tuple[fly.MatrixLoad, ...]]:
+        """The copies, and the loads that operands may be read by; `pieces`: slots of those of an operand's keys."""
         head_dim = k.columns
         keys = KeyCopy(k, k_tile(head_dim), VECTOR)
         return keys, ValueCopy(v, v_tile(head_dim), pieces), fly.target().matrix_loads
@@ -92,6 +92,18 @@ class RegisterCopies:
             [self.v_load.load(self.v_tile, n * columns, t * depth)[0] for n in range(self.dim_tiles)]
             for t in range(self.key_steps)
         ]
+
+
+class TileCopy(Protocol):
+    """How a block's threads copy tiles of K or V."""
+
+    layout: fly.PaddedTile
+
+    def load(self, tile: Any) -> InFlight:
+        """Start tile number `tile` on its way to registers."""
+
+    def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
+        """Store what arrived."""
 
 
 class KeyCopy:

@@ -41,7 +41,7 @@ def test_layouts_are_bijections(arch, atom):
 
 # (outer, k) of value v in lane l, and (row, column) of accumulator register r
 def amd_operand(atom: MmaAtom, lane: int, value: int) -> tuple[int, int]:
-    # CDNA3 ISA, 7.1: lanes run over the outer index first; 8 values of k a lane (gfx942: of two instructions; of bytes 8 in one)
+    # CDNA3 ISA, 7.1: lanes run over the outer index first; 8 values of k a lane (gfx942: of two instructions)
     return lane % atom.m, value + atom.values("a") * (lane // atom.m)
 
 
