@@ -183,6 +183,7 @@ class RegisterTiles(Tiles):
     def exponents(
         self, tile: fly.PipelineTile, early: fly.Value, late: fly.Value, softmax: LazySoftmax
     ) -> tuple[fly.Value, fly.Value]:
+        """scale * score + shift, one by one: the matrix pipe is the other group's now."""
 
         def scaled(scores: fly.Value) -> fly.Value:
             return fly.from_elements([fly.fma(scores[i], self.scale, softmax.shift) for i in range(len(scores))])
