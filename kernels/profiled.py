@@ -32,7 +32,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("seq", "seq_kv", "head_dim", "page_size"), _COUNT),
     **dict.fromkeys(("batch", "heads", "heads_kv"), _PLACES),
     "causal": ("True or False", lambda value: type(value) is bool),
-    "dtype": (", ".join(_DTYPES), lambda value: value in _DTYPES),
+    "dtype": (", ".join(_DTYPES), lambda value: value in (*_DTYPES,)),
     "kernel": ("a kernel's name, as in FLY_KERNEL", lambda value: type(value) is str and value != ""),
 }
 _OPTIONAL = ("seq_kv", "heads_kv", "kernel", "page_size")

@@ -220,7 +220,7 @@ def test_mma_of_two_instructions_chains_the_accumulator():
         CHECK: llvm.shufflevector %[[A:.*]], %[[A]] [0, 1, 2, 3]
         CHECK: llvm.shufflevector %[[A]], %[[A]] [4, 5, 6, 7]
         CHECK: llvm.bitcast %{{.*}} : vector<4xbf16> to vector<4xi16>
-        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
+        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.mfma.f32.32x32x8bf16.1k"(%{{.*}}, %{{.*}}, %[[C]], %
         CHECK: "llvm.amdgcn.mfma.f32.32x32x8bf16.1k"(%{{.*}}, %{{.*}}, %[[HALF]], %
         """,
         "gfx942",
@@ -313,7 +313,7 @@ def test_narrowing_to_bf16_without_a_conversion():
     check(
         NARROW.format(4, "bf16"),
         """
-        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
+        CHECK: %[[HALF:.*]] = llvm.mlir.constant(dense<32768> : vector<4xi32>)
         CHECK: %[[ROUNDED:.*]] = llvm.add %{{.*}}, %[[HALF]] : vector<4xi32>
         CHECK: %[[LOW:.*]] = llvm.extractelement %[[ROUNDED]]
         CHECK: %[[HIGH:.*]] = llvm.extractelement %[[ROUNDED]]
