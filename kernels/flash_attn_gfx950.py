@@ -195,6 +195,7 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
+        self.owed = PAIRS - self.more_early // 2 if more else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
@@ -256,7 +257,7 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
-        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(softmax.total),),))
+        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(fly.concat([softmax.total, *softmax.owed])),),))
         return self.finish_rows(softmax, total.reduce_lanes(lambda a, b: a + b))
 
     def finish_rows(self, softmax: LazySoftmax, total: fly.RowVector) -> tuple[fly.RowVector, fly.RowVector]:
@@ -286,7 +287,8 @@ class Tiles:
         carried = " ".join(running := (*self.copies.running, "output", "softmax"))
         settle = stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)
         settled = [settle] if self.staged else []
-        packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
+        sums = [stage("sums", self.add_owed, "softmax", "softmax", delay=2, cluster=1)] if self.owed else []
+        packed_among_loads, packed_first = ([], [*sums, exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             self._arranged([
@@ -329,7 +331,7 @@ class Tiles:
             spare=(lambda: self.spare) if self.spares else None,
             **self.copies.start(self.work.tiles.first, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
-            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
+            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0), (fly.broadcast(zero, 2 * self.owed),) if self.owed else ()),
         )
         return done["output"], done["softmax"]
 
@@ -447,12 +449,23 @@ class Tiles:
         first, second = exponents
         return fly.concat([first, second[: self.more_early]]), second[self.more_early :]
 
+    def add_owed(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
+        """Weights of the tile before, in packed instructions."""
+        (owed,) = softmax.owed
+        sums = [softmax.total, *(owed[i : i + 2] for i in range(0, len(owed), 2))]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2])] + sums[len(sums) // 2 * 2 :]
+        zero = fly.broadcast(fly.f32(0.0), 2 * self.owed)
+        return replace(softmax, total=sums[0], owed=(zero,))
+
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
-        if self.more_early:
+        if half and self.owed:
+            softmax = replace(softmax, owed=(probabilities,))
+        elif self.more_early:
             # one addition after the other: LLVM packs those of vectors, and takes them apart into 8 bytes each, not 4
             even, odd = softmax.total[0], softmax.total[1]
             for i in range(0, len(probabilities), 2):
@@ -525,14 +538,16 @@ class Tiles:
             shift = fly.select(maximum == -math.inf, 0.0, shift)
             apart = (softmax.maximum - maximum) * self.scale
             apart = fly.select(self._measured(shift) | self._measured(softmax.shift), apart, shift - softmax.shift)
-            # nothing was accumulated in a row without keys
-            factor = fly.select(softmax.maximum == -math.inf, 1.0, fly.exp2(apart))
+            # at most 1, also from a row without keys: nothing was accumulated there
+            factor = fly.minimum(fly.maximum(fly.exp2(apart), 0.0), 1.0)
             factors = fly.RowVector(self.link.layout, ((factor,),))
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
-            if listed is None:
+            if listed is None and (tile.place == 0 or self.given.features.windowed):
+                # a turn's first tile: `watch` has set the limit for the second one too
                 limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
             total = softmax.total * fly.broadcast(factor, 2)
-            state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
+            owed = tuple(pair * fly.broadcast(factor, len(pair)) for pair in softmax.owed)
+            state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1, owed)
             # before the first tile nothing is accumulated
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
