@@ -195,7 +195,7 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
-        self.owed = PAIRS - self.more_early // 2 if more else 0
+        self.owed = PAIRS - self.more_early // 2 - 1 if more else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
@@ -226,7 +226,7 @@ class Tiles:
             return fly.require_plan(fly.plan_operand(loads, want, atom.values(operand)), atom, operand)
 
         k_layout, v_layout = self._layouts()
-        self.copies = copies_of(self.work, k_layout, v_layout)
+        self.copies = copies_of(self.work, k_layout, v_layout, not self.staged)
         self.k_load = loader(plan(transposed=False), k_layout)
         self.v_load = loader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.copies.allocate()
@@ -257,7 +257,7 @@ class Tiles:
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
-        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(fly.concat([softmax.total, *softmax.owed])),),))
+        total = fly.RowVector(self.link.layout, ((fly.reduce_sum(softmax.total),),))
         return self.finish_rows(softmax, total.reduce_lanes(lambda a, b: a + b))
 
     def finish_rows(self, softmax: LazySoftmax, total: fly.RowVector) -> tuple[fly.RowVector, fly.RowVector]:
@@ -331,7 +331,7 @@ class Tiles:
             spare=(lambda: self.spare) if self.spares else None,
             **self.copies.start(self.work.tiles.first, self.pipeline),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
-            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0), (fly.broadcast(zero, 2 * self.owed),) if self.owed else ()),
+            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2 + 2 * self.owed), fly.i32(0)),
         )
         return done["output"], done["softmax"]
 
@@ -352,14 +352,17 @@ class Tiles:
             partial = self.numbers.partial(tile.number, listed)
             limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: softmax.unmasked_limit)
             return replace(softmax, limit=limit)
+        low = fly.f32(-math.inf)
+        if not self.given.features.windowed:
+            # a branch, which `early` keeps: nothing to do in most tiles
+            limit = fly.cond(self.numbers.ends(tile.number), lambda: fly.early(low), lambda: softmax.limit)
+            return replace(softmax, limit=limit)
         if not isinstance(tile.number, int) and tile.place > 0:
             return softmax
-        last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        partial, limit = self.numbers.ends(last), softmax.limit
-        if self.given.features.windowed:
-            # the first tiles' limit goes up again behind them
-            partial, limit = partial | self.numbers.begins(tile.number), softmax.unmasked_limit
-        limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
+        last = 0 if isinstance(tile.number, int) else tile.number + (1 - tile.place)
+        # the first tiles' limit goes up again behind them
+        partial = self.numbers.ends(last) | self.numbers.begins(tile.number)
+        limit = fly.cond(partial, lambda: low, lambda: softmax.unmasked_limit)
         return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
@@ -451,26 +454,25 @@ class Tiles:
 
     def add_owed(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
         """Weights of the tile before, in packed instructions."""
-        (owed,) = softmax.owed
-        sums = [softmax.total, *(owed[i : i + 2] for i in range(0, len(owed), 2))]
+        total = softmax.total
+        sums = [total[i : i + 2] for i in range(0, len(total), 2)]
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2])] + sums[len(sums) // 2 * 2 :]
-        zero = fly.broadcast(fly.f32(0.0), 2 * self.owed)
-        return replace(softmax, total=sums[0], owed=(zero,))
+        return replace(softmax, total=sums[0])
 
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
-        if half and self.owed:
-            softmax = replace(softmax, owed=(probabilities,))
-        elif self.more_early:
+        if self.more_early:
             # one addition after the other: LLVM packs those of vectors, and takes them apart into 8 bytes each, not 4
             even, odd = softmax.total[0], softmax.total[1]
-            for i in range(0, len(probabilities), 2):
+            added = len(probabilities) - 2 * self.owed * half
+            for i in range(0, added, 2):
                 even, odd = even + probabilities[i], odd + probabilities[i + 1]
-            softmax = replace(softmax, total=fly.from_elements([even, odd]))
+            total = fly.from_elements([even, odd])
+            softmax = replace(softmax, total=fly.concat([total, probabilities[added:]]) if half else total)
         else:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
@@ -514,8 +516,8 @@ class Tiles:
             needed = needed & ~self.spare
         self.interleave_output()
 
-        def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            key_tile = self.numbers.key_tile(tile, listed)
+        def masked(number) -> tuple[fly.Value, fly.Value, fly.Value]:
+            key_tile = self.numbers.key_tile(replace(tile, number=number), listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
             scores = self.stages.limit(scores, key_tile, between=sched_barrier)
@@ -542,18 +544,17 @@ class Tiles:
             factor = fly.minimum(fly.maximum(fly.exp2(apart), 0.0), 1.0)
             factors = fly.RowVector(self.link.layout, ((factor,),))
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
-            if listed is None and (tile.place == 0 or self.given.features.windowed):
-                # a turn's first tile: `watch` has set the limit for the second one too
+            if self.given.features.windowed:
                 limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
-            total = softmax.total * fly.broadcast(factor, 2)
-            owed = tuple(pair * fly.broadcast(factor, len(pair)) for pair in softmax.owed)
-            state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1, owed)
+            total = softmax.total * fly.broadcast(factor, len(softmax.total))
+            state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
             # before the first tile nothing is accumulated
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+            number = tile.number if isinstance(tile.number, int) else fly.remade(tile.number)
             s_early, s_late, top = fly.cond(
-                self.numbers.partial(tile.number, listed), masked, lambda: (early, late, largest)
+                self.numbers.partial(number, listed), lambda: masked(number), lambda: (early, late, largest)
             )
             grown = fly.any_lane(top > softmax.maximum + self.margin)
             result, state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))

@@ -72,16 +72,16 @@ class Copies(KeyCopies):
     k_copy: fly.DirectCopy | PanelCopy
     v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
-        self.k_copy = direct_copy(work.k, k_layout, group=2)
-        self.v_copy = direct_copy(work.v, v_layout, group=2)
+        self.k_copy = direct_copy(work.k, k_layout, 2, past_end)
+        self.v_copy = direct_copy(work.v, v_layout, 2, past_end)
 
     def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
         first_key = first_tile * TILE_KEYS
         return {
-            "k_at": self.k_copy.start(first_key, lead=pipeline.first_place("copy K")),
-            "v_at": self.v_copy.start(first_key, lead=pipeline.first_place("copy V")),
+            "k_at": self.k_copy.start(first_key),
+            "v_at": self.v_copy.start(first_key),
         }
 
     def k_stage(self, **place: Any) -> fly.Stage:
@@ -100,9 +100,9 @@ class Copies(KeyCopies):
     def _copy(
         copy: Any, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[Any]
     ) -> tuple[fly.Token, fly.CopyPosition]:
-        flight = copy.issue(at, tile.place, buffers[tile.slot])
+        flight = copy.issue(at, tile.slot, buffers[tile.slot])
         # early, or LLVM has two numbers for the base in a loop with copies behind it, and adds them up every turn
-        return flight, fly.early(copy.next(at)) if tile.place == copy.group - 1 else at
+        return flight, fly.early(copy.next(at)) if tile.slot == copy.group - 1 else at
 
 
 class PagedCopies(KeyCopies):
@@ -112,7 +112,7 @@ class PagedCopies(KeyCopies):
     k_copy: fly.PagedDirectCopy | PanelPagedCopy
     v_copy: fly.PagedDirectCopy | PanelPagedCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert isinstance(work.k, fly.PagedRows) and isinstance(work.v, fly.PagedRows)
         self.k_copy = paged_copy(work.k, k_layout)
         self.v_copy = paged_copy(work.v, v_layout)
@@ -151,7 +151,7 @@ class ListedCopies(KeyCopies):
     k_copy: fly.DirectCopy | PanelCopy
     v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert work.listed is not None
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
         self.list, self.first = work.listed, work.tiles.first
@@ -189,11 +189,11 @@ class ListedCopies(KeyCopies):
         return self.list.find(self.first + tile.number + 1, constant=True)
 
 
-def copies_of(work: BlockWork, k_layout: Layout, v_layout: Layout) -> KeyCopies:
-    """Those that a block's keys need."""
+def copies_of(work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool) -> KeyCopies:
+    """Those that a block's keys need; `past_end`: of a tile past the last one too."""
     if work.listed is not None:
-        return ListedCopies(work, k_layout, v_layout)
-    return (PagedCopies if isinstance(work.k, fly.PagedRows) else Copies)(work, k_layout, v_layout)
+        return ListedCopies(work, k_layout, v_layout, past_end)
+    return (PagedCopies if isinstance(work.k, fly.PagedRows) else Copies)(work, k_layout, v_layout, past_end)
 
 
 def k_tile(head_dim: int, together: int = TILE_KEYS) -> fly.PaddedTile:
