@@ -58,6 +58,7 @@ from fly.backends.rocdl.intrinsics import (
     s_waitcnt_lds,
     sched_barrier,
     sched_groups,
+    unlikely,
 )
 
 from .gfx950.copies import copies_of, k_tile, v_tile
@@ -568,7 +569,7 @@ class Tiles:
             return s_early, s_late, result, state
 
         taken: tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax] = fly.cond(
-            needed, rare, lambda: (early, late, output, softmax)
+            unlikely(needed), rare, lambda: (early, late, output, softmax)
         )
         return taken
 

@@ -91,6 +91,13 @@ def settle_products() -> None:
     sched_barrier()
 
 
+def unlikely(condition: Value) -> Value:
+    """The same i1, which LLVM takes for nearly always false: what a branch on it leads to is out of the way."""
+    expected = _call("llvm.expect", condition.ir, i1(0).ir, result=i1.mlir)
+    assert expected is not None
+    return Value(expected, i1)
+
+
 def sched_barrier(may_cross: Group = Group.NONE) -> None:
     """A line in the schedule that only instructions of the given classes may cross."""
     _call("llvm.amdgcn.sched.barrier", i32(int(may_cross)).ir)
