@@ -103,7 +103,7 @@ class RegisterTiles(Tiles):
         # fmt: off
         return fly.Pipeline(
             [
-                stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
+                stage("watch", self.numbers.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", functools.partial(copies.read_k, n=0), "", "k_early", delay=1, cluster=0),
                 stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
                 stage("store V", copies.store_v, "v_flight", delay=2, cluster=0, shared=True),

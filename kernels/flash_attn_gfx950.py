@@ -76,6 +76,7 @@ from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.partial_tiles import PartialTiles
 from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
+from .gfx950.sums import add_owed, with_weights
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
@@ -196,6 +197,7 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
+        # pairs of its last weights that are added a tile later, see `gfx950/sums.py`
         self.owed = PAIRS - self.more_early // 2 - 1 if more else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
@@ -288,12 +290,12 @@ class Tiles:
         carried = " ".join(running := (*self.copies.running, "output", "softmax"))
         settle = stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)
         settled = [settle] if self.staged else []
-        sums = [stage("sums", self.add_owed, "softmax", "softmax", delay=2, cluster=1)] if self.owed else []
+        sums = [stage("sums", add_owed, "softmax", "softmax", delay=2, cluster=1)] if self.owed else []
         packed_among_loads, packed_first = ([], [*sums, exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             self._arranged([
-                stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
+                stage("watch", self.numbers.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_among_loads,
@@ -330,7 +332,7 @@ class Tiles:
         done = self.pipeline.run(
             self.count,
             spare=(lambda: self.spare) if self.spares else None,
-            **self.copies.start(self.work.tiles.first, self.pipeline),
+            **self.copies.start(self.work.tiles.first),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
             softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2 + 2 * self.owed), fly.i32(0)),
         )
@@ -343,28 +345,6 @@ class Tiles:
         return fly.any_lane(self.work.keys.limit(self.first_row + (WAVE_ROWS - 1)) <= last * BLOCK_N)
 
     # stages
-
-    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
-        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that.
-
-        Those of a list that do may be anywhere: the limit is set for every tile.
-        """
-        if listed is not None:
-            partial = self.numbers.partial(tile.number, listed)
-            limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: softmax.unmasked_limit)
-            return replace(softmax, limit=limit)
-        low = fly.f32(-math.inf)
-        if not self.given.features.windowed:
-            # a branch, which `early` keeps: nothing to do in most tiles
-            limit = fly.cond(self.numbers.ends(tile.number), lambda: fly.early(low), lambda: softmax.limit)
-            return replace(softmax, limit=limit)
-        if not isinstance(tile.number, int) and tile.place > 0:
-            return softmax
-        last = 0 if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        # the first tiles' limit goes up again behind them
-        partial = self.numbers.ends(last) | self.numbers.begins(tile.number)
-        limit = fly.cond(partial, lambda: low, lambda: softmax.unmasked_limit)
-        return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
         """Between the matrix instructions of the scores."""
@@ -453,27 +433,14 @@ class Tiles:
         first, second = exponents
         return fly.concat([first, second[: self.more_early]]), second[self.more_early :]
 
-    def add_owed(self, tile: fly.PipelineTile, softmax: LazySoftmax) -> LazySoftmax:
-        """Weights of the tile before, in packed instructions."""
-        total = softmax.total
-        sums = [total[i : i + 2] for i in range(0, len(total), 2)]
-        while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2])] + sums[len(sums) // 2 * 2 :]
-        return replace(softmax, total=sums[0])
-
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
         if self.more_early:
-            # one addition after the other: LLVM packs those of vectors, and takes them apart into 8 bytes each, not 4
-            even, odd = softmax.total[0], softmax.total[1]
-            added = len(probabilities) - 2 * self.owed * half
-            for i in range(0, added, 2):
-                even, odd = even + probabilities[i], odd + probabilities[i + 1]
-            total = fly.from_elements([even, odd])
-            softmax = replace(softmax, total=fly.concat([total, probabilities[added:]]) if half else total)
+            owed = self.owed if half else 0
+            softmax = replace(softmax, total=with_weights(softmax.total, probabilities, owed))
         else:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
@@ -517,7 +484,10 @@ class Tiles:
             needed = needed & ~self.spare
         self.interleave_output()
 
-        def masked(number) -> tuple[fly.Value, fly.Value, fly.Value]:
+        # told apart from the number that `watch` compares, or LLVM keeps what it found, and a mask's columns
+        known = listed is not None or isinstance(tile.number, int)
+
+        def masked(number: fly.Value | int) -> tuple[fly.Value, fly.Value, fly.Value]:
             key_tile = self.numbers.key_tile(replace(tile, number=number), listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
@@ -545,7 +515,7 @@ class Tiles:
             factor = fly.minimum(fly.maximum(fly.exp2(apart), 0.0), 1.0)
             factors = fly.RowVector(self.link.layout, ((factor,),))
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
-            if self.given.features.windowed:
+            if listed is None and self.given.features.windowed:
                 limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
             total = softmax.total * fly.broadcast(factor, len(softmax.total))
             state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
@@ -553,7 +523,7 @@ class Tiles:
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
-            number = tile.number if isinstance(tile.number, int) else fly.remade(tile.number)
+            number = tile.number if known else fly.remade(tile.number)
             s_early, s_late, top = fly.cond(
                 self.numbers.partial(number, listed), lambda: masked(number), lambda: (early, late, largest)
             )

@@ -48,7 +48,7 @@ class KeyCopies:
     def _buffer(name: str, copy: Any) -> Any:
         return buffer(name, copy.layout, copy.source.dtype)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         """What the stages' running values start with."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class KeyCopies:
 
 
 class Copies(KeyCopies):
-    """Of contiguous keys: two tiles share base and bound."""
+    """Of contiguous keys: two tiles share base and bound, of which the first has an even number."""
 
     running = ("k_at", "v_at")
     k_copy: fly.DirectCopy | PanelCopy
@@ -77,12 +77,9 @@ class Copies(KeyCopies):
         self.k_copy = direct_copy(work.k, k_layout, 2, past_end)
         self.v_copy = direct_copy(work.v, v_layout, 2, past_end)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         first_key = first_tile * TILE_KEYS
-        return {
-            "k_at": self.k_copy.start(first_key),
-            "v_at": self.v_copy.start(first_key),
-        }
+        return {"k_at": self.k_copy.start(first_key), "v_at": self.v_copy.start(first_key)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
         return fly.Stage("copy K", self.copy_k, "k_at", "k_flight k_at", **place)
@@ -117,7 +114,7 @@ class PagedCopies(KeyCopies):
         self.k_copy = paged_copy(work.k, k_layout)
         self.v_copy = paged_copy(work.v, v_layout)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         return {"pages": self.k_copy.start(first_tile * TILE_KEYS)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
@@ -158,7 +155,7 @@ class ListedCopies(KeyCopies):
         self.k_copy = direct_copy(work.k, k_layout)
         self.v_copy = direct_copy(work.v, v_layout)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         return {"found": self.list.find(first_tile, constant=True)}
 
     def k_stage(self, **place: Any) -> fly.Stage:

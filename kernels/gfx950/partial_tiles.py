@@ -1,11 +1,13 @@
-"""Which of a block's key tiles need a mask."""
+"""Which of a block's key tiles need a mask, and the limit that leads there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import fly
 
+from ..problem.lazy_softmax import LazySoftmax
 from ..work.tile_scheduler import BlockWork
 
 
@@ -41,3 +43,24 @@ class PartialTiles:
         """
         found: fly.Value = self.work.tiles.whole_end <= self.work.tiles.first + tile
         return found
+
+    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
+        """Where a tile needs a mask, every score is above the limit: no test of its own for that.
+
+        Partial tiles are the last ones, and the limit stays where it is for them, behind a branch (`fly.early` keeps
+        LLVM from a selection in every tile). Those of a list may be anywhere, and a window's first ones are partial
+        too: the limit is set for every tile, or for every turn of two, of which the second may need a mask.
+        """
+        low = fly.f32(-math.inf)
+        if listed is not None:
+            partial = self.partial(tile.number, listed)
+            limit = fly.cond(partial, lambda: low, lambda: softmax.unmasked_limit)
+        elif not self.windowed:
+            limit = fly.cond(self.ends(tile.number), lambda: fly.early(low), lambda: softmax.limit)
+        elif isinstance(tile.number, int) or tile.place == 0:
+            last = 0 if isinstance(tile.number, int) else tile.number + 1
+            partial = self.ends(last) | self.begins(tile.number)
+            limit = fly.cond(partial, lambda: low, lambda: softmax.unmasked_limit)
+        else:
+            return softmax
+        return replace(softmax, limit=limit)
