@@ -165,13 +165,15 @@ class Tiles:
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
     instructions, `threshold` and `stages_queries` (through LDS), see the module, `measured_shift`, that of scores
     measured from their maximum: nearly a maximum of 0's, but none that such a row has by chance and is not as good;
-    and `sums`, tiles that the output has behind its own.
+    `sums`, tiles that the output has behind its own; and `branches`: what is rare is behind branches that LLVM takes
+    for rare, and so puts behind the loop.
     """
 
     atom = (32, 32, 16)
     threshold, stages_queries = RESCALE_THRESHOLD, True
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
     sums = 0
+    branches = True
 
     def __init__(
         self,
@@ -197,14 +199,14 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
-        # pairs of its last weights that are added a tile later, see `gfx950/sums.py`
-        self.owed = PAIRS - self.more_early // 2 - 1 if more else 0
+        # pairs of its last weights that are added a tile later (`gfx950/sums.py`): features leave no registers for them
+        self.owed = PAIRS - self.more_early // 2 - 1 if more and not given.features.per_score else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
-        self.numbers = PartialTiles(work, given.features.windowed)
+        self.numbers = PartialTiles(work, given.features.windowed, self.branches)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
         self.staged = self.stages_queries and options.staged
         self.spares = self.staged and options.causal
@@ -358,7 +360,7 @@ class Tiles:
         """Between those of the output. At D=128 the maximum, which the branch waits for, is before the last ones."""
         products, reads = self.key_steps * self.dim_tiles, (self.key_steps - self.v_ahead) * self.dim_tiles
         if self.more_early:
-            sched_groups(*rest_among_output(products, PAIRS - self.more_early // 2))
+            sched_groups(*rest_among_output(products, PAIRS - self.more_early // 2, self.owed > 0))
         else:
             sched_groups(*among_output(products, 3 if self.packed_first else None, reads))
 
@@ -539,7 +541,7 @@ class Tiles:
             return s_early, s_late, result, state
 
         taken: tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax] = fly.cond(
-            unlikely(needed), rare, lambda: (early, late, output, softmax)
+            unlikely(needed) if self.branches else needed, rare, lambda: (early, late, output, softmax)
         )
         return taken
 

@@ -121,6 +121,7 @@ class Fp8Tiles(Tiles):
     threshold = RESCALE_THRESHOLD
     measured_shift = OFFSET - 2.0**-21
     sums = 1
+    branches = False  # what else a compute cluster does takes longer than its products: one block to the scheduler
 
     def _arranged(self, stages: list[fly.Stage]) -> list[fly.Stage]:
         """Stages in front of others, and in their cluster: all weights are made before a product needs them.

@@ -13,10 +13,14 @@ from ..work.tile_scheduler import BlockWork
 
 @dataclass(frozen=True)
 class PartialTiles:
-    """Tiles count from `work.tiles.first`; where they are steps of a list, `listed` is the key tile's number."""
+    """Tiles count from `work.tiles.first`; where they are steps of a list, `listed` is the key tile's number.
+
+    `branches`: the limit is set behind a branch and not by a selection, where one of both does.
+    """
 
     work: BlockWork
     windowed: bool
+    branches: bool = True
 
     def key_tile(self, tile: fly.PipelineTile, listed: fly.Value | None = None) -> fly.Value:
         """The number of a tile among all of the keys'."""
@@ -47,16 +51,17 @@ class PartialTiles:
     def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
         """Where a tile needs a mask, every score is above the limit: no test of its own for that.
 
-        Partial tiles are the last ones, and the limit stays where it is for them, behind a branch (`fly.early` keeps
-        LLVM from a selection in every tile). Those of a list may be anywhere, and a window's first ones are partial
-        too: the limit is set for every tile, or for every turn of two, of which the second may need a mask.
+        Partial tiles are the last ones, and the limit stays where it is from the first of them on. Those of a list may
+        be anywhere, and a window's first ones are partial too: the limit is set for every tile, or for a turn of two.
         """
         low = fly.f32(-math.inf)
         if listed is not None:
             partial = self.partial(tile.number, listed)
             limit = fly.cond(partial, lambda: low, lambda: softmax.unmasked_limit)
         elif not self.windowed:
-            limit = fly.cond(self.ends(tile.number), lambda: fly.early(low), lambda: softmax.limit)
+            # `early` says where: LLVM makes no selection of it
+            lowest = (lambda: fly.early(low)) if self.branches else (lambda: low)
+            limit = fly.cond(self.ends(tile.number), lowest, lambda: softmax.limit)
         elif isinstance(tile.number, int) or tile.place == 0:
             last = 0 if isinstance(tile.number, int) else tile.number + 1
             partial = self.ends(last) | self.begins(tile.number)
