@@ -54,6 +54,7 @@ from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import (
+    s_nop,
     s_setprio,
     s_waitcnt_lds,
     sched_barrier,
@@ -137,6 +138,7 @@ def attend(
     kind: type[Tiles],
 ) -> None:
     """A block's work, with tiles of a kind."""
+    s_nop()  # 4 bytes: the loop's packed instructions lie in lines of code, see test_packed_instructions_lie_in_lines
     wave = fly.wave_id()
     wave_row = work.first_row + wave * WAVE_ROWS
     tiles = kind(work, wave * WAVE_ROWS, scale_log2, given, options)
@@ -258,7 +260,7 @@ class Tiles:
 
     def store(self, output: fly.Fragment, first_row: fly.Value) -> None:
         """The wave's rows on their way to memory."""
-        store_wide(self.work.out, output, first_row, WAVE_ROWS)
+        store_wide(self.work.late_out(), output, first_row, WAVE_ROWS)
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
