@@ -13,7 +13,8 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-At D=128 cluster 1 has three quarters of P(j-1). At other D, x is in cluster 0. Above 128, K and V lie in LDS in
+At D=128 cluster 1 has three quarters of P(j-1), and adds most of the last quarter of P(j-2) to the sum. At other D,
+x is in cluster 0. Above 128, K and V lie in LDS in
 panels of columns (`gfx950/wide.py`), and what registers do not hold of a tile is read in compute clusters
 (`gfx950/interleaving.py`). `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it.
 K and V have two buffers each, filled by direct-to-LDS
@@ -201,7 +202,7 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
-        # pairs of its last weights that are added a tile later (`gfx950/sums.py`): features leave no registers for them
+        # pairs of its last weights that are added a tile later (`gfx950/sums.py`); features need those registers
         self.owed = PAIRS - self.more_early // 2 - 1 if more and not given.features.per_score else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)

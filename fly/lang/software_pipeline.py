@@ -144,17 +144,6 @@ class Pipeline:
         """The number of tiles that `run(tiles)` works through."""
         return self._turns(tiles) * self.unroll + self.fewest
 
-    def first_place(self, name: str) -> int:
-        """The `place` of a stage's tile 0.
-
-        Raises:
-            PipelineError: there is no such stage.
-        """
-        for stage in self.stages:
-            if stage.name == name:
-                return (stage.delay - self.depth) % self.unroll
-        raise PipelineError(f"no stage is named {name!r}; there is {', '.join(s.name for s in self.stages)}")
-
     def run(self, tiles: Any, *, spare: Callable[[], Value] | None = None, **running: Any) -> dict[str, Any]:
         """Emit the pipeline for `tiles` (static or traced i32) tiles; returns the running values after the last.
 

@@ -51,8 +51,9 @@ class PartialTiles:
     def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
         """Where a tile needs a mask, every score is above the limit: no test of its own for that.
 
-        Partial tiles are the last ones, and the limit stays where it is from the first of them on. Those of a list may
-        be anywhere, and a window's first ones are partial too: the limit is set for every tile, or for a turn of two.
+        Partial tiles are the last ones, and the limit stays where it is from the first of them on. Those of a list
+        may be anywhere, and a window's first ones are partial too: the limit is set for every tile, or for a turn of
+        two.
         """
         low = fly.f32(-math.inf)
         if listed is not None:

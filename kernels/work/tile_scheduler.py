@@ -116,8 +116,8 @@ class Work:
 class BlockWork(Work):
     """The work of a block of a grid, with views of its sequence and heads alone, whose row 0 is the first token.
 
-    `lse` is the sequence's vector, or None; `ragged`: there may be no query at all. `late_out()` is `out` with nothing
-    computed before it is asked for: behind a long loop, LLVM does so in front of the last barriers otherwise.
+    `lse` is the sequence's vector, or None; `ragged`: there may be no query at all. `late_out()` is `out` with
+    nothing computed before it is asked for: behind a long loop, LLVM does so in front of the last barriers otherwise.
     """
 
     q: fly.RowView

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import fly
-from fly.backends.rocdl.intrinsics import Group, s_setprio, sched_group_barrier, sched_groups
+from fly.backends.rocdl.intrinsics import Group, s_nop, s_setprio, sched_group_barrier, sched_groups, unlikely
 from fly.errors import ShapeError
 from fly.runtime.compile import compile_kernel
 from tests.isa import opcodes
@@ -64,6 +65,33 @@ def test_one_group():
     module = str(trace(lambda: sched_group_barrier(Group.DS_READ, 3, 1)))
     assert '"llvm.amdgcn.sched.group.barrier"' in module
     assert all(f"arith.constant {number} : i32" in module for number in (0x100, 3, 1))
+
+
+@fly.kernel
+def seldom(a: fly.Tensor, out: fly.Tensor, *, told: bool):
+    """out = a, or where some lane's is above 0, 2**(2**a)."""
+    lane = fly.lane_id()
+    x = a.load(lane)
+    above = fly.any_lane(x > 0.0)
+    out.store(fly.cond(unlikely(above) if told else above, lambda: fly.exp2(fly.exp2(x)), lambda: x), lane)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_unlikely_is_behind_everything_else(told, monkeypatch):
+    isa = compile_kernel(seldom, (matrix("f32", 1),) * 2, {"told": told}, "gfx950", (64, 1, 1)).isa
+    assert (isa.index("v_exp_f32") > isa.index("global_store_dword")) is told
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    for sign in (-1.0, 1.0):
+        a = sign * np.ones(64, np.float32)
+        out = np.zeros_like(a)
+        seldom[1, 64](a, out, told=told)
+        np.testing.assert_array_equal(out, a if sign < 0 else 4 * a)
+
+
+@pytest.mark.parametrize("states", [0, 17])
+def test_wait_states(states):
+    with pytest.raises(ShapeError, match=f"{states} wait states are out of range; expected 1 to 16"):
+        trace(lambda: s_nop(states))
 
 
 @pytest.mark.parametrize("level", [-1, 4])

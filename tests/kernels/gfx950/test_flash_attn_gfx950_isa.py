@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fly
+from fly.emulator import Program
 from fly.emulator.banks import MODELS, BankCounter
 from fly.runtime.device import device_for
 from fly.runtime.inspect import Loop, loops
@@ -163,8 +164,8 @@ def steady_state(artefact: fly.Artefact) -> list[list[str]]:
 
 @builds
 def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, causal):
-    """In the scores' cluster, and in that of the output up to its branch; before the first, at D=128, only packed ones
-    of the scores' cluster, 16 FMAs and 3 additions, and at most a move.
+    """In the scores' cluster, and in that of the output up to its branch; before the first, at D=128, only packed
+    ones of the scores' cluster, 16 FMAs and 3 additions, and at most a move.
     """
     gaps, packed = [], []
     for cluster in steady_state(compiled(head_dim, dtype, causal)):
@@ -184,6 +185,23 @@ def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, 
         assert len(between) == head_dim // 8 - 1
         assert min(between) >= 1 and max(between) <= {128: 6, 64: 11}[head_dim]
         assert after <= {128: 6, 64: 7}[head_dim]
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [("bf16", False), ("bf16", True), ("f16", False)])
+def test_packed_instructions_lie_in_lines(dtype, causal):
+    """None of the loop's crosses 32 bytes of code, which would cost a turn of both waves; `attend` has the bytes.
+
+    Fails where code before the loop has grown by 4 bytes, or shrunk: `s_nop` is there to be put in and taken out.
+    """
+    artefact = compiled(128, dtype, causal)
+    kinds = ("v_pk_fma_f32", "v_pk_add_f32")
+    loop = [opcode for opcode in main_loop(artefact).opcodes if opcode in kinds]
+    program = Program(artefact.binary)
+    code = program.machine(program.kernels[0]).instructions
+    # none of these is before the loop
+    packed = [inst for inst in code if inst.name in kinds][: len(loop)]
+    assert [inst.name for inst in packed] == loop and len(loop) == 2 * (16 + 3)
+    assert [hex(inst.address) for inst in packed if inst.address // 32 != (inst.next - 1) // 32] == []
 
 
 @builds
