@@ -169,7 +169,7 @@ class Tiles:
     instructions, `threshold` and `stages_queries` (through LDS), see the module, `measured_shift`, that of scores
     measured from their maximum: nearly a maximum of 0's, but none that such a row has by chance and is not as good;
     `sums`, tiles that the output has behind its own; and `branches`: what is rare is behind branches that LLVM takes
-    for rare, and so puts behind the loop.
+    for rare, and so puts behind the loop. A wave that is alone on a SIMD waits for branches.
     """
 
     atom = (32, 32, 16)
@@ -209,6 +209,7 @@ class Tiles:
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
+        self.branches = self.branches and not options.alone
         self.numbers = PartialTiles(work, given.features.windowed, self.branches)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
         self.staged = self.stages_queries and options.staged

@@ -74,7 +74,7 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.tma_store": ("tma_store", ()),
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }
-_PACE = ("s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
+_PACE = ("s.setprio", "s.nop", "s.waitcnt", "sched.barrier", "sched.group.barrier")
 _IGNORED = {
     "fly.sched",
     "fly.publish",
