@@ -87,6 +87,7 @@ class RegisterTiles(Tiles):
     """The stages over tiles that pass through registers."""
 
     stages_queries = False
+    nops = 0
 
     def _open(self) -> None:
         self.packed_first = False
@@ -136,7 +137,7 @@ class RegisterTiles(Tiles):
         return done["output"], done["softmax"]
 
     def store(self, output: fly.Fragment, first_row: fly.Value) -> None:
-        store_output(self.work.late_out(), output, first_row, WAVE_ROWS)
+        store_output(self.work.out, output, first_row, WAVE_ROWS)
 
     def boundary(self, cluster: int, step: int | None) -> None:
         """What this wave stored is there for others behind the barrier, and what it read may be overwritten."""

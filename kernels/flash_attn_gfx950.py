@@ -139,7 +139,8 @@ def attend(
     kind: type[Tiles],
 ) -> None:
     """A block's work, with tiles of a kind."""
-    s_nop()  # 4 bytes: the loop's packed instructions lie in lines of code, see test_packed_instructions_lie_in_lines
+    for _ in range(kind.nops):
+        s_nop()
     wave = fly.wave_id()
     wave_row = work.first_row + wave * WAVE_ROWS
     tiles = kind(work, wave * WAVE_ROWS, scale_log2, given, options)
@@ -169,7 +170,8 @@ class Tiles:
     instructions, `threshold` and `stages_queries` (through LDS), see the module, `measured_shift`, that of scores
     measured from their maximum: nearly a maximum of 0's, but none that such a row has by chance and is not as good;
     `sums`, tiles that the output has behind its own; and `branches`: what is rare is behind branches that LLVM takes
-    for rare, and so puts behind the loop. A wave that is alone on a SIMD waits for branches.
+    for rare, and so puts behind the loop. A wave that is alone on a SIMD waits for branches. `nops`: 4 bytes of code
+    each in front of all else, so that the loop's packed instructions lie in lines of 32 bytes (a test looks).
     """
 
     atom = (32, 32, 16)
@@ -177,6 +179,7 @@ class Tiles:
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
     sums = 0
     branches = True
+    nops = 1
 
     def __init__(
         self,

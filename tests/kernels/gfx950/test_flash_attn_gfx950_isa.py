@@ -189,9 +189,9 @@ def test_vector_instructions_stand_between_matrix_instructions(head_dim, dtype, 
 
 @pytest.mark.parametrize(("dtype", "causal"), [("bf16", False), ("bf16", True), ("f16", False)])
 def test_packed_instructions_lie_in_lines(dtype, causal):
-    """None of the loop's crosses 32 bytes of code, which would cost a turn of both waves; `attend` has the bytes.
+    """None of the loop's crosses 32 bytes of code, which would cost a turn of both waves.
 
-    Fails where code before the loop has grown by 4 bytes, or shrunk: `s_nop` is there to be put in and taken out.
+    Fails where code before the loop has grown by 4 bytes, or shrunk: then `Tiles.nops` is to be 0, or 1 again.
     """
     artefact = compiled(128, dtype, causal)
     kinds = ("v_pk_fma_f32", "v_pk_add_f32")
