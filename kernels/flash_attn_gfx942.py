@@ -107,6 +107,7 @@ class RegisterTiles(Tiles):
         64: (Share("early", 1, 0, 16), Share("late", 3, 16, 32)),
         128: (Share("early", 1, 0, 24), Share("late", 3, 24, 32)),
     }
+    nops = 0
 
     def _open(self) -> None:
         self.packed_first = False
@@ -130,7 +131,7 @@ class RegisterTiles(Tiles):
         # fmt: off
         return fly.Pipeline(
             [
-                stage("watch", self.watch, "softmax", "softmax", delay=1, cluster=0),
+                stage("watch", self.numbers.watch, "softmax", "softmax", delay=1, cluster=0),
                 stage("read K", functools.partial(copies.read_k, n=0), "", "k_early", delay=1, cluster=0),
                 stage("exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=0),
                 stage("store V", copies.store_v, "v_flight", delay=2, cluster=0, shared=True),

@@ -13,7 +13,8 @@ One tile takes four clusters with a barrier after each. Cluster by cluster, for 
 | 2 memory | | | V(j-1) | V(j) | K(j+1) |
 | 3 compute | O += V(j-1) P(j-1) | second half of P(j-1); max of S(j); rarely a mask and a rescale | | | |
 
-At D=128 cluster 1 has three quarters of P(j-1). At other D, x is in cluster 0. Above 128, K and V lie in LDS in
+At D=128 cluster 1 has three quarters of P(j-1), and adds most of the last quarter of P(j-2) to the sum. At other D,
+x is in cluster 0. Above 128, K and V lie in LDS in
 panels of columns (`gfx950/wide.py`), and what registers do not hold of a tile is read in compute clusters
 (`gfx950/interleaving.py`). `Tiles` has this table as stages; `fly.Pipeline` makes prologue, loop and epilogue of it.
 K and V have two buffers each, filled by direct-to-LDS
@@ -54,14 +55,15 @@ from typing import Any
 
 import fly
 from fly.backends.rocdl.intrinsics import (
+    s_nop,
     s_setprio,
-    s_waitcnt_lds,
     sched_barrier,
     sched_groups,
+    unlikely,
 )
 
 from .gfx950.copies import copies_of, k_tile, v_tile
-from .gfx950.groups import meet, part, rejoin
+from .gfx950.groups import land, meet, part, rejoin
 from .gfx950.interleaving import (
     PAIRS,
     among_output,
@@ -75,6 +77,7 @@ from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.partial_tiles import PartialTiles
 from .gfx950.queries import StagedQueries
 from .gfx950.stores import store_wide
+from .gfx950.sums import add_owed, with_weights
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
 from .problem.dropout_tile import DecidedTile
@@ -137,6 +140,8 @@ def attend(
     kind: type[Tiles],
 ) -> None:
     """A block's work, with tiles of a kind."""
+    for _ in range(kind.nops):
+        s_nop()
     wave = fly.wave_id()
     wave_row = work.first_row + wave * WAVE_ROWS
     tiles = kind(work, wave * WAVE_ROWS, scale_log2, given, options)
@@ -165,13 +170,17 @@ class Tiles:
     number. The wave's rows begin `row_offset` into the block's. Another kind changes `atom`, (m, n, k) of its matrix
     instructions, `threshold` and `stages_queries` (through LDS), see the module, `measured_shift`, that of scores
     measured from their maximum: nearly a maximum of 0's, but none that such a row has by chance and is not as good;
-    and `sums`, tiles that the output has behind its own.
+    `sums`, tiles that the output has behind its own; and `branches`: what is rare is behind branches that LLVM takes
+    for rare, and so puts behind the loop. A wave that is alone on a SIMD waits for branches. `nops`: 4 bytes of code
+    each in front of all else, so that the loop's packed instructions lie in lines of 32 bytes (a test looks).
     """
 
     atom = (32, 32, 16)
     threshold, stages_queries = RESCALE_THRESHOLD, True
     measured_shift = 2.0**-143  # its bits are 64, which instructions hold
     sums = 0
+    branches = True
+    nops = 1
 
     def __init__(
         self,
@@ -197,12 +206,15 @@ class Tiles:
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
         self.more_early = self.link.atom.values(self.link.row_operand) if more else 0
+        # pairs of its last weights that are added a tile later (`gfx950/sums.py`); features need those registers
+        self.owed = PAIRS - self.more_early // 2 - 1 if more and not given.features.per_score else 0
         threshold = self.threshold if options.lazy_rescale and not given.features.invariant else 0.0
         self.margin = threshold * fly.rcp(self.scale)
         self.first_row = first = work.first_row + row_offset
         self.rows = row_numbers(self.link.layout, 1, first)
         self.stages = ScoreStages(work, given, scale_log2, self.rows, BLOCK_N)
-        self.numbers = PartialTiles(work, given.features.windowed)
+        self.branches = self.branches and not options.alone
+        self.numbers = PartialTiles(work, given.features.windowed, self.branches)
         # pages and lists leave no scalar registers for this: they take an odd number of tiles, a copy past the end
         self.staged = self.stages_queries and options.staged
         self.spares = self.staged and options.causal
@@ -227,7 +239,7 @@ class Tiles:
             return fly.require_plan(fly.plan_operand(loads, want, atom.values(operand)), atom, operand)
 
         k_layout, v_layout = self._layouts()
-        self.copies = copies_of(self.work, k_layout, v_layout)
+        self.copies = copies_of(self.work, k_layout, v_layout, not self.staged)
         self.k_load = loader(plan(transposed=False), k_layout)
         self.v_load = loader(plan(transposed=True, slot_of=lambda slot: link.columns[slot]), v_layout)
         self.copies.allocate()
@@ -254,7 +266,7 @@ class Tiles:
 
     def store(self, output: fly.Fragment, first_row: fly.Value) -> None:
         """The wave's rows on their way to memory."""
-        store_wide(self.work.out, output, first_row, WAVE_ROWS)
+        store_wide(self.work.late_out(), output, first_row, WAVE_ROWS)
 
     def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
         """What the output is multiplied by, and the log-sum-exp."""
@@ -279,28 +291,28 @@ class Tiles:
             takes = f"{scores} {listed}"
             featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
-        decided, decide = "", []
-        if self.given.features.drops:
-            decided = "decided"
-            decide = [stage("decide", self.decide, listed, decided, delay=2, cluster=0)]
+        decided = "decided" if self.given.features.drops else ""
+        decide = [stage("decide", self.decide, listed, decided, delay=2, cluster=0)] if decided else []
         early, late = (functools.partial(self.weights, half) for half in (0, 1))
         first, past_end = self.packed_first, not self.staged
         exponents = stage(
             "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
         )
         carried = " ".join(running := (*self.copies.running, "output", "softmax"))
-        settle = stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)
-        settled = [settle] if self.staged else []
-        packed_among_loads, packed_first = ([], [exponents]) if first else ([exponents], [])
+        settled = (
+            [stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)] if self.staged else []
+        )
+        sums = [stage("sums", add_owed, "softmax", "softmax", delay=2, cluster=1)] if self.owed else []
+        packed_among_loads, packed_first = ([], [*sums, exponents]) if first else ([exponents], [])
         # fmt: off
         return fly.Pipeline(
             self._arranged([
-                stage("watch", self.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
+                stage("watch", self.numbers.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
                 *decide,
                 *packed_among_loads,
-                stage("wait for V", self.land, "v_flight", delay=2, cluster=0, shared=True),
+                stage("wait for V", land, "v_flight", delay=2, cluster=0, shared=True),
                 *self.copies.ahead(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_first,
                 *settled,
@@ -310,7 +322,7 @@ class Tiles:
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 self.copies.v_stage(delay=1, cluster=2, shared=True),
-                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
+                stage("wait for K", land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
                 stage("late weights", late, f"e_late softmax {decided}", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
@@ -333,9 +345,9 @@ class Tiles:
         done = self.pipeline.run(
             self.count,
             spare=(lambda: self.spare) if self.spares else None,
-            **self.copies.start(self.work.tiles.first, self.pipeline),
+            **self.copies.start(self.work.tiles.first),
             output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
-            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
+            softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2 + 2 * self.owed), fly.i32(0)),
         )
         return done["output"], done["softmax"]
 
@@ -346,25 +358,6 @@ class Tiles:
         return fly.any_lane(self.work.keys.limit(self.first_row + (WAVE_ROWS - 1)) <= last * BLOCK_N)
 
     # stages
-
-    def watch(self, tile: fly.PipelineTile, softmax: LazySoftmax, listed: fly.Value | None = None) -> LazySoftmax:
-        """Where a tile of this turn needs a mask, every score is above the limit: no test of its own for that.
-
-        Those of a list that do may be anywhere: the limit is set for every tile.
-        """
-        if listed is not None:
-            partial = self.numbers.partial(tile.number, listed)
-            limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: softmax.unmasked_limit)
-            return replace(softmax, limit=limit)
-        if not isinstance(tile.number, int) and tile.place > 0:
-            return softmax
-        last = fly.i32(0) if isinstance(tile.number, int) else tile.number + (1 - tile.place)
-        partial, limit = self.numbers.ends(last), softmax.limit
-        if self.given.features.windowed:
-            # the first tiles' limit goes up again behind them
-            partial, limit = partial | self.numbers.begins(tile.number), softmax.unmasked_limit
-        limit = fly.cond(partial, lambda: fly.f32(-math.inf), lambda: limit)
-        return replace(softmax, limit=limit)
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
         """Between the matrix instructions of the scores."""
@@ -378,18 +371,13 @@ class Tiles:
         """Between those of the output. At D=128 the maximum, which the branch waits for, is before the last ones."""
         products, reads = self.key_steps * self.dim_tiles, (self.key_steps - self.v_ahead) * self.dim_tiles
         if self.more_early:
-            sched_groups(*rest_among_output(products, PAIRS - self.more_early // 2))
+            sched_groups(*rest_among_output(products, PAIRS - self.more_early // 2, self.owed > 0))
         else:
             sched_groups(*among_output(products, 3 if self.packed_first else None, reads))
 
     def settle(self, tile: fly.PipelineTile, *running: Any) -> tuple[Any, ...]:
         """What the loop starts with, computed while K(0) is on its way."""
         return fly.early(running) if isinstance(tile.number, int) and tile.number == 0 else running
-
-    def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
-        """The copies of a tile, and the operands read in this cluster."""
-        fly.wait(flight)
-        s_waitcnt_lds()
 
     def read_k(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
         """K operands [step over head_dim][key tile], those that are read before the matrix instructions."""
@@ -455,11 +443,9 @@ class Tiles:
 
     def decide(self, tile: fly.PipelineTile, *listed: fly.Value) -> DecidedTile:
         """Which weights dropout keeps."""
-        dropout, first_key = (
-            self.given.dropout(self.work, remade=True),
-            self.numbers.key_tile(tile, *listed) * BLOCK_N,
-        )
+        dropout = self.given.dropout(self.work, remade=True)
         assert dropout is not None
+        first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N
         return dropout.decided(self.link.layout, self.first_row, first_key, tiles=(1, self.key_tiles))
 
     def weights(
@@ -468,11 +454,8 @@ class Tiles:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
         if self.more_early:
-            # one addition after the other: LLVM packs those of vectors, and takes them apart into 8 bytes each, not 4
-            even, odd = softmax.total[0], softmax.total[1]
-            for i in range(0, len(probabilities), 2):
-                even, odd = even + probabilities[i], odd + probabilities[i + 1]
-            softmax = replace(softmax, total=fly.from_elements([even, odd]))
+            owed = self.owed if half else 0
+            softmax = replace(softmax, total=with_weights(softmax.total, probabilities, owed))
         else:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
@@ -516,8 +499,11 @@ class Tiles:
             needed = needed & ~self.spare
         self.interleave_output()
 
-        def masked() -> tuple[fly.Value, fly.Value, fly.Value]:
-            key_tile = self.numbers.key_tile(tile, listed)
+        # told apart from the number that `watch` compares, or LLVM keeps what it found, and a mask's columns
+        known = listed is not None or isinstance(tile.number, int)
+
+        def masked(number: fly.Value | int) -> tuple[fly.Value, fly.Value, fly.Value]:
+            key_tile = self.numbers.key_tile(replace(tile, number=number), listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
             scores = self.stages.limit(scores, key_tile, between=sched_barrier)
@@ -540,20 +526,21 @@ class Tiles:
             shift = fly.select(maximum == -math.inf, 0.0, shift)
             apart = (softmax.maximum - maximum) * self.scale
             apart = fly.select(self._measured(shift) | self._measured(softmax.shift), apart, shift - softmax.shift)
-            # nothing was accumulated in a row without keys
-            factor = fly.select(softmax.maximum == -math.inf, 1.0, fly.exp2(apart))
+            # at most 1, also from a row without keys: nothing was accumulated there
+            factor = fly.minimum(fly.maximum(fly.exp2(apart), 0.0), 1.0)
             factors = fly.RowVector(self.link.layout, ((factor,),))
             limit = unmasked = fly.select(self._measured(shift), -math.inf, maximum + self.margin)
-            if listed is None:
+            if listed is None and self.given.features.windowed:
                 limit = fly.select(self.numbers.partial(tile.number + 1), -math.inf, limit)
-            total = softmax.total * fly.broadcast(factor, 2)
+            total = softmax.total * fly.broadcast(factor, len(softmax.total))
             state = LazySoftmax(maximum, shift, limit, unmasked, total, softmax.rescales + 1)
             # before the first tile nothing is accumulated
             return (output if isinstance(tile.number, int) else output.scale_rows(factors)), state
 
         def rare() -> tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax]:
+            number = tile.number if known else fly.remade(tile.number)
             s_early, s_late, top = fly.cond(
-                self.numbers.partial(tile.number, listed), masked, lambda: (early, late, largest)
+                self.numbers.partial(number, listed), lambda: masked(number), lambda: (early, late, largest)
             )
             grown = fly.any_lane(top > softmax.maximum + self.margin)
             result, state = fly.cond(grown, lambda: rescaled(top), lambda: (output, softmax))
@@ -567,7 +554,7 @@ class Tiles:
             return s_early, s_late, result, state
 
         taken: tuple[fly.Value, fly.Value, fly.Fragment, LazySoftmax] = fly.cond(
-            needed, rare, lambda: (early, late, output, softmax)
+            unlikely(needed) if self.branches else needed, rare, lambda: (early, late, output, softmax)
         )
         return taken
 

@@ -131,6 +131,7 @@ class SummedTiles(Tiles):
 
     threshold = RESCALE_THRESHOLD
     sums = 1
+    branches = False  # what else a compute cluster does takes longer than its products: one block to the scheduler
     offset, one = OFFSET, 0x38
 
     def run(self) -> tuple[fly.Fragment, LazySoftmax]:

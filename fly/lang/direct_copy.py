@@ -37,7 +37,8 @@ PAST_ANY_BOUND = -(2**31)  # as a number without a sign, what rows span that are
 class CopyPosition:
     """Where a group of tiles begins in global memory: its address, and the bytes from there to the last row's end.
 
-    `left` is at least a group's length, and holds that much more than there is: the next one subtracts it.
+    Where groups past the end may be asked for, `left` is at least a group's length, and holds that much more than
+    there is: the next one subtracts it.
     """
 
     base: Pointer
@@ -126,7 +127,8 @@ class DirectCopy(_LineCopy):
 
     Rows of fewer columns than the tile's, and a group's rows past their end, span less than 2**31 bytes together.
     Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
-    loop's body copies.
+    loop's body copies. Without `past_end` no tile of a group is copied that has not a row, but for one of no rows
+    at all: a bound then needs no limit.
 
     Raises:
         ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
@@ -134,11 +136,17 @@ class DirectCopy(_LineCopy):
 
     source: RowView
 
-    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1):
+    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1, past_end: bool = True):
         super().__init__(source, layout)
         self.group = group
         self._step = source.pitch * layout.rows
+        self._past_end = past_end
         self._plan_lanes()
+
+    @property
+    def _spare(self) -> Any:
+        """What `CopyPosition.left` has more than there is."""
+        return self._step * self.group if self._past_end else 0
 
     def start(self, first: Any, lead: int = 0, most: int | None = None) -> CopyPosition:
         """The group that begins `lead` tiles before row `first`; rows before that one are not to be copied.
@@ -150,22 +158,23 @@ class DirectCopy(_LineCopy):
         count = count if most is None else minimum(count, most)
         bytes_ = select(count > 0, (count - 1) * source.pitch + source.columns * source.dtype.bytes, 0)
         base = source.row(wide(first) - lead * self.layout.rows).offset(-self._bias)
-        return CopyPosition(base, bytes_ + (self._step * (lead + self.group) + self._bias))
+        return CopyPosition(base, bytes_ + (self._step * lead + self._spare + self._bias))
 
     def alone(self, first: Any) -> CopyPosition:
         """The tile of the rows from `first` on as tile 0 of a group: it alone is less than 2**31 bytes long."""
         window = self.source.window(first, self.layout.rows)
-        return CopyPosition(window.base.offset(-self._bias), window.bound + (self._step * self.group + self._bias))
+        return CopyPosition(window.base.offset(-self._bias), window.bound + (self._spare + self._bias))
 
     def next(self, at: CopyPosition) -> CopyPosition:
         """The next group."""
         step = self._step * self.group
         left = at.left - step
-        return CopyPosition(at.base.offset(wide(step)), select(compare("ult", left, step), step, left))
+        left = select(compare("ult", left, step), step, left) if self._past_end else left
+        return CopyPosition(at.base.offset(wide(step)), left)
 
     def issue(self, at: CopyPosition, tile: int, destination: SharedTile) -> Token:
         """Start tile number `tile` of a group on its way into `destination`; rows past the end become zeros."""
-        bound = at.left - self._step * self.group
+        bound = at.left - self._spare
         return self._start(at.base, bound, self._step * tile, destination)
 
 

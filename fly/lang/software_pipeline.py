@@ -144,17 +144,6 @@ class Pipeline:
         """The number of tiles that `run(tiles)` works through."""
         return self._turns(tiles) * self.unroll + self.fewest
 
-    def first_place(self, name: str) -> int:
-        """The `place` of a stage's tile 0.
-
-        Raises:
-            PipelineError: there is no such stage.
-        """
-        for stage in self.stages:
-            if stage.name == name:
-                return (stage.delay - self.depth) % self.unroll
-        raise PipelineError(f"no stage is named {name!r}; there is {', '.join(s.name for s in self.stages)}")
-
     def run(self, tiles: Any, *, spare: Callable[[], Value] | None = None, **running: Any) -> dict[str, Any]:
         """Emit the pipeline for `tiles` (static or traced i32) tiles; returns the running values after the last.
 
@@ -180,14 +169,16 @@ class Pipeline:
         for step in range(self.depth):
             past, running = self._step(step, step - self.depth, past, running, last_delay=step)
         carry = (past, running)
-        if self._empty(carry):
-            for turn in run_time_range(turns):
-                self._turn(turn, past, running)
-        else:
-            for turn, (past, running) in (loop := run_time_range(turns, carry=carry)):
-                loop.next(self._turn(turn, past, running))
-            past, running = loop.results
         done = turns * self.unroll + self.depth
+        # the loop counts steps: with turns, a stage's number of its tile would be a second counter
+        bounds = self.depth, done, self.unroll
+        if self._empty(carry):
+            for first in run_time_range(*bounds):
+                self._turn(first, past, running)
+        else:
+            for first, (past, running) in (loop := run_time_range(*bounds, carry=carry)):
+                loop.next(self._turn(first, past, running))
+            past, running = loop.results
         if spare is None:
             return self._finish(range(self.fewest), done, past, running)[1]
         # the last tile is alone from the step on in which the one before has ended
@@ -216,10 +207,10 @@ class Pipeline:
         return not running and not any(past.values())
 
     def _turn(
-        self, turn: Value, past: dict[str, list[Any]], running: dict[str, Any]
+        self, first: Value, past: dict[str, list[Any]], running: dict[str, Any]
     ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         for step in range(self.unroll):
-            past, running = self._step(turn * self.unroll + (step + self.depth), step, past, running)
+            past, running = self._step(first + step, step, past, running)
         return past, running
 
     def _step(

@@ -74,7 +74,7 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.tma_store": ("tma_store", ()),
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }
-_PACE = ("s.setprio", "s.waitcnt", "sched.barrier", "sched.group.barrier")
+_PACE = ("s.setprio", "s.nop", "s.waitcnt", "sched.barrier", "sched.group.barrier")
 _IGNORED = {
     "fly.sched",
     "fly.publish",
@@ -183,7 +183,7 @@ class _Translator:
             key = tuple(node.attributes["mask"]), length, operands[0] == operands[1]
             mask = self.name(arithmetic.indices_of(*key), key)
             self.compute(node.results[0], f"shuffle({', '.join(operands)}, {mask})")
-        elif node.name in ("fly.reread", "hopper.anew"):
+        elif _called(node) in ("fly.reread", "hopper.anew", "llvm.expect"):
             self.texts[node.results[0]] = operands[0]
         elif node.name == "fly.id":
             self.compute(node.results[0], f"r.id({node.attributes['name']!r})")

@@ -48,7 +48,7 @@ class KeyCopies:
     def _buffer(name: str, copy: Any) -> Any:
         return buffer(name, copy.layout, copy.source.dtype)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         """What the stages' running values start with."""
         raise NotImplementedError
 
@@ -66,23 +66,20 @@ class KeyCopies:
 
 
 class Copies(KeyCopies):
-    """Of contiguous keys: two tiles share base and bound."""
+    """Of contiguous keys: two tiles share base and bound, of which the first has an even number."""
 
     running = ("k_at", "v_at")
     k_copy: fly.DirectCopy | PanelCopy
     v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
-        self.k_copy = direct_copy(work.k, k_layout, group=2)
-        self.v_copy = direct_copy(work.v, v_layout, group=2)
+        self.k_copy = direct_copy(work.k, k_layout, 2, past_end)
+        self.v_copy = direct_copy(work.v, v_layout, 2, past_end)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         first_key = first_tile * TILE_KEYS
-        return {
-            "k_at": self.k_copy.start(first_key, lead=pipeline.first_place("copy K")),
-            "v_at": self.v_copy.start(first_key, lead=pipeline.first_place("copy V")),
-        }
+        return {"k_at": self.k_copy.start(first_key), "v_at": self.v_copy.start(first_key)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
         return fly.Stage("copy K", self.copy_k, "k_at", "k_flight k_at", **place)
@@ -100,9 +97,9 @@ class Copies(KeyCopies):
     def _copy(
         copy: Any, tile: fly.PipelineTile, at: fly.CopyPosition, buffers: list[Any]
     ) -> tuple[fly.Token, fly.CopyPosition]:
-        flight = copy.issue(at, tile.place, buffers[tile.slot])
+        flight = copy.issue(at, tile.slot, buffers[tile.slot])
         # early, or LLVM has two numbers for the base in a loop with copies behind it, and adds them up every turn
-        return flight, fly.early(copy.next(at)) if tile.place == copy.group - 1 else at
+        return flight, fly.early(copy.next(at)) if tile.slot == copy.group - 1 else at
 
 
 class PagedCopies(KeyCopies):
@@ -112,12 +109,12 @@ class PagedCopies(KeyCopies):
     k_copy: fly.PagedDirectCopy | PanelPagedCopy
     v_copy: fly.PagedDirectCopy | PanelPagedCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert isinstance(work.k, fly.PagedRows) and isinstance(work.v, fly.PagedRows)
         self.k_copy = paged_copy(work.k, k_layout)
         self.v_copy = paged_copy(work.v, v_layout)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         return {"pages": self.k_copy.start(first_tile * TILE_KEYS)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
@@ -151,14 +148,14 @@ class ListedCopies(KeyCopies):
     k_copy: fly.DirectCopy | PanelCopy
     v_copy: fly.DirectCopy | PanelCopy
 
-    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout):
+    def __init__(self, work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool):
         assert work.listed is not None
         assert isinstance(work.k, fly.RowView) and isinstance(work.v, fly.RowView)
         self.list, self.first = work.listed, work.tiles.first
         self.k_copy = direct_copy(work.k, k_layout)
         self.v_copy = direct_copy(work.v, v_layout)
 
-    def start(self, first_tile: Any, pipeline: fly.Pipeline) -> dict[str, Any]:
+    def start(self, first_tile: Any) -> dict[str, Any]:
         return {"found": self.list.find(first_tile, constant=True)}
 
     def k_stage(self, **place: Any) -> fly.Stage:
@@ -189,11 +186,11 @@ class ListedCopies(KeyCopies):
         return self.list.find(self.first + tile.number + 1, constant=True)
 
 
-def copies_of(work: BlockWork, k_layout: Layout, v_layout: Layout) -> KeyCopies:
-    """Those that a block's keys need."""
+def copies_of(work: BlockWork, k_layout: Layout, v_layout: Layout, past_end: bool) -> KeyCopies:
+    """Those that a block's keys need; `past_end`: of a tile past the last one too."""
     if work.listed is not None:
-        return ListedCopies(work, k_layout, v_layout)
-    return (PagedCopies if isinstance(work.k, fly.PagedRows) else Copies)(work, k_layout, v_layout)
+        return ListedCopies(work, k_layout, v_layout, past_end)
+    return (PagedCopies if isinstance(work.k, fly.PagedRows) else Copies)(work, k_layout, v_layout, past_end)
 
 
 def k_tile(head_dim: int, together: int = TILE_KEYS) -> fly.PaddedTile:

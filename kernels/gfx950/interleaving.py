@@ -63,18 +63,21 @@ def most_among_scores(products: int, pairs: int) -> Groups:
     return [*_evenly(products - 2, pairs), (MFMA, 1), (VALU, 3), (MFMA, 1)]
 
 
-def rest_among_output(products: int, pairs: int) -> Groups:
-    """`among_output` with the others, evenly behind the first half of its matrix instructions."""
-    return [*_evenly(products // 2, pairs), *[(MFMA, 1), (VALU, 3)] * (products // 2)]
+def rest_among_output(products: int, pairs: int, owed: bool) -> Groups:
+    """`among_output` with the others, evenly behind the first half of its matrix instructions.
+
+    `owed`: most of them are only converted (`gfx950/sums.py`).
+    """
+    return [*_evenly(products // 2, pairs, 1 if owed else 3), *[(MFMA, 1), (VALU, 3)] * (products // 2)]
 
 
-def _evenly(products: int, pairs: int) -> Groups:
-    """Exponentials of so many pairs; behind the product after a pair's, three others: two additions, a conversion."""
+def _evenly(products: int, pairs: int, others: int = 3) -> Groups:
+    """Exponentials of so many pairs; behind the product after a pair's `others`: two additions, a conversion."""
     placed: Groups = []
     made, used = 0, 0
     for i in range(1, products + 1):
         ready, now = made // 2, -(-2 * pairs * i // products)
-        placed += [(MFMA, 1), (VALU, 3 * (ready - used)), (TRANS, now - made)]
+        placed += [(MFMA, 1), (VALU, others * (ready - used)), (TRANS, now - made)]
         made, used = now, ready
     return [(kind, count) for kind, count in placed if count]
 

@@ -39,12 +39,14 @@ def layout_of(head_dim: int, of: Callable[[int], fly.PaddedTile]) -> Layout:
 class PanelCopy:
     """`fly.DirectCopy` of every panel; positions and destinations are tuples of theirs."""
 
-    def __init__(self, source: fly.RowView, layout: PanelLayout, group: int = 1):
+    def __init__(self, source: fly.RowView, layout: PanelLayout, group: int = 1, past_end: bool = True):
         self.source, self.layout, self.group = source, layout, group
-        self.panels = [fly.DirectCopy(_panel(source, i), panel, group=group) for i, panel in enumerate(layout.panels)]
+        self.panels = [
+            fly.DirectCopy(_panel(source, i), panel, group, past_end) for i, panel in enumerate(layout.panels)
+        ]
 
-    def start(self, first: Any, lead: int = 0) -> tuple[fly.CopyPosition, ...]:
-        return tuple(panel.start(first, lead) for panel in self.panels)
+    def start(self, first: Any) -> tuple[fly.CopyPosition, ...]:
+        return tuple(panel.start(first) for panel in self.panels)
 
     def next(self, at: tuple[fly.CopyPosition, ...]) -> tuple[fly.CopyPosition, ...]:
         return tuple(panel.next(position) for panel, position in zip(self.panels, at, strict=True))
@@ -99,11 +101,10 @@ def paged_copy(source: fly.PagedRows, layout: Layout) -> Any:
     return PanelPagedCopy(source, layout) if isinstance(layout, PanelLayout) else fly.PagedDirectCopy(source, layout)
 
 
-def direct_copy(source: fly.RowView, layout: Layout, group: int = 1) -> Any:
-    """The copy into tiles of a layout."""
-    return (
-        PanelCopy(source, layout, group) if isinstance(layout, PanelLayout) else fly.DirectCopy(source, layout, group)
-    )
+def direct_copy(source: fly.RowView, layout: Layout, group: int = 1, past_end: bool = True) -> Any:
+    """The copy into tiles of a layout; `past_end`: see `fly.DirectCopy`."""
+    kind: Any = PanelCopy if isinstance(layout, PanelLayout) else fly.DirectCopy
+    return kind(source, layout, group, past_end)
 
 
 def loader(plan: fly.OperandPlan, layout: Layout) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,7 +116,8 @@ class Work:
 class BlockWork(Work):
     """The work of a block of a grid, with views of its sequence and heads alone, whose row 0 is the first token.
 
-    `lse` is the sequence's vector, or None; `ragged`: there may be no query at all.
+    `lse` is the sequence's vector, or None; `ragged`: there may be no query at all. `late_out()` is `out` with
+    nothing computed before it is asked for: behind a long loop, LLVM does so in front of the last barriers otherwise.
     """
 
     q: fly.RowView
@@ -124,6 +126,7 @@ class BlockWork(Work):
     out: fly.RowView
     lse: fly.Tensor | None
     ragged: bool
+    late_out: Callable[[], fly.RowView]
 
     def if_any_row(self) -> AbstractContextManager[None]:
         """Where the block's code belongs: blocks past the end of a sequence have nothing to do."""
@@ -200,6 +203,7 @@ def block_work(
         out=queries.rows(out, head, head_dim_v or head_dim),
         lse=None if lse is None else queries.vector(lse, head),
         ragged=queries.bounded or folded,
+        late_out=lambda: queries.rows(out, fly.remade(head), head_dim_v or head_dim),
     )
 
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import fly
-from fly.backends.rocdl.intrinsics import Group, permute_bytes, s_setprio, sched_group_barrier, sched_groups
+from fly.backends.rocdl.intrinsics import (
+    Group,
+    permute_bytes,
+    s_nop,
+    s_setprio,
+    sched_group_barrier,
+    sched_groups,
+    unlikely,
+)
 from fly.errors import DTypeError, ShapeError
 from fly.runtime.compile import compile_kernel
 from tests.isa import opcodes
@@ -67,6 +75,33 @@ def test_one_group():
     assert all(f"arith.constant {number} : i32" in module for number in (0x100, 3, 1))
 
 
+@fly.kernel
+def seldom(a: fly.Tensor, out: fly.Tensor, *, told: bool):
+    """out = a, or where some lane's is above 0, 2**(2**a)."""
+    lane = fly.lane_id()
+    x = a.load(lane)
+    above = fly.any_lane(x > 0.0)
+    out.store(fly.cond(unlikely(above) if told else above, lambda: fly.exp2(fly.exp2(x)), lambda: x), lane)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_unlikely_is_behind_everything_else(told, monkeypatch):
+    isa = compile_kernel(seldom, (matrix("f32", 1),) * 2, {"told": told}, "gfx950", (64, 1, 1)).isa
+    assert (isa.index("v_exp_f32") > isa.index("global_store_dword")) is told
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    for sign in (-1.0, 1.0):
+        a = sign * np.ones(64, np.float32)
+        out = np.zeros_like(a)
+        seldom[1, 64](a, out, told=told)
+        np.testing.assert_array_equal(out, a if sign < 0 else 4 * a)
+
+
+@pytest.mark.parametrize("states", [0, 17])
+def test_wait_states(states):
+    with pytest.raises(ShapeError, match=f"{states} wait states are out of range; expected 1 to 16"):
+        trace(lambda: s_nop(states))
+
+
 @pytest.mark.parametrize("level", [-1, 4])
 def test_priorities(level):
     with pytest.raises(ShapeError, match=f"priority {level} is out of range; expected 0 to 3"):
@@ -88,7 +123,13 @@ def test_bytes_and_signs_of_two_words(arch, monkeypatch):
     # the highest bits of the low word's halves, 0 and 0, and of the high word's, 1 and 1
     selectors = (0x03020100, 0x07060504, 0x00050704, 0x0B0B0A0A, 0x0A0A0808)
     permuted[1, 1](words, out, selectors=selectors)
-    assert [hex(x) for x in out.view(np.uint32)] == ["0x4030201", "0x88078605", "0x1868805", "0xffffffff", "0xffff0000"]
+    assert [hex(x) for x in out.view(np.uint32)] == [
+        "0x4030201",
+        "0x88078605",
+        "0x1868805",
+        "0xffffffff",
+        "0xffff0000",
+    ]
     isa = compile_kernel(permuted, (matrix("i32"), matrix("i32")), {"selectors": selectors}, arch, (64, 1, 1)).isa
     assert isa.count("v_perm_b32") >= 3
 

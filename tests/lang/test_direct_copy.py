@@ -63,6 +63,41 @@ def test_rows_arrive_and_missing_ones_are_zero(layout, group, length, monkeypatc
     assert (out[arrived:] == 0).all()
 
 
+@fly.kernel
+def stream_to_the_end(source: fly.Tensor, out: fly.Tensor, *, layout: fly.PaddedTile):
+    """out = what arrives of source, in groups of two tiles of which the first has a row."""
+    copy = fly.DirectCopy(source.rows(layout.columns), layout, group=2, past_end=False)
+    shared = [fly.SharedTile.ring(f"tile{i}", layout, source.dtype, 1)[0] for i in range(2)]
+    thread, threads = fly.thread_id.x, fly.block_dim()[0]
+    turns = (source.shape[0] + (2 * layout.rows - 1)) // (2 * layout.rows)
+    for turn, at in (loop := fly.range(turns, carry=copy.start(fly.i32(0)))):
+        for tile in range(2):
+            fly.wait(copy.issue(at, tile, shared[tile]))
+            fly.barrier()
+            for i in fly.range(layout.rows * layout.columns // threads):
+                index = i * threads + thread
+                row, column = index // layout.columns, index % layout.columns
+                value = memory.load(shared[tile].pointer.offset(layout.base(row, column)), source.dtype)
+                out.store(value, (turn * 2 + tile) * layout.rows + row, column)
+            fly.barrier()
+        loop.next(copy.next(at))
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 129, 200])
+def test_groups_with_a_row_need_no_limit(length, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", "gfx950")
+    monkeypatch.setenv("FLY_EMULATOR_CHECKS", "1")
+    tile = LAYOUTS["k128"]
+    source = np.random.default_rng(length).standard_normal((length, tile.columns)).astype(np.float16)
+    out = np.full((-(-length // 128) * 128, tile.columns), 7, np.float16)
+    stream_to_the_end[1, 512](source, out, layout=tile)
+    np.testing.assert_array_equal(out[:length], source)
+    assert (out[length:] == 0).all()
+    spec = matrix("f16", 2)
+    isa = compile_kernel(stream_to_the_end, (spec, spec), {"layout": tile}, "gfx950", (512, 1, 1)).isa
+    assert "s_max_u32" not in isa
+
+
 def test_the_simulator_agrees():
     tile = LAYOUTS["v128"]
     source = np.random.default_rng(1).standard_normal((100, 128)).astype(np.float16)

@@ -74,7 +74,6 @@ def test_unrolled_steps_have_static_slots_and_places():
         ("use", None, 1, 1),
     ]
     pipeline = fly.Pipeline(stages, unroll=2)
-    assert (pipeline.first_place("copy"), pipeline.first_place("use")) == (1, 0)
     assert (pipeline.fewest, [pipeline.rounded(n) for n in range(5)]) == (0, [0, 2, 2, 4, 4])
 
 
@@ -246,8 +245,3 @@ def test_running_values_must_all_be_given():
 
     with pytest.raises(PipelineError, match="starts with sum; its running values are total"):
         trace(body)
-
-
-def test_places_are_of_stages():
-    with pytest.raises(PipelineError, match="no stage is named 'copy'; there is load"):
-        fly.Pipeline([fly.Stage("load", nothing)]).first_place("copy")

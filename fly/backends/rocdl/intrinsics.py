@@ -107,6 +107,17 @@ def s_setprio(level: int) -> None:
     _call("llvm.amdgcn.s.setprio", i16(level).ir)
 
 
+def s_nop(states: int = 1) -> None:
+    """Wait states, 1 to 16, and 4 bytes of code: all of a kernel that follows lies so much further on.
+
+    Raises:
+        ShapeError: out of range.
+    """
+    if not 1 <= states <= 16:
+        raise ShapeError(f"{states} wait states are out of range; expected 1 to 16")
+    _call("llvm.amdgcn.s.nop", i16(states - 1).ir)
+
+
 def settle_products() -> None:
     """The wait states that the vector unit needs behind a matrix instruction of 16 passes (gfx950: 20), all of them.
 
@@ -114,8 +125,15 @@ def settle_products() -> None:
     exactly 19 (llvm/llvm-project#222040). With fewer it would fill up to 20.
     """
     for states in (16, 4):
-        _call("llvm.amdgcn.s.nop", i16(states - 1).ir)
+        s_nop(states)
     sched_barrier()
+
+
+def unlikely(condition: Value) -> Value:
+    """The same i1, which LLVM takes for nearly always false: what a branch on it leads to is out of the way."""
+    expected = _call("llvm.expect", condition.ir, i1(0).ir, result=i1.mlir)
+    assert expected is not None
+    return Value(expected, i1)
 
 
 def sched_barrier(may_cross: Group = Group.NONE) -> None:

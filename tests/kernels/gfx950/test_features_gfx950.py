@@ -77,7 +77,7 @@ def test_behind_the_first_tiles_a_window_costs_no_mask(monkeypatch):
         q, k = (torch.zeros(1, n, 1, 64, dtype=torch.bfloat16) for n in (256, 64 * tiles))
         flydsl_flash_attn_func(q, k, k, False, window_size=(64 * (tiles - 4), -1))
         executed.append(device.last.executed)
-    assert 178 < (executed[1] - executed[0]) / (4 * WAVES) < 185  # 178.5 without a window
+    assert 176 < (executed[1] - executed[0]) / (4 * WAVES) < 183  # 176 without a window
 
 
 @pytest.mark.parametrize(
