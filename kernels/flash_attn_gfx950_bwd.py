@@ -39,9 +39,10 @@ import fly
 
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
-from .gfx950 import dq_sums as sums_of_dq
+from .gfx950 import dq_sums as of_dq
 from .gfx950.backward import BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions, build_of
 from .gfx950.backward_launch import parts_of_call, prepare_backward
+from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.dq_sums import Sums as SumsOfDq
 from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
@@ -75,6 +76,7 @@ def flash_attn_gfx950_bwd(
     group: fly.i32,  # type: ignore[valid-type]
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
+    dq_tails: fly.Tensor | None,
     *operands: fly.Operand,
     options: Gfx950BackwardOptions,
     parts: int = 1,
@@ -82,8 +84,9 @@ def flash_attn_gfx950_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`. With `parts` a block has so many fewer
-    query heads, `group` of them, and dk and dv are parts (`gfx950.group_parts`).
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself, of what
+    was softmax_scale * dS k (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
+    them, and dk and dv are parts (`gfx950.group_parts`).
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
@@ -133,8 +136,8 @@ def flash_attn_gfx950_bwd(
                 queries.rows(fly.reread(dout), head, options.head_dim_v),
             )
             statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
-            part = SumsOfDq(fly.reread(dq_sums), queries, batch)
             of_head = parameters.reread().at(place)
+            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim, of_head, scale_log2)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
         with fly.reread_ids():
@@ -158,7 +161,7 @@ class _State:
     dq: fly.Fragment
     flight: fly.Token
     statistics: tuple[Any, ...]
-    at: fly.Pointer
+    at: Any
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class _Block:
         self.layout = link.layout
         self.wave_row = fly.wave_id() * options.wave_keys
         self.k_panels = Panels.allocate("k", options.head_dim, dtype, options.block_n // LINK_ROWS)
-        atom = sums_of_dq.atom(dtype)
+        atom = of_dq.atom(dtype)
         shape = options.block_n, BLOCK_M
         self.stored = fly.plan_stored_operand(self.layout, shape, atom, "b", "columns", read_banks=64)
         self.slots = [self._slot(i) for i in range(STAGES)]
@@ -430,7 +433,7 @@ class _Block:
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, -math.inf)))
 
     def _no_dq(self) -> Sums:
-        layout, across = sums_of_dq.layout(self.dtype), self.options.head_dim // APART
+        layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART
         return Sums(fly.Fragment.zeros(layout, BLOCK_M // layout.rows, across))
 
     def _dq(self, sums: Sums, ds: fly.SharedTile) -> Iterator[Multiply]:

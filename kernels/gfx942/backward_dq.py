@@ -7,25 +7,25 @@ from typing import Any
 
 import fly
 
-from ..gfx950.dq_sums import LANES, Sums
+from ..gfx950.dq_sums import Sums
 
 
-class StepwiseSums(Sums):
-    """`gfx950.dq_sums` whose additions know where they go before there is anything to add."""
+def steps(
+    sums: Sums, part: Callable[[], fly.Fragment], count: int, head: Any, tile: Any
+) -> tuple[Callable[[], None], list[Callable[[], None]]]:
+    """A step that finds the place of a tile, and the additions of `count` registers of its part.
 
-    def steps(
-        self, part: Callable[[], fly.Fragment], count: int, head: Any, tile: Any
-    ) -> tuple[Callable[[], None], list[Callable[[], None]]]:
-        """A step that finds the place of a tile, and one for each of `count` registers of its part."""
-        places: list[fly.Pointer] = []
-        values: list[Iterator[fly.Value]] = []
+    They know where they go before there is anything to add.
+    """
+    places: list[Any] = []
+    values: list[Iterator[fly.Value]] = []
 
-        def find() -> None:
-            places.append(self.of_lane(head, tile))
+    def find() -> None:
+        places.append(sums.of_lane(head, tile))
 
-        def add(i: int) -> None:
-            if not values:
-                values.append(value for row in part().tiles for of_tile in row for value in of_tile)
-            fly.atomic_add(next(values[0]), places[0].offset(i * LANES * 4))
+    def add(number: int) -> None:
+        if not values:
+            values.append(value for row in part().tiles for of_tile in row for value in of_tile)
+        sums.add_some(number, [next(values[0]) for _ in range(sums.together)], places[0])
 
-        return find, [lambda i=i: add(i) for i in range(count)]  # type: ignore[misc]
+    return find, [lambda i=i: add(i) for i in range(count // sums.together)]  # type: ignore[misc]

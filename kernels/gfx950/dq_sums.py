@@ -1,5 +1,7 @@
 """Sums of dQ in float32, to which blocks of keys add tile by tile, in the order in which waves hold them.
 
+Those in 16 bits are `dq_in_place`.
+
 A tile of 32 queries is a section of 32 rows of `sums`, (B, H, rows, D) f32; of packed sequences (1, H, rows, D),
 where `work.query_tiles` says which tiles a sequence has. Of its columns, wave w makes 16 of every 64, from 16 w on,
 in accumulators of 16 x 16. Each register of each accumulator is 64 numbers side by side, one a lane, so that an
@@ -8,18 +10,18 @@ atomic instruction adds two whole lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import fly
 from fly.ir import memory
 
 from ..problem.scores import LOG2_E
 from ..work.query_tiles import queries_of_block, tile_of_all
-from ..work.sequences import Sequence
+from ..work.sequences import Sequence as Tokens
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
 from .operand_queue import Compute
 
@@ -43,28 +45,34 @@ class Sums:
     """Where a sequence's parts of dQ go."""
 
     sums: fly.Tensor
-    queries: Sequence
+    queries: Tokens
     batch: Any
+    together: ClassVar[int] = 1  # registers that an instruction adds
 
-    def of_lane(self, head: Any, tile: Any) -> fly.Pointer:
+    def of_lane(self, head: Any, tile: Any) -> Any:
         """Where a lane's first number of a tile is."""
         entry, number = tile_of_all(self.queries, self.batch, tile, BLOCK_M)
         values = BLOCK_M * self.sums.shape[-1] // WAVES
         at = self.sums.at(entry, head, number * BLOCK_M, 0)
         return at.offset((fly.wave_id() * values) * 4).offset(fly.lane_id() * 4)
 
-    def add(self, part: Any, at: fly.Pointer) -> Iterator[Compute]:
+    def add(self, part: Any, at: Any) -> Iterator[Compute]:
         """Add a wave's accumulators of a tile, an atomic instruction a step.
 
         `part`: has their `tiles` when a step is traced, and their `layout`. `at`: of the lane (`of_lane`).
         """
 
-        def add(i: int, r: int, c: int, register: int) -> None:
-            fly.atomic_add(part.tiles[r][c][register], at.offset(i * LANES * 4))
+        def add(number: int, r: int, c: int, register: int) -> None:
+            tile = part.tiles[r][c]
+            self.add_some(number, [tile[register + i] for i in range(self.together)], at)
 
-        rows, columns, count = len(part.tiles), len(part.tiles[0]), part.layout.values
-        for i, (r, c, register) in enumerate(product(range(rows), range(columns), range(count))):
-            yield Compute(partial(add, i, r, c, register))
+        rows, columns, registers = len(part.tiles), len(part.tiles[0]), range(0, part.layout.values, self.together)
+        for number, (r, c, register) in enumerate(product(range(rows), range(columns), registers)):
+            yield Compute(partial(add, number, r, c, register))
+
+    def add_some(self, number: int, values: Sequence[fly.Value], at: Any) -> None:
+        """Addition `number` of a tile: `together` of the lane's registers, in order."""
+        fly.atomic_add(values[0], at.offset(number * LANES * 4))
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""
