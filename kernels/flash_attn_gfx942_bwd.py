@@ -39,7 +39,6 @@ import fly
 from .generic.blocks import uniform, walk
 from .generic.operands import direct_rows
 from .gfx942.backward_builds import AHEAD, BUILDS, Gfx942BackwardOptions
-from .gfx942 import backward_dq
 from .gfx942.backward_order import Beside, Fence, Step, beside, idle, in_order, paced
 from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halves
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
@@ -87,8 +86,8 @@ def flash_attn_gfx942_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself, of what
-    was softmax_scale * dS k (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself
+    (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
     them, and dk and dv are parts (`gfx950.group_parts`).
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
@@ -144,8 +143,8 @@ def flash_attn_gfx942_bwd(
                 queries.rows(fly.reread(dout), head, options.head_dim_v),
             )
             statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
+            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
-            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim, of_head, scale_log2)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
         with fly.reread_ids():
@@ -321,8 +320,8 @@ class _Block:
             of_raw = list(self.of_q.across(raw, self.k.__getitem__, q_there))  # S(j+1) = K Q(j+1)^T
             of_tile = self._no_dq()
             of_dq = list(self._dq(of_tile))  # dQ = dS K
-            registers = sum(len(x) for row in of_tile.tiles for x in row)
-            find, additions = backward_dq.steps(dq, lambda: now.dq, registers, place.head, now.added)
+            places: list[Any] = []
+            additions = dq.add(Sums(now.dq), lambda: places[0])
             of_next_dp = list(self.of_dout.across(Sums(nothing), self.v.__getitem__, dout_there))
             late, early = len(of_dk) - options.late, len(of_dp) * 3 // 4
             rows_of = [
@@ -340,7 +339,7 @@ class _Block:
                     [*of_dp[early:], *of_dv, *of_dk[:late]],
                     Beside(making[early:]),
                     Beside([step for x in of_next for step in (*x.where, *x.steps)], 2 * across - early),
-                    Beside([find], across + 2 - early),
+                    Beside([lambda: places.append(dq.of_lane(place.head, now.added))], across + 2 - early),
                     Beside(additions, across + 4 - early),
                     Beside([step for x in flight for step in x.where], 2 * across + 4 - early),
                     Beside(rows_of, across),
@@ -350,6 +349,7 @@ class _Block:
                     [*of_dk[late:], *of_dq, *of_raw],
                     Beside(columns_of),
                     Beside([step for x in flight for step in x.steps], options.late + len(of_dq)),
+                    Beside(dq.round(of_tile), options.late + len(of_dq) + 2),
                 ),
             ]
             operands = in_order(every, options.ahead, now.operands, of_next_dp[: options.before])
@@ -376,7 +376,10 @@ class _Block:
         raw = Sums(nothing)
         of_dp = list(self.of_dout.across(Sums(nothing), self.v.__getitem__, dout_here))[: options.before]
         operands = in_order(self.of_q.across(raw, self.k.__getitem__, q_here), options.ahead, (), of_dp)
-        state = _State(sums, raw.fragment, tuple(operands), self._no_dq().fragment, first, arriving, flight)
+        no_dq = self._no_dq()
+        for rounding in dq.round(no_dq):
+            rounding()
+        state = _State(sums, raw.fragment, tuple(operands), no_dq.fragment, first, arriving, flight)
 
         def walked(j: fly.Value, carried: tuple[Any, ...], hides: bool) -> tuple[Any, ...]:
             return (step(j, carried[0], hides),)
@@ -385,8 +388,9 @@ class _Block:
         # also where no masked tiles follow whole ones, a third loop: the second is faster for it
         (state,) = walk(replace(tiles, first=first, end=end), (state,), walked, always_masked=always)
         with fly.when(end > first):
-            for addition in dq.add(state.dq, dq.of_lane(place.head, end - 1)):
-                addition.run()
+            last = dq.of_lane(place.head, end - 1)
+            for addition in dq.add(Sums(state.dq), lambda: last):
+                addition()
         result: tuple[fly.Fragment, fly.Fragment] = state.sums
         return result
 

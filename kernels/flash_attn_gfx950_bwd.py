@@ -84,8 +84,8 @@ def flash_attn_gfx950_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself, of what
-    was softmax_scale * dS k (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself
+    (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
     them, and dk and dv are parts (`gfx950.group_parts`).
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
@@ -136,8 +136,8 @@ def flash_attn_gfx950_bwd(
                 queries.rows(fly.reread(dout), head, options.head_dim_v),
             )
             statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
+            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
-            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim, of_head, scale_log2)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
         with fly.reread_ids():
@@ -364,7 +364,8 @@ class _Block:
             of_tile, statistics = self._no_dq(), _Statistics(self.layout, slot.vectors)
             tile = tile_weights(j, now, excess, statistics, slot)
             located, coming = start(j + 2, slot, now)
-            adds = dq.add(stale, now.at)
+            where = now.at
+            adds = map(Compute, dq.steps(stale, lambda: where))
 
             def begin() -> None:
                 tile.begin()
@@ -421,7 +422,8 @@ class _Block:
             loop.next(now)
         fly.wait(loop.results.flight)
         with fly.when(count > 0):
-            in_order(dq.add(Sums(loop.results.dq), dq.of_lane(place.head, first + pairs * 2 - 1)))
+            last = dq.of_lane(place.head, first + pairs * 2 - 1)
+            in_order(map(Compute, dq.steps(Sums(loop.results.dq), lambda: last)))
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
 

@@ -10,20 +10,23 @@ A tile that its sequence does not fill has no memory for all of that in dQ, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from itertools import product
+from typing import Any
 
 import fly
 from fly.ir import memory
 
-from ..problem.features import BoundFeatures
 from ..problem.scores import LOG2_E
 from ..work.query_tiles import queries_of_block
 from ..work.sequences import Sequence as Tokens
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
-from .dq_sums import ACROSS, APART, LANES, Sums, layout
+from .dq_sums import ACROSS, APART, LANES, Step, Sums, layout
+from .panels import Sums as Parts
 
+TOGETHER = 2  # neighbouring columns that a lane adds at once
 PIECE = 64  # columns of a row, to which half of a wave adds at once
 ROWS = BLOCK_M // WAVES  # of a wave
 VECTOR = 8  # elements that a lane clears or stores at once
@@ -40,15 +43,10 @@ class Place:
 
 @dataclass(frozen=True)
 class SumsInPlace(Sums):
-    """Where a sequence's parts of dQ go: `sums` is dQ, (B, Sq, H, D) or (total_q, H, D) of 16 bits, D `columns`.
-
-    `factor`: by which parts are multiplied before they are rounded.
-    """
+    """Where a sequence's parts of dQ go: `sums` is dQ, (B, Sq, H, D) or (total_q, H, D) of 16 bits, D `columns`."""
 
     tails: fly.Tensor
     columns: int
-    factor: Any = 1.0
-    together: ClassVar[int] = 2
 
     def rows(self, head: Any, tile: Any) -> tuple[fly.Pointer, Any]:
         """(a tile's first row, bytes from one row to the next): in dQ, or in `tails`."""
@@ -63,11 +61,28 @@ class SumsInPlace(Sums):
         half, lane = fly.lane_id() // (LANES // 2), fly.lane_id() % (LANES // 2)
         return Place(start.offset((fly.wave_id() * ROWS + half) * pitch).offset(lane * 4), pitch * 2)
 
-    def add_some(self, number: int, values: Sequence[fly.Value], at: Place) -> None:
-        narrow = fly.from_elements([value * self.factor for value in values]).to(
-            self.sums.dtype, rounding="nearest_any"
-        )
-        fly.atomic_add(narrow, self._address(number, at))
+    def round(self, part: Parts) -> list[Step]:
+        def narrow(r: int, c: int) -> None:
+            part.tiles[r][c] = part.tiles[r][c].to(self.sums.dtype, rounding="nearest_any")
+
+        return [partial(narrow, r, c) for r, row in enumerate(part.tiles) for c in range(len(row))]
+
+    def add(self, part: Parts, at: Callable[[], Place]) -> list[Step]:
+        rows, columns, pairs = len(part.tiles), len(part.tiles[0]), part.layout.values // TOGETHER
+
+        def add(number: int, r: int, c: int, pair: int) -> None:
+            pairs = part.tiles[r][c].bitcast(fly.i32)  # words, or LLVM takes them apart
+            fly.atomic_add(fly.from_elements([pairs[pair]]).bitcast(self.sums.dtype), self._address(number, at()))
+
+        every = product(range(rows), range(columns), range(pairs))
+        return [partial(add, number, *of) for number, of in enumerate(every)]
+
+    def steps(self, part: Parts, at: Callable[[], Place]) -> list[Step]:
+        rounding, adding = self.round(part), self.add(part, at)
+        each, order = len(adding) // len(rounding), rounding[:1]
+        for i, of_next in enumerate((*rounding[1:], None)):
+            order += [*([of_next] if of_next else []), *adding[i * each : (i + 1) * each]]
+        return order
 
     def _address(self, number: int, at: Place) -> fly.Pointer:
         """Where addition `number` goes."""
@@ -76,30 +91,21 @@ class SumsInPlace(Sums):
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile, of 16 bits."""
-        at, count, across = self.of_lane(head, tile), kind.values // self.together, columns // APART
+        at, count, across = self.of_lane(head, tile), kind.values // TOGETHER, columns // APART
 
         def accumulators(index: int) -> fly.Value:
             places = (self._address(number, at) for number in range(index * count, (index + 1) * count))
-            return fly.concat([memory.load(place, self.sums.dtype, self.together, align=4) for place in places])
+            return fly.concat([memory.load(place, self.sums.dtype, TOGETHER, align=4) for place in places])
 
         rows = range(BLOCK_M // kind.rows)
         return fly.Fragment(kind, tuple(tuple(accumulators(r * across + c) for c in range(across)) for r in rows))
 
 
-def sums_of_dq(
-    sums: fly.Tensor,
-    tails: fly.Tensor | None,
-    queries: Tokens,
-    batch: Any,
-    columns: int,
-    given: BoundFeatures,
-    scale_log2: fly.Value,
-) -> Sums:
-    """Those in float32, or with `tails` those in 16 bits. Tensors and the scale are the kernel's parameters."""
+def sums_of_dq(sums: fly.Tensor, tails: fly.Tensor | None, queries: Tokens, batch: Any, columns: int) -> Sums:
+    """Those in float32, or with `tails` those in 16 bits; tensors are the kernel's parameters."""
     if tails is None:
         return Sums(fly.reread(sums), queries, batch)
-    factor = given.scale_kept(fly.reread(scale_log2) * (1 / LOG2_E))
-    return SumsInPlace(fly.reread(sums), queries, batch, fly.reread(tails), columns, factor)
+    return SumsInPlace(fly.reread(sums), queries, batch, fly.reread(tails), columns)
 
 
 def _shares(columns: int) -> Iterator[tuple[fly.Value, fly.Value]]:
@@ -137,11 +143,12 @@ def order_dq(
     dq_tails: fly.Tensor,
     cu_seqlens_q: fly.Tensor | None,
     sequences: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
+    scale_log2: fly.f32,  # type: ignore[valid-type]
     *operands: fly.Operand,
     options: Gfx950BackwardOptions,
     folded: bool = False,
 ) -> None:
-    """dq's elements where they belong, of tiles as they were added up. Grid: (query tiles, H, B), or `folded`.
+    """dq = softmax_scale * the sums that are in it, each where it belongs. Grid: (query tiles, H, B), or `folded`.
 
     By way of LDS: what a block writes is behind what it reads.
     """
@@ -151,11 +158,13 @@ def order_dq(
     pitch = (columns + PAD) * dtype.bytes
     rows = fly.alloc_shared("rows", BLOCK_M * pitch)
     with fly.when(tile * BLOCK_M < count):
+        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
+        factor: Any = given.scale_kept(softmax_scale)
         part = SumsInPlace(dq, queries, batch, dq_tails, columns).load(layout(dtype), columns, head, tile)
         first = fly.wave_id() * ACROSS
         for c in range(columns // APART):
             of_column = fly.Fragment(part.layout, tuple((row[c],) for row in part.tiles))
-            for row, column, values in of_column.runs():
+            for row, column, values in of_column.map(lambda x, r, c: (x.to(fly.f32) * factor).to(dtype)).runs():
                 at = row * pitch + (column + (first + c * APART)) * dtype.bytes
                 fly.store(values, rows.offset(at), align=(values.length or 1) * dtype.bytes)
         fly.barrier()

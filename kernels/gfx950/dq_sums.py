@@ -10,11 +10,11 @@ atomic instruction adds two whole lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import fly
 from fly.ir import memory
@@ -23,7 +23,7 @@ from ..problem.scores import LOG2_E
 from ..work.query_tiles import queries_of_block, tile_of_all
 from ..work.sequences import Sequence as Tokens
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
-from .operand_queue import Compute
+from .panels import Sums as Parts
 
 LANES = 64
 ACROSS = 16  # columns of an accumulator tile
@@ -40,6 +40,9 @@ def layout(dtype: fly.DType) -> fly.AccumulatorLayout:
     return fly.AccumulatorLayout(atom(dtype), "n")
 
 
+Step = Callable[[], None]
+
+
 @dataclass(frozen=True)
 class Sums:
     """Where a sequence's parts of dQ go."""
@@ -47,7 +50,6 @@ class Sums:
     sums: fly.Tensor
     queries: Tokens
     batch: Any
-    together: ClassVar[int] = 1  # registers that an instruction adds
 
     def of_lane(self, head: Any, tile: Any) -> Any:
         """Where a lane's first number of a tile is."""
@@ -56,23 +58,26 @@ class Sums:
         at = self.sums.at(entry, head, number * BLOCK_M, 0)
         return at.offset((fly.wave_id() * values) * 4).offset(fly.lane_id() * 4)
 
-    def add(self, part: Any, at: Any) -> Iterator[Compute]:
-        """Add a wave's accumulators of a tile, an atomic instruction a step.
+    def round(self, part: Parts) -> list[Step]:
+        """Steps that bring a wave's accumulators of a tile into the form that is added; none where they have it."""
+        return []
 
-        `part`: has their `tiles` when a step is traced, and their `layout`. `at`: of the lane (`of_lane`).
+    def add(self, part: Parts, at: Callable[[], Any]) -> list[Step]:
+        """Steps that add a wave's part of a tile as `round` leaves it, an atomic instruction each.
+
+        `at`: the place of the lane (`of_lane`), when a step is run.
         """
+        rows, columns, count = len(part.tiles), len(part.tiles[0]), part.layout.values
 
         def add(number: int, r: int, c: int, register: int) -> None:
-            tile = part.tiles[r][c]
-            self.add_some(number, [tile[register + i] for i in range(self.together)], at)
+            fly.atomic_add(part.tiles[r][c][register], at().offset(number * LANES * 4))
 
-        rows, columns, registers = len(part.tiles), len(part.tiles[0]), range(0, part.layout.values, self.together)
-        for number, (r, c, register) in enumerate(product(range(rows), range(columns), registers)):
-            yield Compute(partial(add, number, r, c, register))
+        every = product(range(rows), range(columns), range(count))
+        return [partial(add, number, *of) for number, of in enumerate(every)]
 
-    def add_some(self, number: int, values: Sequence[fly.Value], at: Any) -> None:
-        """Addition `number` of a tile: `together` of the lane's registers, in order."""
-        fly.atomic_add(values[0], at.offset(number * LANES * 4))
+    def steps(self, part: Parts, at: Callable[[], Any]) -> list[Step]:
+        """Both, in an order in which nothing waits."""
+        return self.add(part, at)
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""
