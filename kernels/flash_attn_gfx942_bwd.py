@@ -349,7 +349,7 @@ class _Block:
                     [*of_dk[late:], *of_dq, *of_raw],
                     Beside(columns_of),
                     Beside([step for x in flight for step in x.steps], options.late + len(of_dq)),
-                    Beside(dq.round(of_tile), options.late + len(of_dq) + 2),
+                    Beside(dq.round(of_tile), options.late + len(of_dq) + 8),
                 ),
             ]
             operands = in_order(every, options.ahead, now.operands, of_next_dp[: options.before])

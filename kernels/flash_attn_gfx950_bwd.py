@@ -365,7 +365,7 @@ class _Block:
             tile = tile_weights(j, now, excess, statistics, slot)
             located, coming = start(j + 2, slot, now)
             where = now.at
-            adds = map(Compute, dq.steps(stale, lambda: where))
+            adds = map(Compute, [*dq.round(stale), *dq.add(stale, lambda: where)])
 
             def begin() -> None:
                 tile.begin()
@@ -423,7 +423,8 @@ class _Block:
         fly.wait(loop.results.flight)
         with fly.when(count > 0):
             last = dq.of_lane(place.head, first + pairs * 2 - 1)
-            in_order(map(Compute, dq.steps(Sums(loop.results.dq), lambda: last)))
+            stale = Sums(loop.results.dq)
+            in_order(map(Compute, [*dq.round(stale), *dq.add(stale, lambda: last)]))
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
 

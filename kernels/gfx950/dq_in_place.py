@@ -77,13 +77,6 @@ class SumsInPlace(Sums):
         every = product(range(rows), range(columns), range(pairs))
         return [partial(add, number, *of) for number, of in enumerate(every)]
 
-    def steps(self, part: Parts, at: Callable[[], Place]) -> list[Step]:
-        rounding, adding = self.round(part), self.add(part, at)
-        each, order = len(adding) // len(rounding), rounding[:1]
-        for i, of_next in enumerate((*rounding[1:], None)):
-            order += [*([of_next] if of_next else []), *adding[i * each : (i + 1) * each]]
-        return order
-
     def _address(self, number: int, at: Place) -> fly.Pointer:
         """Where addition `number` goes."""
         pair, piece = divmod(number, self.columns // PIECE)

@@ -75,10 +75,6 @@ class Sums:
         every = product(range(rows), range(columns), range(count))
         return [partial(add, number, *of) for number, of in enumerate(every)]
 
-    def steps(self, part: Parts, at: Callable[[], Any]) -> list[Step]:
-        """Both, in an order in which nothing waits."""
-        return self.add(part, at)
-
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""
         at, count = self.of_lane(head, tile), kind.values
