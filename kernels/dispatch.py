@@ -59,9 +59,7 @@ def _ordered(request: Request) -> str | None:
 def _in_float32(request: Request) -> str | None:
     if request.dq_accumulate == DQ_SUMS[0]:
         return None
-    return (
-        f"adds {arg.q}'s gradient up in float32 alone: call without {arg.dq_accumulate}={request.dq_accumulate!r}"
-    )
+    return f"adds {arg.q}'s gradient up in float32 alone: call without {arg.dq_accumulate}={request.dq_accumulate!r}"
 
 
 def _of_operands(request: Request) -> str | None:

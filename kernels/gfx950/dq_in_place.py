@@ -124,10 +124,15 @@ def clear_dq(
     head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
     tile = fly.block_id.x
     with fly.when(tile * BLOCK_M < count):
-        start, pitch = SumsInPlace(dq, queries, batch, dq_tails, options.head_dim).rows(head, tile)
-        zeros = fly.broadcast(dq.dtype(0.0), VECTOR)
-        for row, column in _shares(options.head_dim):
-            fly.store(zeros, start.offset(row * pitch + column * dq.dtype.bytes), align=VECTOR * dq.dtype.bytes)
+        _clear(SumsInPlace(dq, queries, batch, dq_tails, options.head_dim), head, tile)
+
+
+def _clear(sums: SumsInPlace, head: Any, tile: Any) -> None:
+    dtype = sums.sums.dtype
+    start, pitch = sums.rows(head, tile)
+    zeros = fly.broadcast(dtype(0.0), VECTOR)
+    for row, column in _shares(sums.columns):
+        fly.store(zeros, start.offset(row * pitch + column * dtype.bytes), align=VECTOR * dtype.bytes)
 
 
 @fly.kernel
@@ -141,27 +146,29 @@ def order_dq(
     options: Gfx950BackwardOptions,
     folded: bool = False,
 ) -> None:
-    """dq = softmax_scale * the sums that are in it, each where it belongs. Grid: (query tiles, H, B), or `folded`.
-
-    By way of LDS: what a block writes is behind what it reads.
-    """
+    """dq = softmax_scale * the sums that are in it, each where it belongs. Grid: (query tiles, H, B), or `folded`."""
     given = options.features.bind(operands)
     head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
-    tile, columns, dtype = fly.block_id.x, options.head_dim, dq.dtype
+    tile = fly.block_id.x
+    with fly.when(tile * BLOCK_M < count):
+        factor = given.scale_kept(scale_log2 * (1 / LOG2_E))
+        _order(SumsInPlace(dq, queries, batch, dq_tails, options.head_dim), head, tile, factor)
+
+
+def _order(sums: SumsInPlace, head: Any, tile: Any, factor: Any) -> None:
+    """By way of LDS, so that the block stores nothing before it has read all of the tile."""
+    dtype, columns = sums.sums.dtype, sums.columns
     pitch = (columns + PAD) * dtype.bytes
     rows = fly.alloc_shared("rows", BLOCK_M * pitch)
-    with fly.when(tile * BLOCK_M < count):
-        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
-        factor: Any = given.scale_kept(softmax_scale)
-        part = SumsInPlace(dq, queries, batch, dq_tails, columns).load(layout(dtype), columns, head, tile)
-        first = fly.wave_id() * ACROSS
-        for c in range(columns // APART):
-            of_column = fly.Fragment(part.layout, tuple((row[c],) for row in part.tiles))
-            for row, column, values in of_column.map(lambda x, r, c: (x.to(fly.f32) * factor).to(dtype)).runs():
-                at = row * pitch + (column + (first + c * APART)) * dtype.bytes
-                fly.store(values, rows.offset(at), align=(values.length or 1) * dtype.bytes)
-        fly.barrier()
-        window = queries.rows(dq, head, columns).tile(tile, BLOCK_M)
-        for row, column in _shares(columns):
-            at = rows.offset(row * pitch + column * dtype.bytes)
-            window.store(memory.load(at, dtype, VECTOR, align=VECTOR * dtype.bytes), row, column)
+    part = sums.load(layout(dtype), columns, head, tile)
+    first = fly.wave_id() * ACROSS
+    for c in range(columns // APART):
+        of_column = fly.Fragment(part.layout, tuple((row[c],) for row in part.tiles))
+        for row, column, values in of_column.map(lambda x, r, c: (x.to(fly.f32) * factor).to(dtype)).runs():
+            at = row * pitch + (column + (first + c * APART)) * dtype.bytes
+            fly.store(values, rows.offset(at), align=(values.length or 1) * dtype.bytes)
+    fly.barrier()
+    window = sums.queries.rows(sums.sums, head, columns).tile(tile, BLOCK_M)
+    for row, column in _shares(columns):
+        at = rows.offset(row * pitch + column * dtype.bytes)
+        window.store(memory.load(at, dtype, VECTOR, align=VECTOR * dtype.bytes), row, column)
