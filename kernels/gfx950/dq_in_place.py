@@ -151,24 +151,25 @@ def order_dq(
     head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
     tile = fly.block_id.x
     with fly.when(tile * BLOCK_M < count):
-        factor = given.scale_kept(scale_log2 * (1 / LOG2_E))
+        softmax_scale: Any = scale_log2 * (1 / LOG2_E)
+        factor: Any = given.scale_kept(softmax_scale)
         _order(SumsInPlace(dq, queries, batch, dq_tails, options.head_dim), head, tile, factor)
 
 
 def _order(sums: SumsInPlace, head: Any, tile: Any, factor: Any) -> None:
     """By way of LDS, so that the block stores nothing before it has read all of the tile."""
     dtype, columns = sums.sums.dtype, sums.columns
-    pitch = (columns + PAD) * dtype.bytes
+    pitch, size = (columns + PAD) * dtype.bytes, dtype.bytes
     rows = fly.alloc_shared("rows", BLOCK_M * pitch)
     part = sums.load(layout(dtype), columns, head, tile)
     first = fly.wave_id() * ACROSS
     for c in range(columns // APART):
         of_column = fly.Fragment(part.layout, tuple((row[c],) for row in part.tiles))
         for row, column, values in of_column.map(lambda x, r, c: (x.to(fly.f32) * factor).to(dtype)).runs():
-            at = row * pitch + (column + (first + c * APART)) * dtype.bytes
-            fly.store(values, rows.offset(at), align=(values.length or 1) * dtype.bytes)
+            place = rows.offset(row * pitch + (column + (first + c * APART)) * size)
+            fly.store(values, place, align=(values.length or 1) * size)
     fly.barrier()
     window = sums.queries.rows(sums.sums, head, columns).tile(tile, BLOCK_M)
     for row, column in _shares(columns):
-        at = rows.offset(row * pitch + column * dtype.bytes)
-        window.store(memory.load(at, dtype, VECTOR, align=VECTOR * dtype.bytes), row, column)
+        place = rows.offset(row * pitch + column * size)
+        window.store(memory.load(place, dtype, VECTOR, align=VECTOR * size), row, column)
