@@ -5,43 +5,30 @@ Beside `test_planted_gradient_bugs`, whose cases are calls of one sequence. Resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from fly.errors import SimulatorReportError
-from fly.runtime.launch import Launcher
 from fly_attention import flydsl_flash_attn_backward, flydsl_flash_attn_workspace
 from kernels import flash_attn_generic_bwd as bwd
-from kernels import flash_attn_interface
-from kernels import flash_attn_sm90_bwd as fused
 from kernels.call import gradients as calls
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.sm90.dq_sums import clear_unseen, round_dq
 from kernels.work import row_statistics as rows
+from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
 from tests.kernels.sm90.planting import Bug
-
-KERNELS = (
-    *(bwd.flash_attn_generic_dkdv, bwd.flash_attn_generic_dq, rows.row_statistics),
-    *(fused.flash_attn_sm90_bwd, round_dq, clear_unseen),
-)
 
 
 @pytest.fixture(autouse=True)
 def fresh(emulate, monkeypatch):
     """The simulated Hopper GPU without what was planned or traced before, and memory that begins as NaN."""
     emulate("sm_90a", "generic")
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    monkeypatch.setattr(calls, "_kinds", {})
-    monkeypatch.setattr(calls, "MOST_SHARED", 0)
+    forget(monkeypatch)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
-    for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
 
 
 def wrong(
@@ -104,7 +91,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-CASES: Mapping[str, Callable[[int], bool]] = {
+CASES: Cases = {
     "dout transposed": lambda seed: wrong(seed, 40, 40, laid=apart),
     "lse alone": lambda seed: wrong(seed, 40, 40, of_lse=True),
     "dropout": lambda seed: wrong(seed, 70, 40, dropout_p=0.4, rng_state=torch.tensor([seed, 8])),
@@ -195,9 +182,5 @@ def test_without_a_bug_there_is_none(case, seed):
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, monkeypatch, seed):
-    bug.plant(monkeypatch)
-    try:
-        found = "wrong" if CASES[bug.case](seed) else None
-    except SimulatorReportError as error:
-        found = error.reports[0].kind
-    assert found in bug.found.split(), f"seed {seed}"
+    found = shown(CASES, bug, monkeypatch, seed)
+    assert found in bug.found.split(), f"{found}, seed {seed}"

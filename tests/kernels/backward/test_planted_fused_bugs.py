@@ -5,7 +5,6 @@ A bug whose text is no longer in the kernels fails its test: plant it again wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,22 +12,16 @@ import pytest
 import torch
 
 from fly import config
-from fly.errors import SimulatorReportError
-from fly.runtime.launch import Launcher
-from kernels import flash_attn_interface
 from kernels import flash_attn_sm90_bwd as bwd
 from kernels import flash_attn_sm90_bwd_wide as wide
-from kernels.call import gradients as calls
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90 import exchange, turns
-from kernels.sm90.dq_sums import clear_unseen, round_dq
 from kernels.work import row_statistics as rows
+from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
 from tests.kernels.sm90.planting import Bug
-
-KERNELS = (bwd.flash_attn_sm90_bwd, round_dq, clear_unseen, rows.row_statistics)
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +29,7 @@ def fresh(emulate, monkeypatch):
     """The simulated Hopper GPU without what was planned or traced before."""
     emulate("sm_90a", "")
     monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    monkeypatch.setattr(calls, "_kinds", {})
-    for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
+    forget(monkeypatch)
 
 
 def wrong(
@@ -76,7 +66,7 @@ def first_block(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return key < 128
 
 
-CASES: Mapping[str, Callable[[int], bool]] = {
+CASES: Cases = {
     "causal": lambda seed: wrong(seed, 140, 100, causal=True),
     "causal, at once": lambda seed: wrong(seed, 140, 100, causal=True, head_dim=128),
     "full": lambda seed: wrong(seed, 300, 100),
@@ -260,9 +250,5 @@ def test_without_a_bug_there_is_none(case, seed):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, monkeypatch, seed):
-    bug.plant(monkeypatch)
-    try:
-        found = "wrong" if CASES[bug.case](seed) else None
-    except SimulatorReportError as error:
-        found = error.reports[0].kind
-    assert found in bug.found.split(), f"seed {seed}"
+    found = shown(CASES, bug, monkeypatch, seed)
+    assert found in bug.found.split(), f"{found}, seed {seed}"

@@ -5,38 +5,30 @@ A bug whose text is no longer in the kernels fails its test: plant it again wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from fly.errors import SimulatorReportError
-from fly.runtime.launch import Launcher
 from kernels import flash_attn_generic_bwd as bwd
-from kernels import flash_attn_interface
-from kernels.call import gradients as calls
 from kernels.problem.gradients import Weights
 from kernels.problem.mask import QueryRange
 from kernels.work.row_statistics import row_statistics
 from kernels.work.sequences import Sequence
+from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.backward.test_gradient_cases import among_nan
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_acceptance import DOUT
 from tests.kernels.gradient_reference import by_autograd, gradients
 from tests.kernels.sm90.planting import Bug
 
-KERNELS = (bwd.flash_attn_generic_dkdv, bwd.flash_attn_generic_dq, row_statistics)
-
 
 @pytest.fixture(autouse=True)
 def fresh(emulate, monkeypatch):
     """The simulated Hopper GPU without what was planned or traced before."""
     emulate("sm_90a", "generic")
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
-    monkeypatch.setattr(calls, "_kinds", {})
-    for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "launcher", Launcher(kernel), raising=False)
+    forget(monkeypatch)
 
 
 def wrong(
@@ -58,7 +50,7 @@ def wrong(
     return bool(gradients(q, k, v, causal, dout, dlse, **options).wrong(found))
 
 
-CASES: Mapping[str, Callable[[int], bool]] = {
+CASES: Cases = {
     "causal": lambda seed: wrong(seed, 70, 40),
     "heads": lambda seed: wrong(seed, heads=3),
     "window": lambda seed: wrong(seed, 40, 150, causal=False, window_size=(9, 4)),
@@ -179,9 +171,5 @@ def test_without_a_bug_there_is_none(case, seed):
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, monkeypatch, seed):
-    bug.plant(monkeypatch)
-    try:
-        found = "wrong" if CASES[bug.case](seed) else None
-    except SimulatorReportError as error:
-        found = error.reports[0].kind
-    assert found in bug.found.split(), f"seed {seed}"
+    found = shown(CASES, bug, monkeypatch, seed)
+    assert found in bug.found.split(), f"{found}, seed {seed}"
