@@ -376,10 +376,8 @@ class _Block:
         raw = Sums(nothing)
         of_dp = list(self.of_dout.across(Sums(nothing), self.v.__getitem__, dout_here))[: options.before]
         operands = in_order(self.of_q.across(raw, self.k.__getitem__, q_here), options.ahead, (), of_dp)
-        no_dq = self._no_dq()
-        for rounding in dq.round(no_dq):
-            rounding()
-        state = _State(sums, raw.fragment, tuple(operands), no_dq.fragment, first, arriving, flight)
+        no_dq = dq.rounded(self._no_dq())
+        state = _State(sums, raw.fragment, tuple(operands), no_dq, first, arriving, flight)
 
         def walked(j: fly.Value, carried: tuple[Any, ...], hides: bool) -> tuple[Any, ...]:
             return (step(j, carried[0], hides),)

@@ -365,7 +365,7 @@ class _Block:
             tile = tile_weights(j, now, excess, statistics, slot)
             located, coming = start(j + 2, slot, now)
             where = now.at
-            adds = map(Compute, [*dq.round(stale), *dq.add(stale, lambda: where)])
+            adds = map(Compute, dq.add(stale, lambda: where))
 
             def begin() -> None:
                 tile.begin()
@@ -383,7 +383,7 @@ class _Block:
                 fly.barrier()
 
             def end() -> None:
-                now.sums, now.raw, now.dq = (dk.fragment, dv.fragment), raw.fragment, of_tile.fragment
+                now.sums, now.raw, now.dq = (dk.fragment, dv.fragment), raw.fragment, dq.rounded(of_tile)
 
             of_v = list(self.of_dout.along(dv, tile.p, slot.dout))
             of_k = list(self.of_q.along(dk, tile.ds, slot.q))
@@ -414,7 +414,7 @@ class _Block:
         fly.barrier()
         raw = Sums(nothing)
         in_order(self.of_q.across(raw, self.k_rows, here.q, kept=False), options.ahead)
-        state = _State(sums, raw.fragment, self._no_dq().fragment, flight, numbers, dq.of_lane(place.head, first))
+        state = _State(sums, raw.fragment, dq.rounded(self._no_dq()), flight, numbers, dq.of_lane(place.head, first))
         for pair, carried in (loop := fly.range(0, pairs, carry=state)):
             j, now = first + pair * 2, replace(carried)
             in_order([*step(j, now, here, there)], fenced=plain)
@@ -423,8 +423,7 @@ class _Block:
         fly.wait(loop.results.flight)
         with fly.when(count > 0):
             last = dq.of_lane(place.head, first + pairs * 2 - 1)
-            stale = Sums(loop.results.dq)
-            in_order(map(Compute, [*dq.round(stale), *dq.add(stale, lambda: last)]))
+            in_order(map(Compute, dq.add(Sums(loop.results.dq), lambda: last)))
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
 

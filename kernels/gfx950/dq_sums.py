@@ -62,6 +62,12 @@ class Sums:
         """Steps that bring a wave's accumulators of a tile into the form that is added; none where they have it."""
         return []
 
+    def rounded(self, part: Parts) -> fly.Fragment:
+        """The same at once."""
+        for step in self.round(part):
+            step()
+        return part.fragment
+
     def add(self, part: Parts, at: Callable[[], Any]) -> list[Step]:
         """Steps that add a wave's part of a tile as `round` leaves it, an atomic instruction each.
 
