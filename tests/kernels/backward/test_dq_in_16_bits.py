@@ -23,7 +23,7 @@ from kernels import flash_attn_gfx942_bwd as gfx942
 from kernels import flash_attn_gfx950_bwd as gfx950
 from kernels.call import gradients as calls
 from kernels.dispatch import AMD, BACKWARD_KERNELS
-from kernels.gfx950 import dq_in_place
+from kernels.gfx950 import backward_launch, dq_in_place
 from kernels.gfx950.backward import BLOCK_M, WAVES
 from tests.kernels.backward.builds import bindings_of, compiled
 from tests.kernels.feature_cases import Inputs
@@ -84,6 +84,16 @@ def test_pairs_are_added_and_no_float32(arch, dims, dtype, causal):
     assert len(added) % (BLOCK_M * dims[0] // WAVES // 64 // 2) == 0  # whole tiles
     taken = artefact.resources
     assert taken.scratch_bytes == 0 and taken.registers + taken.accum_registers <= 512
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("arch", AMD)
+def test_heads_in_parts_take_no_scratch_memory(arch, causal, monkeypatch):
+    monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: 2)
+    bindings = bindings_of(arch, Inputs([256], [256], 2, 1, 128), causal, module=MODULES[arch], **HOW)
+    assert [b.kernel.name for b in bindings][-2:] == ["add_parts", "order_dq"]
+    (binding,) = (b for b in bindings if b.kernel.name == f"flash_attn_{arch}_bwd")
+    assert compiled(arch, binding).resources.scratch_bytes == 0
 
 
 # memory
@@ -256,6 +266,19 @@ def test_values_that_are_none_are_refused(options, error, message, requires_grad
     with pytest.raises(error, match=re.escape(message)) as caught:
         flydsl_flash_attn_func(*leaves_of_64(requires_grad), **options)
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("options", [{"dq_accumulate": "f16"}, {**HOW, "deterministic": True}], ids=str)
+def test_flash_attentions_functions_refuse_them_in_their_own_names(options):
+    with pytest.raises(ArgumentError, match=r"^flash_attn_func: dq_accumulate.*'float32'") as caught:
+        flash_attn_api.flash_attn_func(*leaves_of_64(), **options)
+    assert "flydsl" not in str(caught.value)
+
+
+def test_caches_have_no_gradients_to_add_up():
+    q, k, v = leaves_of_64(False)
+    with pytest.raises(ArgumentTypeError, match="unexpected keyword argument 'dq_accumulate'"):
+        flash_attn_api.flash_attn_with_kvcache(q, k, v, **HOW)
 
 
 @pytest.mark.parametrize(
