@@ -15,7 +15,7 @@ from .problem.catalogue import BY_NAME
 from .problem.contract import DQ_SUMS, Request
 
 FLAGS = tuple(name for name in BY_NAME if name not in ("packed", "split_kv", "debug_counts"))
-BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
+BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e4m3fnuz": 1, "f8e5m2": 1}
 # flags that describe a call: (name, default, help)
 SIZES = (
     ("head_dim", 128, "elements of a head"),

@@ -29,6 +29,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "f8e4m3": torch.float8_e4m3fn,
+    "f8e4m3fnuz": torch.float8_e4m3fnuz,
     "f8e5m2": torch.float8_e5m2,
 }
 PAGE = 64  # keys

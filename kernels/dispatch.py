@@ -39,6 +39,9 @@ AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
 
+# 8-bit floats that few know, with the name that tensors of theirs have; bfloat16 holds all of their numbers
+OF_ONE_TARGET = {"f8e4m3fnuz": "f8e4m3fnuz (torch.float8_e4m3fnuz)"}
+
 _OWN = ("fly_attention", "kernels")
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
 
@@ -199,6 +202,22 @@ KERNELS: tuple[Kernel, ...] = (
         needs=(aligned(4),),
         switched_off=config.DISABLE_DUALWAVE_SWP,
         leaves=SHORT_TRIANGLES,
+    ),
+    Kernel(
+        name="gfx942_fp8",
+        module=".flash_attn_gfx942_fp8",
+        archs=("gfx942",),
+        head_dims=(64, 128),
+        dtypes=("f8e4m3fnuz",),
+        features=(
+            *("packed", "split_kv", "split_keys", "seqused", "cache_leftpad", "kv_batch_idx", "window"),
+            *("attention_chunk", "softcap", "alibi", "bias", "sink", "descale", "fp8_accumulate"),
+            *("score_mod", "mask_mod", "debug_counts"),
+        ),
+        tuning=dict.fromkeys(("waves_per_eu", "daz"), ("gfx942",)),
+        reason="the gfx942 kernel on 8-bit products",
+        needs=(aligned(4),),
+        switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
         name="sm90",
@@ -436,7 +455,9 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if kernel.switched_off is not None and kernel.switched_off.get():
         return f"is switched off by {kernel.switched_off.name}=1"
     if request.dtype not in kernel.dtypes:
-        return f"takes {arg.q} of {_listed(kernel.dtypes)}, not {request.dtype}: convert with .to(torch.bfloat16)"
+        exact = ", which is exact" if request.dtype in OF_ONE_TARGET else ""
+        taken = _listed(OF_ONE_TARGET.get(name, name) for name in kernel.dtypes)
+        return f"takes {arg.q} of {taken}, not {request.dtype}: convert with .to(torch.bfloat16){exact}"
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"

@@ -34,7 +34,7 @@ class Extras(TypedDict, total=False):
     packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
     all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
     `k_descale`, `v_descale` ((B, Hkv) or (Hkv,) float32, or one number as () or (1,), beside 16-bit q also by key:
-    what float8_e4m3fn values are multiplied by, 1 by default), `fp8_accumulate` (fly's own: "float32", the default,
+    what values of 8 bits are multiplied by, 1 by default), `fp8_accumulate` (fly's own: "float32", the default,
     or "fast", FlashAttention-3's sums of 8-bit products, see `flydsl_flash_attn_func`), `dq_accumulate` (fly's own:
     "float32", the default, or "16bit", sums of q's gradient on AMD's GPUs, see there; not for caches).
     Hints, which are checked and change nothing: `pack_gqa` (the kernel decides which query heads share a block),

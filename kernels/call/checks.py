@@ -34,10 +34,15 @@ from ..problem.contract import DQ_SUMS, Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
-OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
-# gfx942's own 8-bit floats: their bytes mean other numbers than float8_e4m3fn's, and bfloat16 holds all of those
-FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+}
+# where it is not q's dtype
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e4m3fnuz: torch.bfloat16}
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 # what is on the device may be no such thing as the shapes allow
@@ -100,17 +105,20 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            exact = ": convert with .to(torch.bfloat16), which is exact" if tensor.dtype in FNUZ else ""
+            # gfx942's other 8-bit floats, all of whose numbers bfloat16 holds
+            fnuz = tensor.dtype is torch.float8_e5m2fnuz
+            exact = ": convert with .to(torch.bfloat16), which is exact" if fnuz else ""
             fail(
                 f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, "
-                f"torch.float8_e4m3fn{exact}",
+                f"torch.float8_e4m3fn, on gfx942 torch.float8_e4m3fnuz{exact}",
                 ArgumentTypeError,
             )
     if q.dtype.itemsize == 2 and k.dtype == v.dtype == torch.float8_e4m3fn:
         return
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if tensor.dtype in OUT_DTYPES else ""
+            cache = q.dtype.itemsize == 2 and tensor.dtype in OUT_DTYPES
+            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if cache else ""
             fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}{other}, got {tensor.dtype}", ArgumentTypeError)
 
 
