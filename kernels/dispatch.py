@@ -33,7 +33,7 @@ from .needs import (
     unless_paged,
 )
 from .problem.catalogue import BY_NAME, EVERYWHERE
-from .problem.contract import HEAD_DIMS, Prepare, Request
+from .problem.contract import DQ_SUMS, HEAD_DIMS, Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -57,6 +57,12 @@ def _ordered(request: Request) -> str | None:
         f"adds parts of {arg.q}'s gradient up in an order that changes from run to run: call without "
         f"{arg.deterministic} and torch.use_deterministic_algorithms"
     )
+
+
+def _in_float32(request: Request) -> str | None:
+    if request.dq_accumulate == DQ_SUMS[0]:
+        return None
+    return f"adds {arg.q}'s gradient up in float32 alone: call without {arg.dq_accumulate}={request.dq_accumulate!r}"
 
 
 def _of_operands(request: Request) -> str | None:
@@ -100,6 +106,7 @@ def dims_among(pairs: Iterable[tuple[int, int]]) -> Need:
 
 
 ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
+FLOAT32_SUMS = Need("sums of q's gradient in float32", _in_float32)
 INPUTS_ALONE = Need("gradients of q, k, v and sinks alone", _of_operands)
 UNLISTED_IN_TURN = Need("no block mask where gradients are the same bits every time", _listed_in_turn)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
@@ -311,7 +318,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
-        needs=(INPUTS_ALONE, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
+        needs=(INPUTS_ALONE, FLOAT32_SUMS, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
         mixed_dims=True,
         leaves=BIAS_OF_WIDE_HEADS,
     ),
@@ -327,7 +334,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same with dK and dV in two warpgroups, which leaves more registers",
-        needs=(INPUTS_ALONE, keys_in_turn(65_535 * 64)),
+        needs=(INPUTS_ALONE, FLOAT32_SUMS, keys_in_turn(65_535 * 64)),
         mixed_dims=True,
     ),
     Kernel(
@@ -342,6 +349,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same bits every time, on every target",
+        needs=(FLOAT32_SUMS,),
         mixed_dims=True,
     ),
 )

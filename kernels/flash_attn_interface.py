@@ -77,6 +77,7 @@ def flydsl_flash_attn_func(
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
+    dq_accumulate: str = "float32",
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -152,6 +153,10 @@ def flydsl_flash_attn_func(
             torch.manual_seed repeats it.
         deterministic: gradients are the same bits in every run, which takes longer where blocks add to sums in turn
             for it; torch.use_deterministic_algorithms asks for it too. out and lse always are.
+        dq_accumulate: how blocks of keys add parts of q's gradient up: "float32", or "16bit", in q's dtype and in the
+            gradient's own memory: half as many bytes, and an error that grows with the keys (docs/training.md). On
+            gfx942 and gfx950, by the kernels that add atomically there; others refuse "16bit" where a gradient is
+            needed, and so does deterministic. out and lse do not depend on it.
         q_descale, k_descale, v_descale: what values of 8 bits are multiplied by, float32 of shape (), (1,),
             (Hkv,) or (B, Hkv): one a tensor, a key head, or a sequence and key head; none below zero. Of 8-bit q,
             out is bfloat16. Beside q of 16 bits k_descale and v_descale may also be by key, of k's shape without its
@@ -217,7 +222,7 @@ def flydsl_flash_attn_func(
             out is workspace is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is num_kv_heads  # type: ignore[comparison-overlap]  # the same
             is cross_seqlen is debug_counts is stream is waves_per_eu is daz
             is dualwave_swp_lazy_rescale is dualwave_swp_setprio is dualwave_swp_enable_stagger is None
-            and deterministic is False and kv_cache_layout == "linear"
+            and deterministic is False and dq_accumulate == "float32" and kv_cache_layout == "linear"
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError, ValueError):
         alone = plain = False  # something here is no number: the checks below say what
@@ -259,7 +264,7 @@ def flydsl_flash_attn_func(
             None if out is None else _geometry(out),
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
             dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
-            deterministic,
+            deterministic, dq_accumulate,
             None if cu_seqlens_q is None else _geometry(cu_seqlens_q),
             cu_seqlens_q is not None and _environment(_CHECK_INPUTS),
             None if cu_seqlens_kv is None else cu_seqlens_kv is cu_seqlens_q or _geometry(cu_seqlens_kv),

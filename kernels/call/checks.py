@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fly import config
-from fly.errors import ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-from ..arguments.callers import arg
+from ..arguments.callers import arg, written
 from ..arguments.checks import (
     ALIGNMENT,
     ATTENTION,
@@ -30,7 +30,7 @@ from ..arguments.checks import (
 )
 from ..dispatch import DUALWAVE
 from ..problem.catalogue import SPLIT_UNIT
-from ..problem.contract import Request, Tensors, aux_name
+from ..problem.contract import DQ_SUMS, Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
 
@@ -304,6 +304,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
 
     flag("causal", causal)
     flag("deterministic", options["deterministic"])
+    _check_dq_sums(options["dq_accumulate"], options["deterministic"])
     flag("return_lse", options["return_lse"])
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
@@ -362,6 +363,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         static_features=features,
         aux_tensors=len(aux),
         deterministic=options["deterministic"],
+        dq_accumulate=options["dq_accumulate"],
         bias_by_query="bias" in operands and operands["bias"].dim() == 4,
     )
     tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}
@@ -372,6 +374,18 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     checked = looked_at and (q.device.type == "cpu" or bool(config.CHECK_INPUTS.get()))
     lse = (*q.shape[:-3], heads, q.shape[-3])
     return Call(request, tensors, empty, extents, _result(q, v), lse, checked)
+
+
+def _check_dq_sums(how: Any, deterministic: bool) -> None:
+    if not isinstance(how, str) or how not in DQ_SUMS:
+        accepted = " or ".join(map(repr, DQ_SUMS))
+        error = ArgumentError if isinstance(how, str) else ArgumentTypeError
+        fail(f"{arg.dq_accumulate} must be {accepted}, got {written(how)}", error)
+    if deterministic and how != DQ_SUMS[0]:
+        fail(
+            f"{arg.dq_accumulate}={how!r} adds parts of {arg.q}'s gradient up in an order that changes from run to "
+            f"run, and {arg.deterministic} is True; accepted with it: {DQ_SUMS[0]!r}"
+        )
 
 
 def _parts(split_keys: int, seq_len_kv: int, alignment: int) -> int:

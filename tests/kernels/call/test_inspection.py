@@ -17,7 +17,7 @@ from kernels.call.plan import Plans
 ROW = {"name", "package", "module", "targets", "head_dims", "mixed_head_dims", "dtypes", "features", "tuning"}
 ROW |= {"features_on", "needs", "leaves", "reason"}
 CALL = {"head_dim", "dtype", "causal", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads"}
-CALL |= {"num_kv_splits", "alignment", "page_size", "head_dim_v", "features", "tuning"}
+CALL |= {"num_kv_splits", "alignment", "page_size", "dq_accumulate", "head_dim_v", "features", "tuning"}
 
 
 @pytest.fixture(autouse=True)
