@@ -10,8 +10,8 @@ causal mask five along the sequence are, and the cost of those between is interp
 blocks fill a chip, are not in it. Next to a peer's cycles is peer / ours: above 1 our kernel is faster. Inputs are
 the same, and the rows that a peer's workgroups wrote are compared with the exact result, up to 2048 tokens. Of
 Triton's configurations the fastest at a shape counts, as its autotuner would choose, beyond 2048 tokens that of the
-length before. FlyDSL's and ours are those that their dispatch takes for 32768 tokens, which fill a chip. What FlyDSL's
-wheel compiles is the forward kernels of a checkout of that project.
+length before. FlyDSL's and ours are those that their dispatch takes for 32768 tokens, which fill a chip. What
+FlyDSL's wheel compiles is the forward kernels of a checkout of that project.
 """
 
 from __future__ import annotations
