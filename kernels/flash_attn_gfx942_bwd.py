@@ -29,7 +29,6 @@ LLVM's schedulers are off. Where something modifies scores, or with dropout, P a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -398,12 +397,9 @@ class _Block:
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or, if that matters, there is no such key."""
-        count = self.keys.length
         keys = row_numbers(self.layout, self.options.row_tiles, self.first_key + self.wave_row)
-        limited = self.inverse.apply(transposed(scores), keys, first_query)
-        if not self.options.hides_tail:
-            return transposed(limited)
-        return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, -math.inf)))
+        count = self.keys.length if self.options.hides_tail else None
+        return transposed(self.inverse.apply(transposed(scores), keys, first_query, count))
 
     def _no_dq(self) -> Sums:
         layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART

@@ -29,7 +29,6 @@ One barrier a tile is enough: what a wave writes behind it, or before the next, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -429,10 +428,10 @@ class _Block:
 
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
-        count = self.keys.length
         keys = row_numbers(self.layout, self.options.row_tiles, self.first_key + self.wave_row)
-        limited = self.inverse.apply(transposed(scores), keys, first_query)
-        return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, -math.inf)))
+        # a tile's comparisons and selections, and then the next one's: LLVM would put other registers in their place
+        between = fly.sched_barrier
+        return transposed(self.inverse.apply(transposed(scores), keys, first_query, self.keys.length, between))
 
     def _no_dq(self) -> Sums:
         layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART

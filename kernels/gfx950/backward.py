@@ -28,13 +28,13 @@ class Build:
 
 
 BUILDS = {(64, 64): Build(64, 40), (128, 128): Build(64, 16), (192, 128): Build(32, 32)}  # by (head_dim, head_dim_v)
-# under a causal mask, and of query heads in parts, whose results are stored in float32
-OTHER_BUILDS = {**BUILDS, (128, 128): Build(64, 12, 40)}
+CAUSAL_BUILDS = {**BUILDS, (128, 128): Build(64, 12, 40)}
+PART_BUILDS = {**BUILDS, (128, 128): Build(64, 8, 40)}  # of query heads in parts, whose results are stored in float32
 
 
 def build_of(dims: tuple[int, int], causal: bool, parts: int) -> Build:
     """The build of a call's head dimensions, whose query heads of a key head are in `parts`."""
-    return (OTHER_BUILDS if causal or parts > 1 else BUILDS)[dims]
+    return (PART_BUILDS if parts > 1 else CAUSAL_BUILDS if causal else BUILDS)[dims]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ def _chosen(condition: Any, a: Any, b: Any) -> Any:
     return (a if condition else b) if isinstance(condition, bool) else fly.select(condition, a, b)
 
 
+PAST_ALL = 1 << 30  # a key that no query sees
+
+
 @dataclass(frozen=True)
 class TileRange:
     """The tiles [first, end) that some row of a block sees; all rows see those of [whole_from, whole_end) whole.
@@ -201,14 +204,30 @@ class QueryRange:
         tiles = self.exchanged.tiles(first_key, keys, tile)
         return tiles if self.limits else replace(tiles, whole_end=tiles.end)
 
-    def apply(self, scores: fly.Fragment, keys: fly.RowVector, first_query: Any) -> fly.Fragment:
-        """Transposed scores, K Q^T, with -inf where a query does not see the row (a key index)."""
+    def apply(
+        self,
+        scores: fly.Fragment,
+        keys: fly.RowVector,
+        first_query: Any,
+        count: fly.Value | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> fly.Fragment:
+        """Transposed scores, K Q^T, with -inf where a query does not see the row (a key index).
+
+        `count`: how many keys there are, where rows may be past the end. `between`: see
+        `fly.Fragment.keep_columns_below`.
+        """
+        if count is not None and self.hides_first:
+            # one comparison an element, which takes two scalar registers on AMD
+            keys = keys.map(lambda key: fly.select(key < count, key, PAST_ALL))
+        elif count is not None:
+            scores = scores.map(lambda x, r, c: fly.select(scores.spread(keys, r) < count, x, float("-inf")))
         if self.limits:
-            return self.exchanged.apply(scores, keys, first_query)
+            return self.exchanged.apply(scores, keys, first_query, between)
         if self.exchanged.left is None:
             return scores
         # causal: not `start`, since a query's number is at least 0 anyway, and a maximum would take a register a key
         causal = isinstance(self.exchanged.left, int) and self.exchanged.left == 0
         shift = self.exchanged.keys - self.exchanged.queries - first_query
         starts = keys.map(lambda key: key + shift if causal else self.start(key) - first_query)
-        return scores.keep_columns_below(None, float("-inf"), starts=starts)
+        return scores.keep_columns_below(None, float("-inf"), between, starts)
