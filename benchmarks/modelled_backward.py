@@ -4,6 +4,7 @@
     python benchmarks/modelled_backward.py gfx942 --kernel generic --causal
     python benchmarks/modelled_backward.py gfx950 --head-dim 64 --figure atomic_rate=8
     python benchmarks/modelled_backward.py gfx950 --kv-heads 8 --causal
+    python benchmarks/modelled_backward.py gfx950 --dq-accumulate 16bit
     python benchmarks/modelled_backward.py gfx942 --step       # cycles of a block for another tile of queries
 
 Products count as in FlashAttention's figures, 2.5 times the forward's, half of them with causality. Some workgroups
@@ -32,7 +33,7 @@ from fly.errors import ArgumentError
 from fly.runtime.device import CPU, device_for
 from fly.runtime.emulated import EmulatedDevice
 from kernels.dispatch import BACKWARD, serve
-from kernels.problem.contract import Request
+from kernels.problem.contract import DQ_SUMS, Request
 from kernels.profiled import placed
 
 FUSED = ("flash_attn_gfx942_bwd", "flash_attn_gfx950_bwd")  # their grids' blocks go heads first
@@ -81,11 +82,13 @@ def _placed(launch: Launch, request: Request) -> Launch:
     return replace(launch, places=Places(blocks, lambda n: n % (blocks * heads) // heads, blocks))
 
 
-def request_of(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool) -> Request:
+def request_of(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool, dq_accumulate: str = DQ_SUMS[0]
+) -> Request:
     """A plain call's."""
     return Request(
         head_dim, "bf16", causal, False, False, batch, length, length, heads, kv_heads, head_dim**-0.5, 1,
-        q_pitch=2 * head_dim, kv_pitch=2 * head_dim,
+        q_pitch=2 * head_dim, kv_pitch=2 * head_dim, dq_accumulate=dq_accumulate,
     )  # fmt: skip
 
 
@@ -112,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, help="H by default")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dq-accumulate", choices=DQ_SUMS, default=DQ_SUMS[0])
     parser.add_argument("--step", action="store_true", help="of a fused kernel's loop alone")
     parser.add_argument("--figure", nargs="+", default=[], metavar="NAME=VALUE", help="another value of the model's")
     options = parser.parse_args(arguments)
@@ -124,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ArgumentError(f"--figure {given!r}; expected NAME=NUMBER") from None
     parameters = Parameters.of(options.arch, **figures)
     batch, length, heads = options.shape
-    request = request_of(batch, length, heads, options.kv_heads or heads, options.head_dim, options.causal)
+    of = heads, options.kv_heads or heads, options.head_dim, options.causal, options.dq_accumulate
+    request = request_of(batch, length, *of)
     if options.step:
         cycles, session = step_cycles(options.arch, options.kernel, request, parameters)
         machine = session.machine

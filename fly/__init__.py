@@ -14,7 +14,7 @@ _EXPORTS: dict[str, str] = {
     name: module
     for module, names in {
         "fly.layout": "Layout Swizzle ComposedLayout",
-        "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 DType",
+        "fly.ir.dtypes": "i1 i8 i16 i32 i64 f16 bf16 f32 f64 f8e4m3 f8e5m2 f8e4m3fnuz DType",
         "fly.ir.value": "Value select concat broadcast from_elements compare",
         "fly.ir.math": "exp2 exp log2 tanh rcp sqrt rsqrt fma maximum minimum absolute floor ceil trunc round"
         " ceil_div divide_unsigned mul_wide reduce_max reduce_sum",

@@ -4,7 +4,7 @@
 from fly.layout import Layout as Layout, Swizzle as Swizzle, ComposedLayout as ComposedLayout
 from fly.ir.dtypes import (
     i1 as i1, i8 as i8, i16 as i16, i32 as i32, i64 as i64, f16 as f16, bf16 as bf16, f32 as f32, f64 as f64,
-    f8e4m3 as f8e4m3, f8e5m2 as f8e5m2, DType as DType,
+    f8e4m3 as f8e4m3, f8e5m2 as f8e5m2, f8e4m3fnuz as f8e4m3fnuz, DType as DType,
 )
 from fly.ir.value import (
     Value as Value, select as select, concat as concat, broadcast as broadcast, from_elements as from_elements,

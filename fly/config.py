@@ -139,7 +139,7 @@ LLD = Variable("FLY_LLD", "", str, "path of ld.lld; by default ROCm's, then PATH
 KERNEL = Variable(
     "FLY_KERNEL",
     "",
-    _one_of("", "generic", "gfx942", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8", "sm90_fp8_cache"),
+    _one_of("", "generic", "gfx942", "gfx942_fp8", "gfx950", "gfx950_fp8", "sm90", "sm90_fp8", "sm90_fp8_cache"),
     "force a flash-attention kernel",
 )
 BACKWARD_KERNEL = Variable(

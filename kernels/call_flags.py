@@ -12,10 +12,10 @@ from typing import Any
 from fly.errors import ArgumentError
 
 from .problem.catalogue import BY_NAME
-from .problem.contract import Request
+from .problem.contract import DQ_SUMS, Request
 
 FLAGS = tuple(name for name in BY_NAME if name not in ("packed", "split_kv", "debug_counts"))
-BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1}
+BYTES = {"bf16": 2, "f16": 2, "f8e4m3": 1, "f8e4m3fnuz": 1, "f8e5m2": 1}
 # flags that describe a call: (name, default, help)
 SIZES = (
     ("head_dim", 128, "elements of a head"),
@@ -53,11 +53,15 @@ def add_call_flags(parser: Any) -> None:
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=None, help="(causal)")
     parser.add_argument("--packed", action="store_true", default=None, help="packed sequences (cu_seqlens)")
     parser.add_argument("--debug-counts", action="store_true", default=None, help="count rescales")
+    parser.add_argument("--dq-accumulate", choices=DQ_SUMS, help=f"of the backward pass ({DQ_SUMS[0]})")
     parser.add_argument("--feature", action="append", choices=FLAGS, help="what else the call asks for")
     parser.add_argument("--tuning", action="append", metavar="NAME", help="a tuning option, such as waves_per_eu")
 
 
-CALL_FLAGS = (*(name for name, *_ in SIZES), "dtype", "causal", "packed", "debug_counts", "feature", "tuning")
+CALL_FLAGS = (
+    *(name for name, *_ in SIZES),
+    *("dtype", "causal", "packed", "debug_counts", "dq_accumulate", "feature", "tuning"),
+)
 
 
 def request_of(options: argparse.Namespace) -> Request | None:
@@ -102,5 +106,6 @@ def call(given: Mapping[str, Any]) -> Request:
         features=tuple(name for name in BY_NAME if wanted[name]),
         tuning=dict.fromkeys(given.get("tuning", ()), True),
         head_dim_v=size["head_dim_v"],
+        dq_accumulate=given.get("dq_accumulate", DQ_SUMS[0]),
         bias_by_query=wanted["bias"],
     )

@@ -29,6 +29,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "f8e4m3": torch.float8_e4m3fn,
+    "f8e4m3fnuz": torch.float8_e4m3fnuz,
     "f8e5m2": torch.float8_e5m2,
 }
 PAGE = 64  # keys
@@ -134,7 +135,7 @@ def _asked(request: Request) -> dict[str, Any]:
     for name in request.tuning:
         if name not in known:
             raise ArgumentError(f"--tuning {name}; accepted: {', '.join(sorted(known))}")
-    asked: dict[str, Any] = {"num_kv_splits": request.num_kv_splits}
+    asked: dict[str, Any] = {"num_kv_splits": request.num_kv_splits, "dq_accumulate": request.dq_accumulate}
     asked |= {name: WAVES if name == "waves_per_eu" else True for name in request.tuning}
     for name in request.features:
         asked |= ASKING[name](request)

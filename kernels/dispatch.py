@@ -33,11 +33,14 @@ from .needs import (
     unless_paged,
 )
 from .problem.catalogue import BY_NAME, EVERYWHERE
-from .problem.contract import HEAD_DIMS, Prepare, Request
+from .problem.contract import DQ_SUMS, HEAD_DIMS, Prepare, Request
 
 AMD = ("gfx942", "gfx950")
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90a")
 DUALWAVE = ("dualwave_swp_lazy_rescale", "dualwave_swp_setprio", "dualwave_swp_enable_stagger")
+
+# 8-bit floats that few know, with the name that tensors of theirs have; bfloat16 holds all of their numbers
+OF_ONE_TARGET = {"f8e4m3fnuz": "f8e4m3fnuz (torch.float8_e4m3fnuz)"}
 
 _OWN = ("fly_attention", "kernels")
 OF_CACHES = ("packed", "paged", "seqused", "cache_leftpad", "kv_batch_idx")  # where sequences lie
@@ -54,6 +57,12 @@ def _ordered(request: Request) -> str | None:
         f"adds parts of {arg.q}'s gradient up in an order that changes from run to run: call without "
         f"{arg.deterministic} and torch.use_deterministic_algorithms"
     )
+
+
+def _in_float32(request: Request) -> str | None:
+    if request.dq_accumulate == DQ_SUMS[0]:
+        return None
+    return f"adds {arg.q}'s gradient up in float32 alone: call without {arg.dq_accumulate}={request.dq_accumulate!r}"
 
 
 def _of_operands(request: Request) -> str | None:
@@ -97,6 +106,7 @@ def dims_among(pairs: Iterable[tuple[int, int]]) -> Need:
 
 
 ANY_ORDER = Need("gradients whose last bits may change from run to run", _ordered)
+FLOAT32_SUMS = Need("sums of q's gradient in float32", _in_float32)
 INPUTS_ALONE = Need("gradients of q, k, v and sinks alone", _of_operands)
 UNLISTED_IN_TURN = Need("no block mask where gradients are the same bits every time", _listed_in_turn)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
@@ -192,6 +202,22 @@ KERNELS: tuple[Kernel, ...] = (
         needs=(aligned(4),),
         switched_off=config.DISABLE_DUALWAVE_SWP,
         leaves=SHORT_TRIANGLES,
+    ),
+    Kernel(
+        name="gfx942_fp8",
+        module=".flash_attn_gfx942_fp8",
+        archs=("gfx942",),
+        head_dims=(64, 128),
+        dtypes=("f8e4m3fnuz",),
+        features=(
+            *("packed", "split_kv", "split_keys", "seqused", "cache_leftpad", "kv_batch_idx", "window"),
+            *("attention_chunk", "softcap", "alibi", "bias", "sink", "descale", "fp8_accumulate"),
+            *("score_mod", "mask_mod", "debug_counts"),
+        ),
+        tuning=dict.fromkeys(("waves_per_eu", "daz"), ("gfx942",)),
+        reason="the gfx942 kernel on 8-bit products",
+        needs=(aligned(4),),
+        switched_off=config.DISABLE_DUALWAVE_SWP,
     ),
     Kernel(
         name="sm90",
@@ -292,7 +318,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="five products instead of seven, on WGMMA and TMA",
-        needs=(INPUTS_ALONE, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
+        needs=(INPUTS_ALONE, FLOAT32_SUMS, mask_blocks(64, 128), UNLISTED_IN_TURN, keys_in_turn(65_535 * 128)),
         mixed_dims=True,
         leaves=BIAS_OF_WIDE_HEADS,
     ),
@@ -308,7 +334,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same with dK and dV in two warpgroups, which leaves more registers",
-        needs=(INPUTS_ALONE, keys_in_turn(65_535 * 64)),
+        needs=(INPUTS_ALONE, FLOAT32_SUMS, keys_in_turn(65_535 * 64)),
         mixed_dims=True,
     ),
     Kernel(
@@ -323,6 +349,7 @@ BACKWARD_KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the same bits every time, on every target",
+        needs=(FLOAT32_SUMS,),
         mixed_dims=True,
     ),
 )
@@ -428,7 +455,9 @@ def _refusal(kernel: Kernel, arch: str, request: Request) -> str | None:
     if kernel.switched_off is not None and kernel.switched_off.get():
         return f"is switched off by {kernel.switched_off.name}=1"
     if request.dtype not in kernel.dtypes:
-        return f"takes {arg.q} of {_listed(kernel.dtypes)}, not {request.dtype}: convert with .to(torch.bfloat16)"
+        exact = ", which is exact" if request.dtype in OF_ONE_TARGET else ""
+        taken = _listed(OF_ONE_TARGET.get(name, name) for name in kernel.dtypes)
+        return f"takes {arg.q} of {taken}, not {request.dtype}: convert with .to(torch.bfloat16){exact}"
     if request.head_dim not in kernel.head_dims:
         advice = _head_dim_advice(kernel, request.head_dim)
         return f"takes head_dim {head_dims(kernel)}, not {request.head_dim}: {advice}"

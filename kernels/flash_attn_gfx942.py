@@ -32,7 +32,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import fly
 from fly.backends.rocdl.intrinsics import Group, s_waitcnt_lds, sched_barrier, sched_groups
@@ -83,16 +85,33 @@ def flash_attn_gfx942(
         attend(work, scale_log2, given.at(work), debug_counts, options, RegisterTiles)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Weights that are made in one cluster: those of a lane's registers from `first` on, before `last`."""
+
+    name: str
+    cluster: int
+    first: int
+    last: int
+
+
 class RegisterTiles(Tiles):
-    """The stages over tiles that pass through registers."""
+    """The stages over tiles that pass through registers.
+
+    Another kind changes `copies_kind` and `shares`, those of a tile's weights by head dimension.
+    """
 
     stages_queries = False
+    copies_kind: ClassVar[type[RegisterCopies]] = RegisterCopies
+    shares: ClassVar[Mapping[int, Sequence[Share]]] = {
+        64: (Share("early", 1, 0, 16), Share("late", 3, 16, 32)),
+        128: (Share("early", 1, 0, 24), Share("late", 3, 24, 32)),
+    }
     nops = 0
 
     def _open(self) -> None:
         self.packed_first = False
-        self.early_steps = 3 if self.options.head_dim == 128 else 2
-        self.through_registers = RegisterCopies(self.work, self.link)
+        self.through_registers = self.copies_kind(self.work, self.link)
 
     def _pipeline(self) -> fly.Pipeline:
         stage, copies = fly.Stage, self.through_registers
@@ -100,7 +119,15 @@ class RegisterTiles(Tiles):
         if self.given.features.per_score:
             featured = [stage("features", self.featured, scores, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
-        early, late = (functools.partial(self.some_weights, late) for late in (False, True))
+        shares = self.shares[self.options.head_dim]
+        weights: dict[int, list[fly.Stage]] = {cluster: [] for cluster in range(4)}
+        for share in shares:
+            make, gives = functools.partial(self.some_weights, share), f"p_{share.name} softmax"
+            takes = "e_early e_late softmax"
+            weights[share.cluster].append(
+                stage(f"{share.name} weights", make, takes, gives, delay=2, cluster=share.cluster)
+            )
+        made = " ".join(f"p_{share.name}" for share in shares)
         # fmt: off
         return fly.Pipeline(
             [
@@ -111,14 +138,15 @@ class RegisterTiles(Tiles):
                 stage("load K", copies.load_k, "", "k_flight", delay=0, cluster=0, shared=True, past_end=True),
                 stage("read late K", functools.partial(copies.read_k, n=1), "", "k_late", delay=1, cluster=1),
                 stage("scores", self.scores_in_turn, "k_early k_late", "raw_early raw_late", delay=1, cluster=1),
-                stage("early weights", early, "e_early e_late softmax", "p_early softmax", delay=2, cluster=1),
+                *weights[1],
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", copies.read_v, "", "v", delay=2, cluster=2),
                 stage("store K", copies.store_k, "k_flight", delay=0, cluster=2, shared=True, past_end=True),
                 stage("load V", copies.load_v, "", "v_flight", delay=1, cluster=2, shared=True),
-                stage("late weights", late, "e_early e_late softmax", "p_late softmax", delay=2, cluster=3),
-                stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
+                *weights[2],
+                *weights[3],
+                stage("output", self.accumulate, f"output v {made}", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax", "s_early s_late output softmax",
                       delay=1, cluster=3),
             ],
@@ -131,7 +159,7 @@ class RegisterTiles(Tiles):
         low, zero = fly.f32(-math.inf), fly.f32(0.0)
         done = self.pipeline.run(
             self.count,
-            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles),
+            output=fly.Fragment.zeros(self.link.layout, 1, self.dim_tiles + self.sums),
             softmax=LazySoftmax(low, zero, low, low, fly.broadcast(zero, 2), fly.i32(0)),
         )
         return done["output"], done["softmax"]
@@ -164,14 +192,13 @@ class RegisterTiles(Tiles):
         return scaled(early), scaled(late)
 
     def some_weights(
-        self, late: bool, tile: fly.PipelineTile, e_early: fly.Value, e_late: fly.Value, softmax: LazySoftmax
+        self, share: Share, tile: fly.PipelineTile, e_early: fly.Value, e_late: fly.Value, softmax: LazySoftmax
     ) -> tuple[list[fly.Value], LazySoftmax]:
-        """Probabilities of a tile as operands, and the sum with them: of steps over keys from `early_steps` on, or
-        before. One addition after the other: LLVM makes packed ones of vectors.
+        """Probabilities of a tile's share as operands, and the sum with them.
+
+        One addition after the other: LLVM makes packed ones of vectors.
         """
-        exponents = fly.concat([e_early, e_late])
-        last = self.early_steps * self.link.atom.values(self.link.row_operand)
-        probabilities = fly.exp2(exponents[last:] if late else exponents[:last])
+        probabilities = fly.exp2(fly.concat([e_early, e_late])[share.first : share.last])
         even, odd = softmax.total[0], softmax.total[1]
         for i in range(0, len(probabilities), 2):
             even, odd = even + probabilities[i], odd + probabilities[i + 1]

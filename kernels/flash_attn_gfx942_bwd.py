@@ -39,13 +39,13 @@ import fly
 from .generic.blocks import uniform, walk
 from .generic.operands import direct_rows
 from .gfx942.backward_builds import AHEAD, BUILDS, Gfx942BackwardOptions
-from .gfx942.backward_dq import StepwiseSums
 from .gfx942.backward_order import Beside, Fence, Step, beside, idle, in_order, paced
 from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halves
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
-from .gfx950 import dq_sums as sums_of_dq
+from .gfx950 import dq_sums as of_dq
 from .gfx950.backward import BLOCK_M
 from .gfx950.backward_launch import parts_of_call, prepare_backward
+from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.operand_queue import Multiply
 from .gfx950.panels import Sums, plan
@@ -78,6 +78,7 @@ def flash_attn_gfx942_bwd(
     group: fly.i32,  # type: ignore[valid-type]
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
+    dq_tails: fly.Tensor | None,
     *operands: fly.Operand,
     options: Gfx942BackwardOptions,
     parts: int = 1,
@@ -85,8 +86,9 @@ def flash_attn_gfx942_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`. With `parts` a block has so many fewer
-    query heads, `group` of them, and dk and dv are parts (`gfx950.group_parts`).
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself
+    (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
+    them, and dk and dv are parts (`gfx950.group_parts`).
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
@@ -141,7 +143,7 @@ def flash_attn_gfx942_bwd(
                 queries.rows(fly.reread(dout), head, options.head_dim_v),
             )
             statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
-            part = StepwiseSums(fly.reread(dq_sums), queries, batch)
+            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
@@ -194,7 +196,7 @@ class _Block:
         self.wave_row = fly.wave_id() * options.wave_keys
         self.q = Tile.allocate("q", options.head_dim, dtype)
         self.dout = Tile.allocate("dout", options.head_dim_v, dtype)
-        self.atom = sums_of_dq.atom(dtype)
+        self.atom = of_dq.atom(dtype)
         self.stored = fly.plan_stored_operand(self.layout, (options.block_n, BLOCK_M), self.atom, "b", "columns")
         self.ds = fly.SharedTile.ring("ds", self.stored.layout, dtype, 1)[0]
         zero = fly.i32(0)
@@ -244,7 +246,7 @@ class _Block:
         scale_log2: fly.Value,
         views: tuple[fly.RowView, fly.RowView],
         statistics: tuple[fly.Tensor, fly.Tensor],
-        dq: StepwiseSums,
+        dq: of_dq.Sums,
     ) -> tuple[fly.Fragment, fly.Fragment]:
         """`sums` with those over the queries of one head; `views`: of Q and dO."""
         options, tiles = self.options, self.tiles
@@ -318,8 +320,8 @@ class _Block:
             of_raw = list(self.of_q.across(raw, self.k.__getitem__, q_there))  # S(j+1) = K Q(j+1)^T
             of_tile = self._no_dq()
             of_dq = list(self._dq(of_tile))  # dQ = dS K
-            registers = sum(len(x) for row in of_tile.tiles for x in row)
-            find, additions = dq.steps(lambda: now.dq, registers, place.head, now.added)
+            places: list[Any] = []
+            additions = dq.add(Sums(now.dq), lambda: places[0])
             of_next_dp = list(self.of_dout.across(Sums(nothing), self.v.__getitem__, dout_there))
             late, early = len(of_dk) - options.late, len(of_dp) * 3 // 4
             rows_of = [
@@ -337,7 +339,7 @@ class _Block:
                     [*of_dp[early:], *of_dv, *of_dk[:late]],
                     Beside(making[early:]),
                     Beside([step for x in of_next for step in (*x.where, *x.steps)], 2 * across - early),
-                    Beside([find], across + 2 - early),
+                    Beside([lambda: places.append(dq.of_lane(place.head, now.added))], across + 2 - early),
                     Beside(additions, across + 4 - early),
                     Beside([step for x in flight for step in x.where], 2 * across + 4 - early),
                     Beside(rows_of, across),
@@ -347,6 +349,7 @@ class _Block:
                     [*of_dk[late:], *of_dq, *of_raw],
                     Beside(columns_of),
                     Beside([step for x in flight for step in x.steps], options.late + len(of_dq)),
+                    Beside(dq.round(of_tile), options.late + len(of_dq) + 8),
                 ),
             ]
             operands = in_order(every, options.ahead, now.operands, of_next_dp[: options.before])
@@ -373,7 +376,8 @@ class _Block:
         raw = Sums(nothing)
         of_dp = list(self.of_dout.across(Sums(nothing), self.v.__getitem__, dout_here))[: options.before]
         operands = in_order(self.of_q.across(raw, self.k.__getitem__, q_here), options.ahead, (), of_dp)
-        state = _State(sums, raw.fragment, tuple(operands), self._no_dq().fragment, first, arriving, flight)
+        no_dq = dq.rounded(self._no_dq())
+        state = _State(sums, raw.fragment, tuple(operands), no_dq, first, arriving, flight)
 
         def walked(j: fly.Value, carried: tuple[Any, ...], hides: bool) -> tuple[Any, ...]:
             return (step(j, carried[0], hides),)
@@ -382,8 +386,9 @@ class _Block:
         # also where no masked tiles follow whole ones, a third loop: the second is faster for it
         (state,) = walk(replace(tiles, first=first, end=end), (state,), walked, always_masked=always)
         with fly.when(end > first):
-            for addition in dq.add(state.dq, dq.of_lane(place.head, end - 1)):
-                addition.run()
+            last = dq.of_lane(place.head, end - 1)
+            for addition in dq.add(Sums(state.dq), lambda: last):
+                addition()
         result: tuple[fly.Fragment, fly.Fragment] = state.sums
         return result
 
@@ -401,7 +406,7 @@ class _Block:
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, -math.inf)))
 
     def _no_dq(self) -> Sums:
-        layout, across = sums_of_dq.layout(self.dtype), self.options.head_dim // APART
+        layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART
         return Sums(fly.Fragment.zeros(layout, BLOCK_M // layout.rows, across))
 
     def _dq(self, sums: Sums) -> Iterator[Multiply]:

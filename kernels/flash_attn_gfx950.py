@@ -57,14 +57,13 @@ import fly
 from fly.backends.rocdl.intrinsics import (
     s_nop,
     s_setprio,
-    s_waitcnt_lds,
     sched_barrier,
     sched_groups,
     unlikely,
 )
 
 from .gfx950.copies import copies_of, k_tile, v_tile
-from .gfx950.groups import meet, part, rejoin
+from .gfx950.groups import land, meet, part, rejoin
 from .gfx950.interleaving import (
     PAIRS,
     among_output,
@@ -81,10 +80,12 @@ from .gfx950.stores import store_wide
 from .gfx950.sums import add_owed, with_weights
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
+from .problem.dropout_tile import DecidedTile
 from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
 from .problem.online_softmax import EXACT_BELOW, LARGEST, finish_rows, finish_with_sink
 from .work.fragments import load_queries, row_numbers, store_lse
+from .work.kept_pairs import KeptPairs
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
@@ -290,15 +291,17 @@ class Tiles:
             takes = f"{scores} {listed}"
             featured = [stage("features", self.featured, takes, "new_early new_late", delay=1, cluster=2)]
             scores = "new_early new_late"
-        dropped = listed if self.given.features.drops else ""  # which weights are kept goes by the key tile
+        decided = "decided" if self.given.features.drops else ""
+        decide = [stage("decide", self.decide, listed, decided, delay=2, cluster=0)] if decided else []
         early, late = (functools.partial(self.weights, half) for half in (0, 1))
         first, past_end = self.packed_first, not self.staged
         exponents = stage(
             "exponents", self.exponents, "s_early s_late softmax", "e_early e_late", delay=2, cluster=int(first)
         )
         carried = " ".join(running := (*self.copies.running, "output", "softmax"))
-        settle = stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)
-        settled = [settle] if self.staged else []
+        settled = (
+            [stage("settle", self.settle, carried, carried, delay=0, cluster=1, shared=True)] if self.staged else []
+        )
         sums = [stage("sums", add_owed, "softmax", "softmax", delay=2, cluster=1)] if self.owed else []
         packed_among_loads, packed_first = ([], [*sums, exponents]) if first else ([exponents], [])
         # fmt: off
@@ -307,19 +310,20 @@ class Tiles:
                 stage("watch", self.numbers.watch, f"softmax {listed}", "softmax", delay=1, cluster=0),
                 stage("read K", self.read_k, "", "k", delay=1, cluster=0),
                 self.copies.k_stage(delay=0, cluster=0, shared=True, past_end=past_end),
+                *decide,
                 *packed_among_loads,
-                stage("wait for V", self.land, "v_flight", delay=2, cluster=0, shared=True),
+                stage("wait for V", land, "v_flight", delay=2, cluster=0, shared=True),
                 *self.copies.ahead(delay=0, cluster=0, shared=True, past_end=past_end),
                 *packed_first,
                 *settled,
                 stage("scores", self.scores, "k", "raw_early raw_late", delay=1, cluster=1),
-                stage("early weights", early, f"e_early softmax {dropped}", "p_early softmax", delay=2, cluster=1),
+                stage("early weights", early, f"e_early softmax {decided}", "p_early softmax", delay=2, cluster=1),
                 stage("interleave", self.interleave_scores, delay=2, cluster=1),
                 *featured,
                 stage("read V", self.read_v, "", "v", delay=2, cluster=2),
                 self.copies.v_stage(delay=1, cluster=2, shared=True),
-                stage("wait for K", self.land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
-                stage("late weights", late, f"e_late softmax {dropped}", "p_late softmax", delay=2, cluster=3),
+                stage("wait for K", land, "k_flight", delay=0, cluster=2, shared=True, past_end=past_end),
+                stage("late weights", late, f"e_late softmax {decided}", "p_late softmax", delay=2, cluster=3),
                 stage("output", self.accumulate, "output v p_early p_late", "output", delay=2, cluster=3),
                 stage("maximum", self.raise_maximum, f"{scores} output softmax {listed}",
                       "s_early s_late output softmax", delay=1, cluster=3),
@@ -374,11 +378,6 @@ class Tiles:
     def settle(self, tile: fly.PipelineTile, *running: Any) -> tuple[Any, ...]:
         """What the loop starts with, computed while K(0) is on its way."""
         return fly.early(running) if isinstance(tile.number, int) and tile.number == 0 else running
-
-    def land(self, tile: fly.PipelineTile, flight: fly.Token) -> None:
-        """The copies of a tile, and the operands read in this cluster."""
-        fly.wait(flight)
-        s_waitcnt_lds()
 
     def read_k(self, tile: fly.PipelineTile) -> list[list[fly.Value]]:
         """K operands [step over head_dim][key tile], those that are read before the matrix instructions."""
@@ -442,8 +441,15 @@ class Tiles:
         first, second = exponents
         return fly.concat([first, second[: self.more_early]]), second[self.more_early :]
 
+    def decide(self, tile: fly.PipelineTile, *listed: fly.Value) -> DecidedTile:
+        """Which weights dropout keeps."""
+        dropout = self.given.dropout(self.work, remade=True)
+        assert dropout is not None
+        first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N
+        return dropout.decided(self.link.layout, self.first_row, first_key, tiles=(1, self.key_tiles))
+
     def weights(
-        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *decided: DecidedTile
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Probabilities of half of a key tile as operands, those that dropout keeps, and the sum with all of them."""
         probabilities = fly.exp2(exponents)
@@ -453,11 +459,11 @@ class Tiles:
         else:
             total = sum((probabilities[i : i + 2] for i in range(0, len(probabilities), 2)), softmax.total)
             softmax = replace(softmax, total=total)
-        if (dropout := self.given.dropout(self.work)) is not None:
-            first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N + half * self.link.layout.columns
-            whole = fly.Fragment(self.link.layout, ((probabilities,),))
-            probabilities = dropout.drop(whole, self.first_row, first_key).tiles[0][0]
-        return self.link.operands([self._narrow(probabilities)]), softmax
+        narrow = self._narrow(probabilities)
+        for which in decided:
+            layout = self.link.layout
+            (narrow,) = KeptPairs.of(which, layout, column=half * layout.columns).only([narrow])
+        return self.link.operands([narrow]), softmax
 
     def accumulate(
         self,

@@ -39,9 +39,10 @@ import fly
 
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
-from .gfx950 import dq_sums as sums_of_dq
+from .gfx950 import dq_sums as of_dq
 from .gfx950.backward import BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions, build_of
 from .gfx950.backward_launch import parts_of_call, prepare_backward
+from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.dq_sums import Sums as SumsOfDq
 from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
@@ -75,6 +76,7 @@ def flash_attn_gfx950_bwd(
     group: fly.i32,  # type: ignore[valid-type]
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
+    dq_tails: fly.Tensor | None,
     *operands: fly.Operand,
     options: Gfx950BackwardOptions,
     parts: int = 1,
@@ -82,8 +84,9 @@ def flash_attn_gfx950_bwd(
 ) -> None:
     """dv = P^T dout, dk = softmax_scale * dS^T q, summed over the query heads of a key head; dq_sums += dS k.
 
-    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`. With `parts` a block has so many fewer
-    query heads, `group` of them, and dk and dv are parts (`gfx950.group_parts`).
+    Tensors as of `flash_attn_generic_dkdv`; dq_sums: see `gfx950.dq_sums`, or with dq_tails, dq itself
+    (`gfx950.dq_in_place`). With `parts` a block has so many fewer query heads, `group` of
+    them, and dk and dv are parts (`gfx950.group_parts`).
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
@@ -133,7 +136,7 @@ def flash_attn_gfx950_bwd(
                 queries.rows(fly.reread(dout), head, options.head_dim_v),
             )
             statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
-            part = SumsOfDq(fly.reread(dq_sums), queries, batch)
+            part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
@@ -158,7 +161,7 @@ class _State:
     dq: fly.Fragment
     flight: fly.Token
     statistics: tuple[Any, ...]
-    at: fly.Pointer
+    at: Any
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class _Block:
         self.layout = link.layout
         self.wave_row = fly.wave_id() * options.wave_keys
         self.k_panels = Panels.allocate("k", options.head_dim, dtype, options.block_n // LINK_ROWS)
-        atom = sums_of_dq.atom(dtype)
+        atom = of_dq.atom(dtype)
         shape = options.block_n, BLOCK_M
         self.stored = fly.plan_stored_operand(self.layout, shape, atom, "b", "columns", read_banks=64)
         self.slots = [self._slot(i) for i in range(STAGES)]
@@ -361,7 +364,8 @@ class _Block:
             of_tile, statistics = self._no_dq(), _Statistics(self.layout, slot.vectors)
             tile = tile_weights(j, now, excess, statistics, slot)
             located, coming = start(j + 2, slot, now)
-            adds = dq.add(stale, now.at)
+            where = now.at
+            adds = map(Compute, dq.add(stale, lambda: where))
 
             def begin() -> None:
                 tile.begin()
@@ -379,7 +383,7 @@ class _Block:
                 fly.barrier()
 
             def end() -> None:
-                now.sums, now.raw, now.dq = (dk.fragment, dv.fragment), raw.fragment, of_tile.fragment
+                now.sums, now.raw, now.dq = (dk.fragment, dv.fragment), raw.fragment, dq.rounded(of_tile)
 
             of_v = list(self.of_dout.along(dv, tile.p, slot.dout))
             of_k = list(self.of_q.along(dk, tile.ds, slot.q))
@@ -410,7 +414,7 @@ class _Block:
         fly.barrier()
         raw = Sums(nothing)
         in_order(self.of_q.across(raw, self.k_rows, here.q, kept=False), options.ahead)
-        state = _State(sums, raw.fragment, self._no_dq().fragment, flight, numbers, dq.of_lane(place.head, first))
+        state = _State(sums, raw.fragment, dq.rounded(self._no_dq()), flight, numbers, dq.of_lane(place.head, first))
         for pair, carried in (loop := fly.range(0, pairs, carry=state)):
             j, now = first + pair * 2, replace(carried)
             in_order([*step(j, now, here, there)], fenced=plain)
@@ -418,7 +422,8 @@ class _Block:
             loop.next(now)
         fly.wait(loop.results.flight)
         with fly.when(count > 0):
-            in_order(dq.add(Sums(loop.results.dq), dq.of_lane(place.head, first + pairs * 2 - 1)))
+            last = dq.of_lane(place.head, first + pairs * 2 - 1)
+            in_order(map(Compute, dq.add(Sums(loop.results.dq), lambda: last)))
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
 
@@ -430,7 +435,7 @@ class _Block:
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, -math.inf)))
 
     def _no_dq(self) -> Sums:
-        layout, across = sums_of_dq.layout(self.dtype), self.options.head_dim // APART
+        layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART
         return Sums(fly.Fragment.zeros(layout, BLOCK_M // layout.rows, across))
 
     def _dq(self, sums: Sums, ds: fly.SharedTile) -> Iterator[Multiply]:

@@ -34,14 +34,15 @@ from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVES, DualWaveOptions, has_small_blocks
 from .problem.catalogue import DESCALES
 from .problem.contract import Launch, Request, Tensors
+from .problem.dropout_tile import DecidedTile
+from .problem.features import BoundFeatures
 from .problem.lazy_softmax import LazySoftmax
 from .work.fragments import group_size
-from .work.tile_scheduler import block_work
+from .work.tile_scheduler import BlockWork, block_work
 
 # Weights are 2**OFFSET times what they are, and 2**RESCALE_THRESHOLD times more before a rescale: below e4m3's
 # largest number, 448. The weight of the maximum that was last taken in is exact.
 OFFSET, RESCALE_THRESHOLD = 7.0, 1.75
-FOUR_ONES = 0x38383838
 LEAST_SCALE = 1e-30  # a margin is divided by the scale
 
 
@@ -101,27 +102,67 @@ def flash_attn_gfx950_fp8(
         page_size=options.page_size,
         folded=folded,
     )
-    head = work.head // group_size(q, k)
-    asked = options.features.operands
+    scale_log2, given = descaled(work, given, scale_log2, group_size(q, k))
+    with work.if_any_row():
+        attend(work, scale_log2, given.at(work), debug_counts, options, Fp8Tiles)
+
+
+def descaled(
+    work: BlockWork, given: BoundFeatures, scale_log2: fly.Value, group: fly.Value
+) -> tuple[fly.Value, BoundFeatures]:
+    """The scale of scores with those of queries and keys, and `given` with the scales, (B, Hkv), as numbers.
+
+    `group`: query heads of a key head.
+    """
+    head = work.head // group
+    asked = given.features.operands
     scales = {n: fly.first_lane(given.get(n).load(work.batch, head)) for n in DESCALES if n in asked}
     scale_log2 = scale_log2 * scales.get("q_descale", 1.0) * scales.get("k_descale", 1.0)
     given = replace(given, operands={**given.operands, **scales})
-    with work.if_any_row():
-        attend(work, fly.maximum(scale_log2, LEAST_SCALE), given.at(work), debug_counts, options, Fp8Tiles)
+    return fly.maximum(scale_log2, LEAST_SCALE), given
 
 
-class Fp8Tiles(Tiles):
-    """The stages on 8-bit tiles; `given` has v_descale as a number.
+class SummedTiles(Tiles):
+    """The stages with weights of 8 bits; `given` has v_descale as a number.
 
-    The output has one more tile, of columns of ones in V: the sums of the weights as they are multiplied.
+    The output has one more tile, of columns of ones in V: the sums of the weights as they are multiplied. Another
+    format has another `offset`, and byte that is one.
     """
+
+    threshold = RESCALE_THRESHOLD
+    sums = 1
+    branches = False  # what else a compute cluster does takes longer than its products: one block to the scheduler
+    offset, one = OFFSET, 0x38
+
+    def run(self) -> tuple[fly.Fragment, LazySoftmax]:
+        word = fly.remade(fly.i32(self.one * 0x01010101))
+        self.ones = fly.from_elements([word] * (self.link.atom.k // 8)).bitcast(self.dtype)
+        output, softmax = super().run()
+        settle_products()
+        *tiles, sums = output.tiles[0]
+        # all of a lane's are of one row, and of all keys
+        self.weights_total = fly.RowVector(output.layout, ((sums[0],),))
+        return fly.Fragment(output.layout, (tuple(tiles),)), softmax
+
+    def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
+        _, lse = super().finish(softmax)
+        inverse, _ = self.finish_rows(softmax, self.weights_total)
+        scale = self.given.get("v_descale")
+        return (inverse if scale is None else inverse.map(lambda x: x * scale)), lse
+
+    def _narrow(self, probabilities: fly.Value) -> fly.Value:
+        return cvt_pk_fp8(probabilities, self.dtype)
+
+    def _shift(self, maximum: fly.Value) -> fly.Value:
+        return self.offset - maximum * self.scale
+
+
+class Fp8Tiles(SummedTiles):
+    """The stages on tiles of e4m3."""
 
     options: Fp8Options
     atom = (32, 32, 64)
-    threshold = RESCALE_THRESHOLD
     measured_shift = OFFSET - 2.0**-21
-    sums = 1
-    branches = False  # what else a compute cluster does takes longer than its products: one block to the scheduler
 
     def _arranged(self, stages: list[fly.Stage]) -> list[fly.Stage]:
         """Stages in front of others, and in their cluster: all weights are made before a product needs them.
@@ -145,22 +186,6 @@ class Fp8Tiles(Tiles):
             (at,) = (i for i, stage in enumerate(stages) if stage.name == before)
             stages.insert(at, replace(moved, cluster=stages[at].cluster, **changes))
         return stages
-
-    def run(self) -> tuple[fly.Fragment, LazySoftmax]:
-        word = fly.remade(fly.i32(FOUR_ONES))
-        self.ones = fly.from_elements([word] * (self.link.atom.k // 8)).bitcast(self.dtype)
-        output, softmax = super().run()
-        settle_products()
-        *tiles, sums = output.tiles[0]
-        # all of a lane's are of one row, and of all keys
-        self.weights_total = fly.RowVector(output.layout, ((sums[0],),))
-        return fly.Fragment(output.layout, (tuple(tiles),)), softmax
-
-    def finish(self, softmax: LazySoftmax) -> tuple[fly.RowVector, fly.RowVector]:
-        _, lse = super().finish(softmax)
-        inverse, _ = self.finish_rows(softmax, self.weights_total)
-        scale = self.given.get("v_descale")
-        return (inverse if scale is None else inverse.map(lambda x: x * scale)), lse
 
     def interleave_scores(self, tile: fly.PipelineTile) -> None:
         """Exponentials, conversions and where they are wanted sums; alone reads of V and the exponents too."""
@@ -218,7 +243,7 @@ class Fp8Tiles(Tiles):
         return scaled(early), scaled(late)
 
     def weights(
-        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *listed: fly.Value
+        self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *decided: DecidedTile
     ) -> tuple[list[fly.Value], LazySoftmax]:
         """Those of half of a tile, and where log-sum-exps are wanted their sum before they are rounded."""
         probabilities = fly.exp2(exponents)
@@ -249,12 +274,6 @@ class Fp8Tiles(Tiles):
     def _layouts(self) -> tuple[fly.PaddedTile, fly.PaddedTile]:
         shape = self.options.head_dim, self.options.together
         return byte_tiles.k_tile(*shape), byte_tiles.v_tile(*shape)
-
-    def _narrow(self, probabilities: fly.Value) -> fly.Value:
-        return cvt_pk_fp8(probabilities)
-
-    def _shift(self, maximum: fly.Value) -> fly.Value:
-        return OFFSET - maximum * self.scale
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

@@ -77,6 +77,7 @@ def flydsl_flash_attn_func(
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
+    dq_accumulate: str = "float32",
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -105,9 +106,9 @@ def flydsl_flash_attn_func(
 
     Args:
         q: (B, Sq, H, D), bfloat16 or float16, D 8 to 256 in steps of 8; on Hopper also float8_e4m3fn, D 64, 96,
-            128, 192 or 256, and on gfx950 D 64, 128 or 256. The last dimension is contiguous, other strides are free;
-            on a CUDA or ROCm device, or on the CPU, where the kernel runs in the emulator. Packed sequences:
-            (total_q, H, D).
+            128, 192 or 256, and on gfx950 D 64, 128 or 256; on gfx942 float8_e4m3fnuz, D 64 or 128. The last
+            dimension is contiguous, other strides are free; on a CUDA or ROCm device, or on the CPU, where the kernel
+            runs in the emulator. Packed sequences: (total_q, H, D).
         k, v: (B, Skv, Hkv, D), same device; H is a multiple of Hkv, and head h reads head h·Hkv//H. Of q's dtype, or
             both float8_e4m3fn beside q of 16 bits, on every target. Packed sequences: (total_kv, Hkv, D). v may have
             another head dimension Dv, which out has too.
@@ -152,13 +153,17 @@ def flydsl_flash_attn_func(
             torch.manual_seed repeats it.
         deterministic: gradients are the same bits in every run, which takes longer where blocks add to sums in turn
             for it; torch.use_deterministic_algorithms asks for it too. out and lse always are.
-        q_descale, k_descale, v_descale: what float8_e4m3fn values are multiplied by, float32 of shape (), (1,),
+        dq_accumulate: how blocks of keys add parts of q's gradient up: "float32", or "16bit", in q's dtype and in the
+            gradient's own memory: half as many bytes, and an error that grows with the keys (docs/training.md). On
+            gfx942 and gfx950, by the kernels that add atomically there; others refuse "16bit" where a gradient is
+            needed, and so does deterministic. out and lse do not depend on it.
+        q_descale, k_descale, v_descale: what values of 8 bits are multiplied by, float32 of shape (), (1,),
             (Hkv,) or (B, Hkv): one a tensor, a key head, or a sequence and key head; none below zero. Of 8-bit q,
             out is bfloat16. Beside q of 16 bits k_descale and v_descale may also be by key, of k's shape without its
             last dimension, (B, Skv, Hkv), (pages, page_size, Hkv) or (total_kv, Hkv).
-        fp8_accumulate: how products of float8_e4m3fn weights and values add up: "float32", each tile of keys in
+        fp8_accumulate: how products of weights and values of 8 bits add up: "float32", each tile of keys in
             float32, or "fast", all keys in the tensor core's accumulators, which cut low bits off: an error that
-            grows with the keys where values share a sign (docs/fp8.md). On gfx950 both are float32.
+            grows with the keys where values share a sign (docs/fp8.md). On gfx942 and gfx950 both are float32.
         score_mod: function (score, batch, head, query, key, *aux) of traced scalars that gives the score to take
             instead, after softcap, ALiBi and bias. `aux[i, j]` loads from one of the `aux_tensors`.
         score_mod_bwd: function (gradient, score, batch, head, query, key, *aux) that gives the gradient of the score
@@ -217,7 +222,7 @@ def flydsl_flash_attn_func(
             out is workspace is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is num_kv_heads  # type: ignore[comparison-overlap]  # the same
             is cross_seqlen is debug_counts is stream is waves_per_eu is daz
             is dualwave_swp_lazy_rescale is dualwave_swp_setprio is dualwave_swp_enable_stagger is None
-            and deterministic is False and kv_cache_layout == "linear"
+            and deterministic is False and dq_accumulate == "float32" and kv_cache_layout == "linear"
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError, ValueError):
         alone = plain = False  # something here is no number: the checks below say what
@@ -259,7 +264,7 @@ def flydsl_flash_attn_func(
             None if out is None else _geometry(out),
             causal, softmax_scale, num_kv_heads, return_lse, cross_seqlen, num_kv_splits, waves_per_eu, daz,
             dualwave_swp_lazy_rescale, dualwave_swp_setprio, dualwave_swp_enable_stagger, max_seqlen_q, max_seqlen_kv,
-            deterministic,
+            deterministic, dq_accumulate,
             None if cu_seqlens_q is None else _geometry(cu_seqlens_q),
             cu_seqlens_q is not None and _environment(_CHECK_INPUTS),
             None if cu_seqlens_kv is None else cu_seqlens_kv is cu_seqlens_q or _geometry(cu_seqlens_kv),

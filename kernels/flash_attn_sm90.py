@@ -42,20 +42,21 @@ from .problem.features import BoundFeatures
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import Sm90Options, build_for, keys_seen
 from .sm90.combine import Combination
-from .sm90.dropout import KeptWeights
+from .sm90.dropout import kept_weights, made
 from .sm90.helpers import HelperOf
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
 from .sm90.stores import store_runs
 from .work.fragments import row_numbers, store_lse
+from .work.kept_pairs import KeptPairs
 from .work.score_stages import OfHead, ScoreStages
 from .work.tile_scheduler import Work, part
 
 # first named barriers of each kind, one a consumer: who may start products, and a cleared V tile; of the
 # second kind a helper has the one behind them
 TENSOR_CORES, CLEARED = 1, 5
-KeptOf = Callable[[], KeptWeights | None]
+KeptOf = Callable[[], KeptPairs | None]
 O = TypeVar("O")  # what a tile's output is, until its last product is in it
 # of `flash_attn_sm90`, from out to whole_lse
 BlockTensors = tuple[
@@ -367,15 +368,15 @@ class ConsumerOf(Generic[O]):
         softmax, probabilities, _ = self._advance(of_head, start, fragment, masked=True)
         return softmax, probabilities
 
-    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptWeights | None:
+    def _kept(self, work: Work, tile: Any, of_head: OfHead) -> KeptPairs | None:
         """Which weights of a key tile dropout keeps, if there is any: made while the scores are."""
         if not self.features.drops:
             return None
         dropout = of_head.given.dropout(work)
         assert dropout is not None
-        return KeptWeights.of(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
+        return kept_weights(dropout, self.score_layout, self.first_row(work), tile * self.options.block_n)
 
-    def _weights(self, probabilities: fly.Fragment, kept: KeptWeights | None) -> tuple[fly.Value, ...]:
+    def _weights(self, probabilities: fly.Fragment, kept: KeptPairs | None) -> tuple[fly.Value, ...]:
         """`_narrow`, without what dropout drops."""
         weights = self._narrow(probabilities)
         return weights if kept is None else kept.only(weights)
@@ -424,7 +425,7 @@ class ConsumerOf(Generic[O]):
         beside = self._beside(work, tile, k_at)
         scores = self._scores(q_at, k_at)
         kept = self._kept(work, tile, of_head)
-        (scores,) = wgmma.wait(0, scores, after=() if kept is None else kept.made)
+        (scores,) = wgmma.wait(0, scores, after=made(kept))
         self._scored(work, work.tiles.end - 1, q_at, k_at)
         softmax, probabilities = self._start(work, listed, scores, of_head, beside)
         return State(softmax, self._weights(probabilities, kept), q_at, self.buffers.k.ring.next(k_at), v_at, listed)
@@ -482,7 +483,7 @@ class ConsumerOf(Generic[O]):
 
     def _products(
         self, output: O, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
-    ) -> tuple[fly.Value, Any, KeptWeights | None]:
+    ) -> tuple[fly.Value, Any, KeptPairs | None]:
         """Start a tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's, kept).
 
         `kept_of` is called in between, while the scores are made.
@@ -494,7 +495,7 @@ class ConsumerOf(Generic[O]):
         if self.options.ping_pong:
             self.free_tensor_cores()
         kept = kept_of()
-        return wgmma.wait(1, scores, after=() if kept is None else kept.made)[0], started, kept
+        return wgmma.wait(1, scores, after=made(kept))[0], started, kept
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:
         """The output with what was started; V's slot is free then. `sums`: what may be there before the wait."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_arrive, barrier_sync, elect_one, fence_async_shared
+from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_arrive, barrier_sync, elect_one, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
@@ -41,6 +41,7 @@ from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.consumer import WRITTEN, Consumer, State, Step
 from .sm90.dq_sums import PIECE, load, put
+from .sm90.dropout import remade
 from .sm90.walk import Walk
 
 WEIGHED = 4  # named barrier: P is in shared memory
@@ -158,7 +159,10 @@ class _OfKeys(_Half):
         values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
         found = transposed(fly.Fragment(self.layout, ((values,),)))
         dropout = step.given.dropout(step.place)
-        kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, self.block.first_key)
+        first_key = self.block.first_key
+        if dropout is not None and self.options.remakes_random:
+            dropout, first_key = remade(dropout, j), anew(first_key, j)
+        kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, first_key)
         return Weights(found, ScoreGradients, kept)
 
 

@@ -36,13 +36,13 @@ from .flash_attn_sm90 import ConsumerOf, KeptOf, State, on, run_block
 from .problem.contract import Launch, Request, Tensors
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import build_for, keys_seen
-from .sm90.dropout import KeptWeights
 from .sm90.fp8_builds import FAST_TILES, MOST_LOG2, ONES, TILES, Fp8Options, has_first_rows, transposing
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
 from .sm90.transpose_values import TRANSPOSED_DIMS, behind_transposing, transposed_like
 from .sm90.transposer import Transposer
+from .work.kept_pairs import KeptPairs
 from .work.score_stages import OfHead
 from .work.tile_scheduler import Work
 
@@ -208,7 +208,7 @@ class Fp8Consumer(ConsumerOf[Output]):
 
     def _products(
         self, output: Output, state: State, q_at: Position, accumulate: Callable[[], fly.Value], kept_of: KeptOf
-    ) -> tuple[fly.Value, Any, KeptWeights | None]:
+    ) -> tuple[fly.Value, Any, KeptPairs | None]:
         if not self.options.output_first:
             return super()._products(output, state, q_at, accumulate, kept_of)
 

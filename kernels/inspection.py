@@ -21,7 +21,7 @@ OWN = "fly_attention"
 # fields of a request that say what a call is
 _OF_CALL = (
     *("head_dim", "dtype", "causal", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads"),
-    *("num_kv_splits", "alignment", "page_size"),
+    *("num_kv_splits", "alignment", "page_size", "dq_accumulate"),
 )
 
 

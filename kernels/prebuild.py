@@ -50,12 +50,14 @@ from fly.runtime.prebuilt import Build, Folder, source_digest
 
 from .call_flags import BYTES, CALL_FLAGS, FLAGS, RANGES, SIZES, call
 from .dispatch import AMD, BACKWARD, FORWARD, NVIDIA
+from .problem.contract import DQ_SUMS
 from .receipts import RECEIPTS
 
 TARGETS = AMD + NVIDIA
+_NAMED = {"dtype": tuple(BYTES), "dq_accumulate": DQ_SUMS}  # whose values are some words
 _SETS = ("feature", "tuning")  # whose values are lists
 _SWITCHES = ("causal", "packed", "debug_counts", "lse", "backward")
-_DEFAULTS = {**{name: default for name, default, _ in SIZES}, "dtype": "bf16"}
+_DEFAULTS = {**{name: default for name, default, _ in SIZES}, "dtype": "bf16", "dq_accumulate": DQ_SUMS[0]}
 _OF_CALL = (*CALL_FLAGS, "lse", "backward", "targets", "compute_units")
 _OF_KERNEL = ("kernel", "arguments", "block", "set", "targets")
 _OF_PROGRAM = ("function", "targets", "compute_units")
@@ -252,8 +254,8 @@ def _check_value(what: str, name: str, value: Any) -> None:
     accepted: str | None = None
     if name in _SWITCHES:
         accepted = None if isinstance(value, bool) else "true or false"
-    elif name == "dtype":
-        accepted = None if value in BYTES else ", ".join(BYTES)
+    elif name in _NAMED:
+        accepted = None if value in _NAMED[name] else ", ".join(_NAMED[name])
     elif name == "feature":
         fits = isinstance(value, tuple) and all(isinstance(one, str) and one in FLAGS for one in value)
         accepted = None if fits else f"a list of {', '.join(FLAGS)}"

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
     from fly.emulator.timing import Launch
 
+# by name, torch's
+_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f8e4m3": "float8_e4m3fn",
+    "f8e4m3fnuz": "float8_e4m3fnuz",
+}
 # what a setting of `flash_attention` may be, in words and as a test; None stands for the default
 _COUNT = ("a whole number from 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _PLACES = ("1 to 65535", lambda value: type(value) is int and 1 <= value < 2**16)  # of a grid that is not folded
@@ -25,7 +32,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("seq", "seq_kv", "head_dim", "page_size"), _COUNT),
     **dict.fromkeys(("batch", "heads", "heads_kv"), _PLACES),
     "causal": ("True or False", lambda value: type(value) is bool),
-    "dtype": ("bf16, f16, f8e4m3", lambda value: value in ("bf16", "f16", "f8e4m3")),
+    "dtype": (", ".join(_DTYPES), lambda value: value in (*_DTYPES,)),
     "kernel": ("a kernel's name, as in FLY_KERNEL", lambda value: type(value) is str and value != ""),
 }
 _OPTIONAL = ("seq_kv", "heads_kv", "kernel", "page_size")
@@ -67,7 +74,8 @@ def flash_attention(
     """A flash-attention call of these sizes on CPU tensors; returns what owns their memory.
 
     Args:
-        dtype: bf16, f16 or f8e4m3. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in random order.
+        dtype: bf16, f16, f8e4m3 or f8e4m3fnuz. kernel: as `FLY_KERNEL`. page_size: keys in pages of so many, in
+            random order.
 
     Raises:
         ArgumentError: another dtype.
@@ -76,15 +84,14 @@ def flash_attention(
 
     from .flash_attn_interface import flydsl_flash_attn_func
 
-    types = {"bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn}
-    if dtype not in types:
-        raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(types)}")
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"--set dtype={dtype!r}; accepted: {', '.join(_DTYPES)}")
     generator = torch.Generator().manual_seed(0)
 
     def tensor(length: int, count: int) -> torch.Tensor:
         # heads and batches share one head's memory: only a few workgroups are executed
         one = torch.rand(1, length, 1, head_dim, generator=generator) * 2 - 1
-        return one.to(types[dtype]).expand(batch, -1, count, -1)
+        return one.to(getattr(torch, _DTYPES[dtype])).expand(batch, -1, count, -1)
 
     q = tensor(seq, heads)
     k, v = (tensor(seq_kv or seq, heads_kv or heads) for _ in range(2))
@@ -133,8 +140,8 @@ def placed(launch: Launch, **settings: Any) -> Launch:
 CALLS = {
     "flash_attn": ProfiledCall(
         flash_attention,
-        "--set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False dtype=bf16|f16|f8e4m3\n"
-        "        kernel=generic|gfx950|gfx950_fp8 page_size=… (keys in pages)",
+        "--set batch=1 seq=2048 seq_kv=… heads=8 heads_kv=… head_dim=128 causal=False\n"
+        "        dtype=bf16|f16|f8e4m3|f8e4m3fnuz kernel=generic|gfx950|gfx950_fp8|… page_size=… (keys in pages)",
         check_settings,
         placed,
     )

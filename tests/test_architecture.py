@@ -64,6 +64,7 @@ FLOORS = (
         "flash_attn_sm90_fp8",
         "flash_attn_sm90_fp8_cache",
     ),
+    ("flash_attn_gfx942_fp8",),
     ("needs",),
     ("dispatch",),
     ("call",),

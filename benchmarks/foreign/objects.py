@@ -29,9 +29,8 @@ from fly.emulator.timing.launch import Places
 from fly.errors import FlyError
 
 ROOT = Path(__file__).resolve().parents[2]
-FULL_CHIP = (
-    16384  # tokens of the call that FlyDSL's dispatch is asked about: with few it takes tiles for an empty chip
-)
+# tokens of the call that a dispatch is asked about, FlyDSL's and ours: with few they take kernels for an empty chip
+FULL_CHIP = 32768
 # From 64 query blocks on FlyDSL deals workgroups to dies in another order, for which it calls a function of ROCm's
 # device library. What a block does is the same, so that longer calls are served by the build for this length.
 _LONGEST = 8192

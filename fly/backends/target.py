@@ -18,8 +18,8 @@ class Target:
     preference, `lane_swaps` the bits of a lane's index across which one instruction swaps two registers' halves,
     `registers` the 32-bit vector registers a thread can have. `xcds`: dies, each with a level-2 cache,
     that blocks are dealt to in turn. `hopper`: it has bulk copies through tensor maps (TMA), mbarriers and warpgroup
-    matrix products (WGMMA). `float8`: it converts f32 to 8-bit floats; `float8_to_f32`: it has instructions for the
-    way back. `mma_atoms` and `matrix_loads` are for 16-bit
+    matrix products (WGMMA). `float8`: the 8-bit floats that it has instructions to convert f32 to;
+    `float8_to_f32`: the same of the way back. `mma_atoms` and `matrix_loads` are for 16-bit
     operands, `byte_atoms` and `byte_loads` for 8-bit ones.
     """
 
@@ -37,8 +37,8 @@ class Target:
     max_threads: int = 1024
     xcds: int = 1
     hopper: bool = False
-    float8: bool = False
-    float8_to_f32: bool = False
+    float8: tuple[str, ...] = ()
+    float8_to_f32: tuple[str, ...] = ()
     byte_atoms: tuple[MmaAtom, ...] = field(default=(), repr=False)
     byte_loads: tuple[MatrixLoad, ...] = field(default=(), repr=False)
 
@@ -64,6 +64,10 @@ class Target:
         return next(load for load in (*self.matrix_loads, *self.byte_loads) if load.name == name)
 
 
+# 8-bit floats of the Open Compute Project, and gfx942's (CDNA3 ISA, "FP8": bias 8, no -0, no infinity)
+_OCP, _FNUZ = ("f8e4m3", "f8e5m2"), ("f8e4m3fnuz",)
+
+
 def _registry() -> dict[str, Target]:
     from fly.backends.nvvm import atoms as nvvm
     from fly.backends.rocdl import atoms as rocdl
@@ -76,7 +80,8 @@ def _registry() -> dict[str, Target]:
         loads: tuple[MatrixLoad, ...],
         direct: tuple[int, ...],
         lane_swaps: tuple[int, ...] = (),
-        float8_to_f32: bool = False,
+        float8: tuple[str, ...] = (),
+        float8_to_f32: tuple[str, ...] = (),
         byte_atoms: tuple[MmaAtom, ...] = (),
         byte_loads: tuple[MatrixLoad, ...] = (),
     ) -> Target:
@@ -92,12 +97,13 @@ def _registry() -> dict[str, Target]:
             direct_copy_bytes=direct,
             lane_swaps=lane_swaps,
             xcds=8,
+            float8=float8,
             float8_to_f32=float8_to_f32,
             byte_atoms=byte_atoms,
             byte_loads=byte_loads,
         )
 
-    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False, float8: bool = False) -> Target:
+    def nvidia(arch: str, shared_kib: int, units: int, hopper: bool = False, float8: tuple[str, ...] = ()) -> Target:
         return Target(
             arch,
             "nvvm",
@@ -114,7 +120,18 @@ def _registry() -> dict[str, Target]:
         )
 
     targets = (
-        amd("gfx942", 64, 304, rocdl.GFX942_MMA, rocdl.GFX942_LOADS, (4,)),
+        amd(
+            "gfx942",
+            64,
+            304,
+            rocdl.GFX942_MMA,
+            rocdl.GFX942_LOADS,
+            (4,),
+            byte_atoms=rocdl.GFX942_BYTE_MMA,
+            byte_loads=rocdl.GFX942_BYTE_LOADS,
+            float8=_FNUZ,
+            float8_to_f32=_FNUZ,
+        ),
         amd(
             "gfx950",
             160,
@@ -125,13 +142,13 @@ def _registry() -> dict[str, Target]:
             lane_swaps=(16, 32),
             byte_atoms=rocdl.GFX950_BYTE_MMA,
             byte_loads=rocdl.GFX950_BYTE_LOADS,
-            float8_to_f32=True,
+            float8_to_f32=_OCP,
         ),
         # compute units of the largest part; shared memory per block from the CUDA programming guide
         nvidia("sm_80", 163, 108),
         nvidia("sm_86", 99, 84),
-        nvidia("sm_89", 99, 142, float8=True),
-        nvidia("sm_90a", 227, 132, hopper=True, float8=True),
+        nvidia("sm_89", 99, 142, float8=_OCP),
+        nvidia("sm_90a", 227, 132, hopper=True, float8=_OCP),
     )
     return {t.arch: t for t in targets}
 

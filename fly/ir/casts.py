@@ -8,24 +8,29 @@ import numpy as np
 
 from fly.errors import DTypeError
 from fly.ir.context import context, current, emit
-from fly.ir.dtypes import DType, f8e5m2, f16, f32, i1, i8, i16, i32
-from fly.ir.math import minimum
+from fly.ir.dtypes import DType, f8e4m3fnuz, f8e5m2, f16, f32, i1, i8, i16, i32
+from fly.ir.math import maximum, minimum
 from fly.ir.mlir import ir
 from fly.ir.value import Value, compare, select
 
 # of an 8-bit float: bits of its mantissa, bias of its exponent, the largest number
-_FORMATS = {"f8e4m3": (3, 7, 448.0), "f8e5m2": (2, 15, 57344.0)}
+_FORMATS = {"f8e4m3": (3, 7, 448.0), "f8e5m2": (2, 15, 57344.0), "f8e4m3fnuz": (3, 8, 240.0)}
 
 
 def _to_float8(value: Value, target: DType) -> Value:
     """To the nearest even 8-bit float; what is too large, to the largest. Instructions convert pairs."""
-    if value.length is None or value.length % 2:
+    length = value.length
+    if length is None or length % 2:
         raise DTypeError(f"conversion of {value!r} to {target}; expected a vector of an even number of elements")
-    if not current().target.float8:
+    if target.name not in current().target.float8:
         return _to_float8_bits(value, target)
+    if target is f8e4m3fnuz:
+        # gfx942's instruction makes NaN of what is too large
+        largest = _FORMATS[target.name][2]
+        value = select(compare("ne", value, value), value, maximum(minimum(value, largest), -largest))
     attributes = {"to": ir.StringAttr.get(target.name, context())}
-    op = emit("fly.narrow_pairs", [value.ir], [target.vector(value.length)], attributes)
-    return Value(op.results[0], target, value.length)
+    op = emit("fly.narrow_pairs", [value.ir], [target.vector(length)], attributes)
+    return Value(op.results[0], target, length)
 
 
 def _to_float8_bits(value: Value, target: DType) -> Value:
@@ -42,22 +47,28 @@ def _to_float8_bits(value: Value, target: DType) -> Value:
     unit = 2.0 ** (23 + 1 - bias - mantissa)
     subnormal = (magnitude + unit).bitcast(i32) - int(np.float32(unit).view(np.int32))
     number = select(magnitude < 2.0 ** (1 - bias), subnormal, normal)
-    number = select(size > 0x7F800000, 0x7F, number) | ((bits >> 24) & 0x80)
+    sign, nan = (bits >> 24) & 0x80, size > 0x7F800000
+    if target is f8e4m3fnuz:  # there is no -0: its byte is NaN
+        number = select(nan, 0x80, select(number == 0, 0, number | sign))
+    else:
+        number = select(nan, 0x7F, number) | sign
     return number.to(i8).bitcast(target)
 
 
 def _from_float8(value: Value) -> Value:
     """As f32, which is exact: by instructions for pairs where the target has them, else through f16's bits."""
-    if current().target.float8_to_f32 and value.length is not None and value.length % 2 == 0:
+    if value.dtype.name in current().target.float8_to_f32 and value.length is not None and value.length % 2 == 0:
         attributes = {"from": ir.StringAttr.get(value.dtype.name, context())}
         op = emit("fly.widen_pairs", [value.ir], [f32.vector(value.length)], attributes)
         return Value(op.results[0], f32, value.length)
     bits = Value(value.ir, i8, value.length).to(i16)
     if value.dtype is f8e5m2:  # the upper half of an f16
         return (bits << 8).bitcast(f16).to(f32)
-    size = bits & 0x7F  # one exponent bit less than f16, whose bias is larger by 8
-    number = ((size << 7) | (bits & 0x80) << 8).bitcast(f16).to(f32) * 256.0
-    return select(size == 0x7F, math.nan, number)  # there is no infinity
+    size = bits & 0x7F  # one exponent bit less than f16, whose bias is larger by 8, or by 7
+    number = ((size << 7) | (bits & 0x80) << 8).bitcast(f16).to(f32)
+    if value.dtype is f8e4m3fnuz:
+        return select((bits & 0xFF) == 0x80, math.nan, number * 128.0)
+    return select(size == 0x7F, math.nan, number * 256.0)  # there is no infinity
 
 
 def cast(value: Value, target: DType, rounding: str) -> Value:

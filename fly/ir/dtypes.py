@@ -1,4 +1,4 @@
-"""Element types: signless integers, IEEE and brain floats, and the two 8-bit floats."""
+"""Element types: signless integers, IEEE and brain floats, and the 8-bit floats."""
 
 from __future__ import annotations
 
@@ -71,10 +71,12 @@ f16 = DType("f16", 16, "float", lambda: ir.F16Type.get())
 bf16 = DType("bf16", 16, "float", lambda: ir.BF16Type.get())
 f32 = DType("f32", 32, "float", lambda: ir.F32Type.get())
 f64 = DType("f64", 64, "float", lambda: ir.F64Type.get())
-# Storage types without arithmetic, which LLVM knows as bytes.
-f8e4m3, f8e5m2 = (DType(name, 8, "float8", i8._make) for name in ("f8e4m3", "f8e5m2"))
+# Storage types without arithmetic, which LLVM knows as bytes. f8e4m3fnuz is gfx942's: a bias one larger than
+# f8e4m3's, no -0, no infinity, and 0x80 as the only NaN, so that its largest number is 240.
+f8e4m3, f8e5m2, f8e4m3fnuz = (DType(name, 8, "float8", i8._make) for name in ("f8e4m3", "f8e5m2", "f8e4m3fnuz"))
 
-DTYPES: dict[str, DType] = {t.name: t for t in (i1, i8, i16, i32, i64, f16, bf16, f32, f64, f8e4m3, f8e5m2)}
+_NUMBERS = (i1, i8, i16, i32, i64, f16, bf16, f32, f64)
+DTYPES: dict[str, DType] = {t.name: t for t in (*_NUMBERS, f8e4m3, f8e5m2, f8e4m3fnuz)}
 
 
 def dtype(name: str | DType) -> DType:

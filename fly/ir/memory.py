@@ -65,6 +65,18 @@ class Pointer(Traced):
         op = emit("llvm.getelementptr", [self.ir, byte_offset.ir], [self.ir.type], _gep_attributes())
         return Pointer(op.results[0], self.space)
 
+    def where(self, condition: Value, other: Pointer) -> Pointer:
+        """This address where `condition`, a scalar i1, holds, else the `other` one.
+
+        Raises:
+            DTypeError: another condition, or no pointer into the same memory.
+        """
+        if not isinstance(condition, Value) or condition.dtype is not i1 or condition.length is not None:
+            raise DTypeError(f"a pointer's condition is {condition!r}; expected a scalar i1")
+        if not isinstance(other, Pointer) or other.space != self.space:
+            raise DTypeError(f"{self!r} or {other!r}; expected another {self.space} pointer")
+        return Pointer(emit("arith.select", [condition.ir, self.ir, other.ir], [self.ir.type]).results[0], self.space)
+
 
 @functools.cache
 def _gep_attributes() -> dict[str, ir.Attribute]:

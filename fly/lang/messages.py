@@ -56,6 +56,7 @@ LOGGED: Mapping[str, _Kind] = {
     "bf16": _Kind("<f", _bf16),
     "f8e4m3": _Kind("<f", _bf16),
     "f8e5m2": _Kind("<f", _bf16),
+    "f8e4m3fnuz": _Kind("<f", _bf16),
 }
 
 

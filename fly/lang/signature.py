@@ -11,7 +11,7 @@ from typing import Any
 
 from fly.errors import ArgumentError, ArgumentTypeError, KernelDefinitionError
 
-TENSOR_DTYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "i1", "f8e4m3", "f8e5m2")
+TENSOR_DTYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "i1", "f8e4m3", "f8e5m2", "f8e4m3fnuz")
 SCALAR_DTYPES = ("i32", "i64", "f32", "f64")
 FIELD_KINDS = ("ptr", "i32", "i64", "f32", "f64", "map")
 MAX_ALIGNMENT = 16

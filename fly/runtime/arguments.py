@@ -37,6 +37,7 @@ _DTYPES = {
     "int64": "i64",
     "float8_e4m3fn": "f8e4m3",
     "float8_e5m2": "f8e5m2",
+    "float8_e4m3fnuz": "f8e4m3fnuz",
 }
 _ACCEPTED_DTYPES = ", ".join(_DTYPES)
 _ACCEPTED = {

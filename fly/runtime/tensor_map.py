@@ -30,6 +30,7 @@ _TYPES = {
     "i64": ("INT64", 8),
     "f8e4m3": ("UINT8", 1),
     "f8e5m2": ("UINT8", 1),
+    "f8e4m3fnuz": ("UINT8", 1),
 }
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 

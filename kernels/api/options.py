@@ -34,8 +34,9 @@ class Extras(TypedDict, total=False):
     packed queries and caches), `attention_chunk` (a query sees only keys of its position's chunk of so many, 0 for
     all), `learnable_sink` ((H,): one more term exp(sink) in the denominator), `q_descale`,
     `k_descale`, `v_descale` ((B, Hkv) or (Hkv,) float32, or one number as () or (1,), beside 16-bit q also by key:
-    what float8_e4m3fn values are multiplied by, 1 by default), `fp8_accumulate` (fly's own: "float32", the default,
-    or "fast", FlashAttention-3's sums of 8-bit products, see `flydsl_flash_attn_func`).
+    what values of 8 bits are multiplied by, 1 by default), `fp8_accumulate` (fly's own: "float32", the default,
+    or "fast", FlashAttention-3's sums of 8-bit products, see `flydsl_flash_attn_func`), `dq_accumulate` (fly's own:
+    "float32", the default, or "16bit", sums of q's gradient on AMD's GPUs, see there; not for caches).
     Hints, which are checked and change nothing: `pack_gqa` (the kernel decides which query heads share a block),
     `sm_margin` (kernels use the whole device), `scheduler_metadata` (blocks are scheduled on the device).
     The others raise `UnsupportedError` when they are not at FlashAttention's default.
@@ -51,6 +52,7 @@ class Extras(TypedDict, total=False):
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
     fp8_accumulate: str
+    dq_accumulate: str
     qv: torch.Tensor | None
     attention_chunk: int
     pack_gqa: bool | None
@@ -69,13 +71,17 @@ class Extras(TypedDict, total=False):
 # what an available keyword is called by `flydsl_flash_attn_func`
 AVAILABLE: Mapping[str, str] = {
     "num_splits": "num_kv_splits",
+    "dq_accumulate": "dq_accumulate",
     "cu_seqlens_q": "cu_seqlens_q",
     "max_seqlen_q": "max_seqlen_q",
     "cu_seqlens_k_new": "cu_seqlens_k_new",
     **{theirs: ours for feature in FEATURES for theirs, ours in feature.flash_attention.items()},
 }
 OF_FP8 = (*DESCALES, "fp8_accumulate")
-DENSE = ("num_splits", "split_keys", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", *OF_FP8)
+DENSE = (
+    *("num_splits", "split_keys", "seqused_q", "seqused_k", "learnable_sink", "attention_chunk", "dq_accumulate"),
+    *OF_FP8,
+)
 PACKED = (*DENSE, "page_table")
 OF_PACKED_CACHE = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new")
 CACHE = ("split_keys", "page_table", "learnable_sink", "attention_chunk", *OF_PACKED_CACHE, *OF_FP8)

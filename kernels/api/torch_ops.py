@@ -48,6 +48,7 @@ _OPTIONS = {
     "return_lse": "bool return_lse=False",
     "num_kv_splits": "SymInt num_kv_splits=1",
     "deterministic": "bool deterministic=False",
+    "dq_accumulate": f"str dq_accumulate={_default('dq_accumulate', 'str')}",
     **{name: f"Tensor? {name}=None" for name in ("cu_seqlens_q", "cu_seqlens_kv")},
     **{name: f"SymInt? {name}=None" for name in ("max_seqlen_q", "max_seqlen_kv")},
     **{name: f"{kind} {name}={_default(name, kind)}" for f in FEATURES for name, kind in f.keywords.items() if kind},

@@ -115,7 +115,7 @@ _COMMON = _SCORES | _names(
     sink="learnable_sink",
     return_lse="return_attn_probs",
 )
-_DENSE = _COMMON | _names("q", "k", "v", "seqused_q", "dropout_p")
+_DENSE = _COMMON | _names("q", "k", "v", "seqused_q", "dropout_p", "deterministic", "dq_accumulate")
 _VARLEN = _DENSE | _names(
     "cu_seqlens_q", "max_seqlen_q", "block_table", cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"
 )

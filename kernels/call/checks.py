@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fly import config
-from fly.errors import ArgumentTypeError, UnsupportedError
+from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-from ..arguments.callers import arg
+from ..arguments.callers import arg, written
 from ..arguments.checks import (
     ALIGNMENT,
     ATTENTION,
@@ -30,14 +30,19 @@ from ..arguments.checks import (
 )
 from ..dispatch import DUALWAVE
 from ..problem.catalogue import SPLIT_UNIT
-from ..problem.contract import Request, Tensors, aux_name
+from ..problem.contract import DQ_SUMS, Request, Tensors, aux_name
 from ..work.tile_scheduler import MAX_SPLITS
 from .features import CallArguments, check_features
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
-OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16}  # where it is not q's dtype
-# gfx942's own 8-bit floats: their bytes mean other numbers than float8_e4m3fn's, and bfloat16 holds all of those
-FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+}
+# where it is not q's dtype
+OUT_DTYPES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e4m3fnuz: torch.bfloat16}
 INPUTS = ("q", "k", "v")
 MAX_WAVES_PER_EU = 8
 # what is on the device may be no such thing as the shapes allow
@@ -100,17 +105,20 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_batch:
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip(INPUTS, (q, k, v)):
         if tensor.dtype not in DTYPES:
-            exact = ": convert with .to(torch.bfloat16), which is exact" if tensor.dtype in FNUZ else ""
+            # gfx942's other 8-bit floats, all of whose numbers bfloat16 holds
+            fnuz = tensor.dtype is torch.float8_e5m2fnuz
+            exact = ": convert with .to(torch.bfloat16), which is exact" if fnuz else ""
             fail(
                 f"{arg(name)} has dtype {tensor.dtype}; accepted: torch.bfloat16, torch.float16, "
-                f"torch.float8_e4m3fn{exact}",
+                f"torch.float8_e4m3fn, on gfx942 torch.float8_e4m3fnuz{exact}",
                 ArgumentTypeError,
             )
     if q.dtype.itemsize == 2 and k.dtype == v.dtype == torch.float8_e4m3fn:
         return
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if tensor.dtype in OUT_DTYPES else ""
+            cache = q.dtype.itemsize == 2 and tensor.dtype in OUT_DTYPES
+            other = f", or {arg('k, v')} both torch.float8_e4m3fn" if cache else ""
             fail(f"{arg(name)} must have {arg.q}'s dtype {q.dtype}{other}, got {tensor.dtype}", ArgumentTypeError)
 
 
@@ -296,6 +304,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
 
     flag("causal", causal)
     flag("deterministic", options["deterministic"])
+    _check_dq_sums(options["dq_accumulate"], options["deterministic"])
     flag("return_lse", options["return_lse"])
     heads, head_dim = q.shape[-2:]
     _check_head_options(options, k.shape[-2])
@@ -354,6 +363,7 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
         static_features=features,
         aux_tensors=len(aux),
         deterministic=options["deterministic"],
+        dq_accumulate=options["dq_accumulate"],
         bias_by_query="bias" in operands and operands["bias"].dim() == 4,
     )
     tensors = dict(zip((*INPUTS, "out"), inputs)) | operands | {aux_name(i): x for i, x in enumerate(aux)}
@@ -364,6 +374,18 @@ def check_call(q: Any, k: Any, v: Any, causal: Any, out: Any, options: Mapping[s
     checked = looked_at and (q.device.type == "cpu" or bool(config.CHECK_INPUTS.get()))
     lse = (*q.shape[:-3], heads, q.shape[-3])
     return Call(request, tensors, empty, extents, _result(q, v), lse, checked)
+
+
+def _check_dq_sums(how: Any, deterministic: bool) -> None:
+    if not isinstance(how, str) or how not in DQ_SUMS:
+        accepted = " or ".join(map(repr, DQ_SUMS))
+        error = ArgumentError if isinstance(how, str) else ArgumentTypeError
+        fail(f"{arg.dq_accumulate} must be {accepted}, got {written(how)}", error)
+    if deterministic and how != DQ_SUMS[0]:
+        fail(
+            f"{arg.dq_accumulate}={how!r} adds parts of {arg.q}'s gradient up in an order that changes from run to "
+            f"run, and {arg.deterministic} is True; accepted with it: {DQ_SUMS[0]!r}"
+        )
 
 
 def _parts(split_keys: int, seq_len_kv: int, alignment: int) -> int:

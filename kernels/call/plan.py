@@ -19,7 +19,7 @@ from fly.runtime.prepared import picker
 from .. import dispatch
 from ..arguments.callers import OWN
 from ..arguments.checks import stream_of
-from ..problem.contract import Launch, Request, Tensors
+from ..problem.contract import DQ_SUMS, Launch, Request, Tensors
 from .checks import INPUTS, Call, Result
 
 MAX_PLANS = 1024
@@ -135,6 +135,7 @@ def entry_of(request: Request, backward: bool = False) -> str:
     features = [name for name in request.features if name not in ("packed", "split_kv", "debug_counts")]
     named |= {"packed": "packed" in request.features, "feature": features, "tuning": [*request.tuning]}
     named |= {"lse": request.return_lse, "backward": backward}
+    named["dq_accumulate"] = "" if request.dq_accumulate == DQ_SUMS[0] else request.dq_accumulate
     given = {name: value for name, value in named.items() if value or name == "causal"}
     return "\n".join(["[[call]]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())])
 

@@ -8,7 +8,7 @@ lane then share one address, and registers decide what fits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import fly
 from fly.ir import memory
@@ -40,17 +40,23 @@ class RegisterCopies:
         head_dim = work.k.columns
         self.key_tiles, self.key_steps = TILE_KEYS // columns, TILE_KEYS // depth
         self.dim_tiles, self.dim_steps = head_dim // columns, head_dim // depth
-        k_layout, v_layout = k_tile(head_dim), v_tile(head_dim)
-        self.k_copy = KeyCopy(work.k, k_layout)
         pieces = tuple(link.columns.index(PIECE * p) // PIECE for p in range(depth // PIECE))
-        self.v_copy = ValueCopy(work.v, v_layout, pieces)
+        self.k_copy, self.v_copy, loads = self._parts(work.k, work.v, pieces)
+        k_layout, v_layout = self.k_copy.layout, self.v_copy.layout
         self.k_tiles = fly.SharedTile.ring("k", k_layout, work.k.dtype, K_BUFFERS)
         (self.v_tile,) = fly.SharedTile.ring("v", v_layout, work.v.dtype, 1)
         operand = link.column_operand
         want = fly.operand_coordinates(link.atom, operand, transposed=False)
-        found = fly.plan_operand(fly.target().matrix_loads, want, link.atom.values(operand))
-        plan = fly.require_plan(found, link.atom, operand)
+        plan = fly.require_plan(fly.plan_operand(loads, want, link.atom.values(operand)), link.atom, operand)
         self.k_load, self.v_load = (fly.OperandLoader(plan, layout) for layout in (k_layout, v_layout))
+
+    def _parts(
+        self, k: fly.RowView, v: fly.RowView, pieces: tuple[int, ...]
+    ) -> tuple[TileCopy, TileCopy, tuple[fly.MatrixLoad, ...]]:
+        """The copies, and the loads that operands may be read by; `pieces`: slots of those of an operand's keys."""
+        head_dim = k.columns
+        keys = KeyCopy(k, k_tile(head_dim), VECTOR)
+        return keys, ValueCopy(v, v_tile(head_dim), pieces), fly.target().matrix_loads
 
     def load_k(self, tile: fly.PipelineTile) -> InFlight:
         """Start a tile of K on its way to registers."""
@@ -88,31 +94,45 @@ class RegisterCopies:
         ]
 
 
-class KeyCopy:
-    """Tiles of K, kept as rows: a thread loads 16 bytes of one row, or of several that are as many passes apart."""
+class TileCopy(Protocol):
+    """How a block's threads copy tiles of K or V."""
 
-    def __init__(self, source: fly.RowView, layout: fly.PaddedTile):
+    layout: fly.PaddedTile
+
+    def load(self, tile: Any) -> InFlight:
+        """Start tile number `tile` on its way to registers."""
+
+    def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
+        """Store what arrived."""
+
+
+class KeyCopy:
+    """Tiles of K, kept as rows: a thread loads `vector` elements of one row, or of several that are as many passes
+    apart.
+    """
+
+    def __init__(self, source: fly.RowView, layout: fly.PaddedTile, vector: int):
         x, y, z = fly.block_dim()
-        self.source, self.layout = source, layout
-        lanes = layout.columns // VECTOR
+        self.source, self.layout, self.vector = source, layout, vector
+        lanes = layout.columns // vector
         self.rows = min(layout.rows, x * y * z // lanes)  # of a pass
         self.passes = layout.rows // self.rows
         thread = linear_thread()
-        row, column = thread // lanes, thread % lanes * VECTOR
+        row, column = thread // lanes, thread % lanes * vector
         self.offset = row * source.pitch + column * source.dtype.bytes
         self.place = layout.base(row, column)
 
     def load(self, tile: Any) -> InFlight:
         """Start tile number `tile`: 32-bit words of each pass."""
         window = self.source.tile(tile, self.layout.rows)
-        return tuple(_load_from(window, p * self.rows, self.offset, VECTOR) for p in range(self.passes))
+        return tuple(load_from(window, p * self.rows, self.offset, self.vector) for p in range(self.passes))
 
     def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
         """Store what arrived."""
         for p, words in enumerate(in_flight):
             _, add = self.layout.displace(p * self.rows, 0)
             place = destination.pointer.offset(self.place).offset(add)
-            memory.store(words.bitcast(self.source.dtype), place, align=16)
+            memory.store(words.bitcast(self.source.dtype), place, align=self.vector * self.source.dtype.bytes)
 
 
 class ValueCopy:
@@ -137,7 +157,7 @@ class ValueCopy:
     def load(self, tile: Any) -> InFlight:
         """Start tile number `tile`: 32-bit words of each row. Rows share an offset, from a base of their own."""
         window = self.source.tile(tile, self.layout.columns)
-        return tuple(_load_from(window, r, self.offset, self.width) for r in range(PIECE))
+        return tuple(load_from(window, r, self.offset, self.width) for r in range(PIECE))
 
     def store(self, in_flight: InFlight, destination: fly.SharedTile) -> None:
         """Turn what arrived and store it."""
@@ -149,7 +169,7 @@ class ValueCopy:
             memory.store(shuffle(pairs[0], pairs[1], [0, 1, 2, 3]), place, align=8)
 
 
-def _load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fly.Value:
+def load_from(window: fly.Window, row: int, offset: fly.Value, count: int) -> fly.Value:
     """`count` elements at an offset from a row of the window, as words."""
     dtype = window.view.dtype
     step = row * window.pitch

@@ -18,6 +18,7 @@ from ..work.sink_gradients import sink_gradients
 from ..work.steps import BoundKernel, Steps, aligned, bind_kernel
 from ..work.tile_scheduler import fold_grid
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
+from .dq_in_place import clear_dq, order_dq
 from .dq_sums import round_dq
 from .group_parts import ROWS, add_parts, parts_of_group
 from .group_parts import THREADS as ADDING_THREADS
@@ -41,6 +42,8 @@ def prepare_backward(
 ) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
 
+    Sums of dQ in 16 bits are dQ itself (`dq_in_place`), where rows outside of all sequences keep what they have:
+    a kernel of its own clears the others.
     With `parts` of a key head's query heads (`parts_of_call`), dK and dV are added up from theirs behind that.
     `spare_tiles`: that the kernel may add to behind the last one of all. See `flash_attn_generic_bwd.prepare`.
     """
@@ -52,27 +55,29 @@ def prepare_backward(
     lines = THREADS // lanes_of_row(request.value_dim)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M) + spare_tiles
     padded = -(-tiles * BLOCK_M // lines) * lines  # blocks of `row_statistics` clear as many rows as they have
-    sums = torch.empty((entries, heads, padded, request.head_dim), dtype=torch.float32, device=lse.device)
-    deltas = () if tensors.get("delta") is not None else ("delta",)  # else the caller's
-    sizes = {"lse2": lse.numel(), **dict.fromkeys(deltas, lse.numel()), "dq_sums": sums.numel()}
+    in_place = request.dq_accumulate == "16bit"
     group, key_blocks = heads // request.num_kv_heads, -(-request.seq_len_kv // options.block_n)
-    of_parts = {}
+
+    def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=lse.device)
+
+    made = {"lse2": memory(*lse.shape)}
+    if tensors.get("delta") is None:  # else the caller's
+        made["delta"] = memory(*lse.shape)
+    if in_place:
+        made["dq_tails"] = memory(sequences, heads, BLOCK_M, request.head_dim, dtype=tensors["dq"].dtype)
+    else:
+        made["dq_sums"] = memory(entries, heads, padded, request.head_dim)
     if parts > 1:
         for name in ("dk", "dv"):
             *rows, kv_heads, dim = tensors[name].shape
-            of_parts[f"{name}_parts"] = torch.empty(
-                (*rows, kv_heads * parts, dim), dtype=torch.float32, device=lse.device
-            )
-        sizes |= {name: part.numel() for name, part in of_parts.items()}
+            made[f"{name}_parts"] = memory(*rows, kv_heads * parts, dim)
     given = {
         **tensors,
-        **of_parts,
+        **made,  # only sizes and strides matter here
         "scale_log2": request.scale_log2,
         "group": group // parts,
         "sequences": sequences,
-        # only sizes and strides matter here
-        **dict.fromkeys(("lse2", *deltas), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
-        "dq_sums": sums,
     }
     steps: list[BoundKernel] = []
 
@@ -92,17 +97,20 @@ def prepare_backward(
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), wave)
     threads = WAVES * wave
+    of_queries = -(-request.seq_len // BLOCK_M), heads, sequences
+    if in_place:
+        add(clear_dq, of_queries, threads, request.operands, options=options)
     blocks = key_blocks, request.num_kv_heads * parts, sequences
     called = {name: f"{name}_parts" for name in ("dk", "dv")} if parts > 1 else {}
+    called |= {"dq_sums": "dq"} if in_place else {}
     divided = {"parts": parts} if parts > 1 else {}
     add(kernel, blocks, threads, request.operands, called, options=options, **divided)
     if parts > 1:
         blocks = -(-request.seq_len_kv // ROWS), request.num_kv_heads, sequences
         add(add_parts, blocks, ADDING_THREADS, request.operands, options=options, parts=parts)
-    blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    add(round_dq, blocks, threads, request.operands, options=options)
+    add(order_dq if in_place else round_dq, of_queries, threads, request.operands, options=options)
     places, nbytes = {}, 0
-    for name, size in sizes.items():
+    for name, part in made.items():
         places[name] = nbytes
-        nbytes += aligned(4 * size)
+        nbytes += aligned(part.nbytes)
     return Steps(tuple(steps), places, nbytes).launch()

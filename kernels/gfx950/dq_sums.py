@@ -1,5 +1,7 @@
 """Sums of dQ in float32, to which blocks of keys add tile by tile, in the order in which waves hold them.
 
+Those in 16 bits are `dq_in_place`.
+
 A tile of 32 queries is a section of 32 rows of `sums`, (B, H, rows, D) f32; of packed sequences (1, H, rows, D),
 where `work.query_tiles` says which tiles a sequence has. Of its columns, wave w makes 16 of every 64, from 16 w on,
 in accumulators of 16 x 16. Each register of each accumulator is 64 numbers side by side, one a lane, so that an
@@ -8,7 +10,7 @@ atomic instruction adds two whole lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -19,9 +21,9 @@ from fly.ir import memory
 
 from ..problem.scores import LOG2_E
 from ..work.query_tiles import queries_of_block, tile_of_all
-from ..work.sequences import Sequence
+from ..work.sequences import Sequence as Tokens
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
-from .operand_queue import Compute
+from .panels import Sums as Parts
 
 LANES = 64
 ACROSS = 16  # columns of an accumulator tile
@@ -38,33 +40,46 @@ def layout(dtype: fly.DType) -> fly.AccumulatorLayout:
     return fly.AccumulatorLayout(atom(dtype), "n")
 
 
+Step = Callable[[], None]
+
+
 @dataclass(frozen=True)
 class Sums:
     """Where a sequence's parts of dQ go."""
 
     sums: fly.Tensor
-    queries: Sequence
+    queries: Tokens
     batch: Any
 
-    def of_lane(self, head: Any, tile: Any) -> fly.Pointer:
+    def of_lane(self, head: Any, tile: Any) -> Any:
         """Where a lane's first number of a tile is."""
         entry, number = tile_of_all(self.queries, self.batch, tile, BLOCK_M)
         values = BLOCK_M * self.sums.shape[-1] // WAVES
         at = self.sums.at(entry, head, number * BLOCK_M, 0)
         return at.offset((fly.wave_id() * values) * 4).offset(fly.lane_id() * 4)
 
-    def add(self, part: Any, at: fly.Pointer) -> Iterator[Compute]:
-        """Add a wave's accumulators of a tile, an atomic instruction a step.
+    def round(self, part: Parts) -> list[Step]:
+        """Steps that bring a wave's accumulators of a tile into the form that is added; none where they have it."""
+        return []
 
-        `part`: has their `tiles` when a step is traced, and their `layout`. `at`: of the lane (`of_lane`).
+    def rounded(self, part: Parts) -> fly.Fragment:
+        """The same at once."""
+        for step in self.round(part):
+            step()
+        return part.fragment
+
+    def add(self, part: Parts, at: Callable[[], Any]) -> list[Step]:
+        """Steps that add a wave's part of a tile as `round` leaves it, an atomic instruction each.
+
+        `at`: the place of the lane (`of_lane`), when a step is run.
         """
-
-        def add(i: int, r: int, c: int, register: int) -> None:
-            fly.atomic_add(part.tiles[r][c][register], at.offset(i * LANES * 4))
-
         rows, columns, count = len(part.tiles), len(part.tiles[0]), part.layout.values
-        for i, (r, c, register) in enumerate(product(range(rows), range(columns), range(count))):
-            yield Compute(partial(add, i, r, c, register))
+
+        def add(number: int, r: int, c: int, register: int) -> None:
+            fly.atomic_add(part.tiles[r][c][register], at().offset(number * LANES * 4))
+
+        every = product(range(rows), range(columns), range(count))
+        return [partial(add, number, *of) for number, of in enumerate(every)]
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""

@@ -7,7 +7,7 @@ the second is at the end of the cluster before.
 from __future__ import annotations
 
 import fly
-from fly.backends.rocdl.intrinsics import s_barrier, sched_barrier
+from fly.backends.rocdl.intrinsics import s_barrier, s_waitcnt_lds, sched_barrier
 
 from .options import WAVES
 
@@ -23,6 +23,12 @@ def meet() -> None:
     sched_barrier()
     s_barrier()
     sched_barrier()
+
+
+def land(tile: fly.PipelineTile, flight: fly.Token) -> None:
+    """The stage that waits for the copies of a tile, and for the operands read in its cluster."""
+    fly.wait(flight)
+    s_waitcnt_lds()
 
 
 def rejoin(wave: fly.Value) -> None:

@@ -10,6 +10,7 @@ from .features import NO_FEATURES, Features
 from .scores import LOG2_E
 
 LARGEST_SCALE = 2.0**127
+DQ_SUMS = ("float32", "16bit")  # how parts of dq add up: of `dq_accumulate`, the first by default
 HEAD_DIMS = range(8, 257, 8)  # of kernels that take any: rows of whole 16-byte pieces
 
 
@@ -42,6 +43,7 @@ class Request:
     `features` are keys of `catalogue.FEATURES`; `tuning` holds the tuning options given, by name. `head_dim_v`: of
     v and out, None when it is `head_dim`. `static_features`: what kernels are built with for the features, and
     `aux_tensors`: how many of these their functions have. `deterministic`: gradients are the same bits every time.
+    `dq_accumulate`: how blocks of keys add parts of dq up, one of `DQ_SUMS`; the backward pass' alone.
     `operand_gradients`: of a backward pass, which makes gradients of a bias or of auxiliary tensors too. `partial`:
     results of parts of the keys, f32, are left in the workspace (`work.split_combine.Partials`), be it one part.
     `bias_by_query`: there is a bias, and queries have theirs.
@@ -70,6 +72,7 @@ class Request:
     static_features: Features = NO_FEATURES
     aux_tensors: int = 0
     deterministic: bool = False
+    dq_accumulate: str = DQ_SUMS[0]
     operand_gradients: bool = False
     bias_by_query: bool = False
     partial: bool = False

@@ -1,12 +1,19 @@
 """Dropout: which weights are kept is a function of their positions, so that every kernel and tile agrees on it.
 
-A call of Philox4x32 gives 16 bytes, one for each of 4 x 4 positions: those of queries that differ in bits 0 and 3,
-and of keys that do. What lanes hold of an accumulator is then spread over few calls, for every matrix instruction.
+A call of Philox4x32 decides for 4 x 8 positions: those of queries that differ in bits 0 and 3, and of keys that
+differ in bits 0, 1 and 3. What lanes hold of an accumulator is then spread over few calls, for every matrix
+instruction.
 With q and k the positions of a query and a key in their sequences, all numbers unsigned:
 
-    key = seed;  counter = (k>>4<<2 | k>>1&3,  q>>4<<2 | q>>1&3,  sequence * heads + head,  offset)
-    byte = 4 * ((q&1) + 2 * (q>>3&1)) + (k&1) + 2 * (k>>3&1)
+    key = seed;  counter = (k>>4<<1 | k>>2&1,  q>>4<<2 | q>>1&3,  sequence * heads + head,  offset)
+    j = (q & 9) | (k & 11) << 1
+    bits 7 to 4 of a position's byte: bit j of the call's words 0 to 3
+    bits 3 to 0: bit j of word w, rotated to the left by SPREAD[w], xor word 0, rotated by SHARED; w = 0 to 3
     kept iff byte >= T;  T = 256 p, rounded;  what is kept is scaled by 256 / (256 - T)
+
+So the upper four bits of a byte are Philox's own, and the bytes of any two positions are independent (SPREAD and
+SHARED are of a search for that; of 465 triples that begin with position 0 435 are). Bits of a byte are in eight words
+at one place since 32 comparisons are eight instructions then, one for each bit of T.
 
 `rng_state` is a tensor of two int64, (seed, offset); of the offset the low 32 bits count. Philox: Salmon, Moraes,
 Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), whose statistical tests 7 rounds pass.
@@ -29,6 +36,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 ROUNDS = 7
+SPREAD, SHARED = (14, 3, 8, 18), 2  # rotations
 LEAST, MOST = 1 / 512, 511 / 512  # probabilities that are 1 to 255 of 256
 
 
@@ -64,14 +72,48 @@ def philox(key: tuple[Any, Any], counter: Words, rounds: int = ROUNDS) -> Words:
     return words
 
 
-def call_number(position: Any) -> Any:
-    """A query's or key's word of the counter: its position without bits 0 and 3."""
-    return (position >> 4 << 2) | ((position >> 1) & 3)
+def query_number(query: Any) -> Any:
+    """A query's word of the counter: its position without bits 0 and 3."""
+    return (query >> 4 << 2) | ((query >> 1) & 3)
 
 
-def place_in_call(position: Any) -> Any:
-    """Which of four a query or key is in its call: bits 0 and 3 of its position."""
-    return (position & 1) | ((position >> 2) & 2)
+def key_number(key: Any) -> Any:
+    """A key's word of the counter: its position without bits 0, 1 and 3."""
+    return (key >> 4 << 1) | ((key >> 2) & 1)
+
+
+def query_place(query: Any) -> Any:
+    """A query's bits of the number of a position in its call."""
+    return query & 9
+
+
+def key_place(key: Any) -> Any:
+    """A key's bits of the number of a position in its call."""
+    return (key & 11) << 1
+
+
+def rotated(word: Any, bits: int) -> Any:
+    """A word of 32 bits rotated to the left; traced i32."""
+    return (word << bits) | ((word >> (32 - bits)) & ((1 << bits) - 1))
+
+
+def byte_bits(words: Words) -> list[Any]:
+    """Words whose bits j are those of position j's byte, bit 7 first, of the words of a call."""
+    shared = rotated(words[0], SHARED)
+    return [*words, *(rotated(word, bits) ^ shared for word, bits in zip(words, SPREAD, strict=True))]
+
+
+def decisions(words: Words, dropped: Any) -> Any:
+    """A word whose bit j says whether the weight at position j of a call is kept; traced i32.
+
+    words: the call's; dropped: the threshold, the same in every lane.
+    """
+    kept: Any = -1
+    for number, bits in enumerate(reversed(byte_bits(words))):
+        # where the threshold's bit is set, the byte's has to be, and what is below decides; else either will do
+        one_will_do = ((dropped >> number) & 1) - 1
+        kept = bits ^ ((bits ^ kept) & (bits ^ one_will_do))
+    return kept
 
 
 @dataclass(frozen=True)
@@ -93,17 +135,18 @@ class RandomHead:
         return RandomHead((low, high), head, last)
 
     def words(self, query_number: Any, key_number: Any, rounds: int = ROUNDS) -> Words:
-        """The words of the call that has these numbers (`call_number`) of queries and keys."""
+        """The words of the call that has these numbers of queries (`query_number`) and keys (`key_number`)."""
         return philox(self.key, (key_number, query_number, self.head, self.offset), rounds)
 
+    def decisions(self, query_number: Any, key_number: Any, dropped: Any, rounds: int = ROUNDS) -> Any:
+        """Which weights are kept of the 32 positions of the call that has these numbers; see `decisions`."""
+        return decisions(self.words(query_number, key_number, rounds), dropped)
+
     def keeps(self, query: fly.Value, key: fly.Value, dropped: fly.Value | int, rounds: int = ROUNDS) -> fly.Value:
-        """Whether the weight at a position is kept, i1: a whole call for one of its 16 bytes.
+        """Whether the weight at a position is kept, i1: a whole call for one of its 32 decisions.
 
         query, key: i32 positions in their sequences; dropped: the threshold.
         """
-        words = self.words(call_number(query), call_number(key), rounds)
-        place = place_in_call(query)
-        low, high = (fly.select((place & 1) == 0, words[i], words[i + 1]) for i in (0, 2))
-        word = fly.select(place < 2, low, high)
-        kept: fly.Value = ((word >> (place_in_call(key) << 3)) & 0xFF) >= dropped
+        found = self.decisions(query_number(query), key_number(key), dropped, rounds)
+        kept: fly.Value = ((found >> (query_place(query) | key_place(key))) & 1) != 0
         return kept

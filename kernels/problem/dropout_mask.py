@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .dropout import KEY_STEPS, MULTIPLIERS, ROUNDS, WORD, Words, call_number, place_in_call, threshold
+from .dropout import (
+    KEY_STEPS,
+    MULTIPLIERS,
+    ROUNDS,
+    WORD,
+    Words,
+    decisions,
+    key_number,
+    key_place,
+    query_number,
+    query_place,
+    threshold,
+)
 
 
 def philox(key: tuple[torch.Tensor, torch.Tensor], counter: Words, rounds: int = ROUNDS) -> Words:
@@ -49,11 +61,12 @@ def dropout_mask(
         return torch.arange(count, device=device)
 
     query, key = numbers(queries), numbers(keys)
-    query_call, key_call = (numbers(-(-count // 16) * 4) for count in (queries, keys))
-    counter = (key_call, query_call[:, None], numbers(batch * heads)[:, None, None], offset & WORD)
-    calls = (batch * heads, len(query_call), len(key_call))
-    found = philox((seed & WORD, seed >> 32 & WORD), counter, rounds)
-    words = torch.stack([word.expand(calls) for word in found], dim=-1)
-    at = (call_number(query)[:, None], call_number(key), place_in_call(query)[:, None])
-    bytes_: torch.Tensor = words[:, *at] >> place_in_call(key) * 8 & 0xFF
-    return (bytes_ >= dropped).view(batch, heads, queries, keys)
+    # of the calls that have these positions
+    of_query, of_key = (numbers(-(-count // 16) * each) for count, each in ((queries, 4), (keys, 2)))
+    counter = (of_key, of_query[:, None], numbers(batch * heads)[:, None, None], offset & WORD)
+    calls = (batch * heads, len(of_query), len(of_key))
+    words = philox((seed & WORD, seed >> 32 & WORD), counter, rounds)
+    kept = decisions((words[0], words[1], words[2], words[3]), dropped).expand(calls)
+    place = query_place(query)[:, None] | key_place(key)
+    found: torch.Tensor = kept[:, query_number(query)[:, None], key_number(key)] >> place & 1 != 0
+    return found.view(shape)

@@ -1,45 +1,41 @@
-"""Dropout of a tile of scores: the bytes that the lanes' accumulators need, each Philox call made once by one lane.
+"""Dropout of a tile of scores: the decisions on the lanes' accumulators, each Philox call made once by one lane.
 
-Of the 16 positions of a call (see `dropout.py`), which differ in bits 0 and 3 of rows and columns, a lane holds those
-whose bits are numbers of its registers. Where one of these bits is a bit of the lane's index, lanes share calls:
-xor 4 for the rows of `mma.sync` and of WGMMA, xor 1 and 8 for the columns of MFMA 32x32, 1, 8 and 32 for MFMA 16x16.
-Such lanes split the calls that they all need, and swap words, one such bit after the other: of two lanes, each has
-made one of two calls, keeps the half that has its own bit, and gets that half of the other's. What a word is about is
-data: labels of a call's bytes and of calls, some the index of a word, two the index of a byte in it.
+Of the 32 positions of a call (see `dropout.py`), which differ in some bits of rows and columns, a lane holds those
+whose bits are numbers of its registers. Where one of these bits is a bit of the lane's index, lanes share calls: xor
+4 and 1 in accumulators of `mma.sync` and of WGMMA whose rows are queries, 4 and 8 where they are keys, two to four
+such bits in those of MFMA. These lanes split the calls that they all need, and make a word of 32 decisions of each.
+Then lanes that differ in such a bit swap halves of words, one bit of the index after the other: of two lanes, each
+keeps the half of its word that has its own bit, and gets that half of the other's in the place of what it sent. So a
+lane has one word of the decisions on what it holds, of all the calls.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import fly
 from fly.errors import AtomError
 
-from .dropout import ROUNDS, RandomHead, call_number, place_in_call
+from .dropout import ROUNDS, WORD, RandomHead, key_number, key_place, query_number, query_place
 
 Side = Literal["rows", "columns"]
 SIDES: tuple[Side, Side] = ("columns", "rows")  # in the order in which their calls are shared
-# A label is a bit of a byte's number in its call, or a bit ("rows" or "columns", i) of the index of a call that lanes
-# share. Words of a call: one for each place of its queries; bytes of a word: of its keys.
-Label = int | tuple[Side, int]
-KEY_LABELS: tuple[int, int] = (0, 1)
-QUERY_LABELS: tuple[int, int] = (2, 3)
-Bits = tuple[int, ...]
-HIGH_BITS = 0x80808080 - (1 << 32)  # bit 7 of every byte, as i32
 
 
 @dataclass(frozen=True)
 class Mate:
-    """A bit of the lane's index that is a bit of the position in a call: `label`.
+    """A bit of the lane's index that is a bit of the position in a call.
 
-    `shares`: the bit of the call's index that the two lanes split, or None where each makes all calls that it needs.
+    `place`: that bit. `shares`: the bit of the call's index that the two lanes split, or None where each makes all
+    calls that it needs.
     """
 
     lane_bit: int
-    label: int
+    place: int
     shares: tuple[Side, int] | None = None
 
 
@@ -47,8 +43,9 @@ class Mate:
 class Plan:
     """Who makes which call: of an accumulator layout, numbers of tiles, and the side that queries are on.
 
-    `rows`, `columns`: numbers of calls (`call_number`) that a lane needs, from its own first on; the calls are all
-    their pairs. `row_lane`, `column_lane`: its first, for each lane. `mates`: those that share first.
+    `rows`, `columns`: numbers of calls (`query_number`, `key_number`) that a lane needs, from its own first on; the
+    calls are all their pairs, and some that nobody needs may be among them. `row_lane`, `column_lane`: the first that
+    it makes, for each lane. `mates`: those that share first.
     """
 
     queries: Side
@@ -58,15 +55,22 @@ class Plan:
     column_lane: tuple[int, ...]
     mates: tuple[Mate, ...]
 
-    def labels(self, side: Side) -> tuple[int, int]:
-        """Those of bits 0 and 3 of a row or column."""
-        return QUERY_LABELS if side == self.queries else KEY_LABELS
-
     def made(self, side: Side) -> list[tuple[int, int]]:
         """(index, number) of the rows or columns of calls that a lane makes: shared bits of the index are 0."""
         numbers = self.rows if side == "rows" else self.columns
         shared = sum(1 << mate.shares[1] for mate in self.mates if mate.shares and mate.shares[0] == side)
         return [(i, number) for i, number in enumerate(numbers) if not i & shared]
+
+    def number(self, side: Side, position: int) -> int:
+        """Of a row's or column's call."""
+        number: int = query_number(position) if side == self.queries else key_number(position)
+        return number
+
+    def place_of(self, row: int, column: int) -> int:
+        """Of a row and column, the place in their call."""
+        query, key = (row, column) if self.queries == "rows" else (column, row)
+        place: int = query_place(query) | key_place(key)
+        return place
 
 
 def _sharing(numbers: Sequence[int]) -> Iterator[int]:
@@ -80,6 +84,17 @@ def _sharing(numbers: Sequence[int]) -> Iterator[int]:
         bit += 1
 
 
+def _extended(numbers: tuple[int, ...], mates: int) -> tuple[int, ...]:
+    """Numbers of calls, and of some that nobody needs if lanes that share by so many bits then make fewer of them."""
+    count, steps = len(numbers), {b - a for a, b in itertools.pairwise(numbers)}
+    most = min(count & -count, 1 << mates)  # lanes that share as it is
+    rounds = -(-count >> mates)  # rounded up
+    if len(steps) != 1 or rounds >= count // most:
+        return numbers
+    (step,) = steps
+    return tuple(range(numbers[0], numbers[0] + (rounds << mates) * step, step))
+
+
 @functools.lru_cache(maxsize=64)
 def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queries: Side, shared: bool) -> Plan:
     """The plan for a fragment; `shared`: lanes split the calls that they have in common.
@@ -87,27 +102,25 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
     Raises:
         AtomError: a layout whose rows or columns are not made of bits of lanes and registers.
     """
-    lanes = layout.atom.lanes
-    of_lanes = {"rows": layout.row_lane, "columns": layout.column_lane}
+    lanes = range(layout.atom.lanes)
+    lane = {"rows": [layout.row_lane(i) for i in lanes], "columns": [layout.column_lane(i) for i in lanes]}
     held = {
         "rows": {tile * layout.rows + place for tile in range(row_tiles) for place in layout.value_rows},
         "columns": {tile * layout.columns + place for tile in range(column_tiles) for place in layout.value_columns},
     }
     for side in SIDES:
-        if any(of_lanes[side](lane) & place for lane in range(lanes) for place in held[side]):
+        if any(of_lane & place for of_lane in lane[side] for place in held[side]):
             raise AtomError(f"{layout}: {side} are not made of bits of lanes and registers")
-    numbers = {side: tuple(sorted(set(map(call_number, held[side])))) for side in SIDES}
-    label_of = {  # of a bit of a row or column
-        (side, bit): label
-        for side in SIDES
-        for bit, label in zip((1, 8), QUERY_LABELS if side == queries else KEY_LABELS, strict=True)
-    }
-    lane_bits = [1 << bit for bit in range((lanes - 1).bit_length())]
-    places = ((bit, (side, of_lanes[side](bit))) for bit in lane_bits for side in SIDES)
-    # those that choose words come first: bytes take three instructions more
-    found = sorted(((bit, label_of[place]) for bit, place in places if place in label_of), key=lambda pair: -pair[1])
-    free = [(side, bit) for side in SIDES for bit in _sharing(numbers[side])] if shared else []
-    mates = tuple(Mate(bit, label, free[i] if i < len(free) else None) for i, (bit, label) in enumerate(found))
+    empty = Plan(queries, (), (), (), (), ())
+    numbers = {side: tuple(sorted({empty.number(side, place) for place in held[side]})) for side in SIDES}
+    places = [empty.place_of(row, column) for row, column in zip(lane["rows"], lane["columns"], strict=True)]
+    bits = [(1 << bit, places[1 << bit]) for bit in range((len(lanes) - 1).bit_length()) if places[1 << bit]]
+    free: list[tuple[Side, int]] = []
+    for side in SIDES if shared else ():
+        left = len(bits) - len(free)
+        numbers[side] = _extended(numbers[side], left)
+        free.extend((side, bit) for bit in itertools.islice(_sharing(numbers[side]), left))
+    mates = tuple(Mate(bit, place, shares) for (bit, place), shares in itertools.zip_longest(bits, free))
 
     def first(side: Side) -> tuple[int, ...]:
         """The number of a lane's first call: of those that it shares, the one that it makes."""
@@ -116,165 +129,149 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
             for mate in mates
             if mate.shares and mate.shares[0] == side
         ]
-        return tuple(
-            call_number(of_lanes[side](lane)) + sum(step for bit, step in own if lane & bit) for lane in range(lanes)
-        )
+        return tuple(empty.number(side, lane[side][i]) + sum(step for bit, step in own if i & bit) for i in lanes)
 
     return Plan(queries, numbers["rows"], numbers["columns"], first("rows"), first("columns"), mates)
 
 
-@dataclass(frozen=True)
-class Either:
-    """A word that a lane made, or was `sent`: `one` where `bit` (i1) of the lane's index is set, or else `zero`.
-
-    What takes bytes out of two words can choose as well, and needs no selection before.
-    """
-
-    bit: fly.Value
-    zero: fly.Value
-    one: fly.Value
-    sent: fly.Value
+Index = tuple[int, int]  # of a call: of its row and of its column, in a plan
 
 
 @dataclass(frozen=True)
-class Held:
-    """Words of random bytes that a lane holds: `words[bits]` has a bit for each of `axes`.
-
-    The number of a byte in its word has the bits `inner`: None where the wanted byte has been shifted to the start.
-    """
-
-    axes: tuple[Label, ...]
-    inner: tuple[Label | None, Label | None]
-    words: dict[Bits, Any]
-
-    def settled(self) -> Held:
-        """With a word in place of each choice."""
-        return replace(self, words={bits: settled(word) for bits, word in self.words.items()})
-
-    def pairs(self, axis: Label) -> Iterator[tuple[Bits, Bits]]:
-        """Indices of words that differ in an axis only."""
-        at = self.axes.index(axis)
-        for bits in self.words:
-            if not bits[at]:
-                yield bits, (*bits[:at], 1, *bits[at + 1 :])
-
-    def moved_out(self, label: Label, axis: Label) -> Held:
-        """A label of bytes made the axis of words that another one was."""
-        level, words = self.inner.index(label), {}
-        for zero, one in self.pairs(axis):
-            words[zero], words[one] = _gathered(self.words[zero], self.words[one], level)
-        inner = tuple(axis if own == label else own for own in self.inner)
-        return Held(tuple(label if own == axis else own for own in self.axes), (inner[0], inner[1]), words)
-
-    def exchanged(self, mate: Mate, bit: fly.Value) -> Held:
-        """The half that has the lane's own `bit` of the label, of both lanes' calls."""
-        assert mate.shares is not None
-        words = {}
-        for zero, one in self.pairs(mate.label):
-            received = fly.shuffle_xor(fly.select(bit, self.words[zero], self.words[one]), mate.lane_bit)
-            words[zero] = Either(bit, self.words[zero], received, received)
-            words[one] = Either(bit, received, self.words[one], received)
-        return Held(tuple(mate.shares if own == mate.label else own for own in self.axes), self.inner, words)
-
-    def chosen(self, mate: Mate, bit: fly.Value) -> Held:
-        """What has the lane's own `bit` of the label."""
-        if mate.label in self.inner:
-            level = self.inner.index(mate.label)
-            shift = fly.select(bit, 8 << level, 0)
-            inner = tuple(None if own == mate.label else own for own in self.inner)
-            return Held(self.axes, (inner[0], inner[1]), {bits: word >> shift for bits, word in self.words.items()})
-        at = self.axes.index(mate.label)
-        words = {
-            (*zero[:at], *zero[at + 1 :]): fly.select(bit, self.words[one], self.words[zero])
-            for zero, one in self.pairs(mate.label)
-        }
-        return Held((*self.axes[:at], *self.axes[at + 1 :]), self.inner, words)
-
-    def byte(self, bit_of: Callable[[Label], int]) -> tuple[fly.Value, int]:
-        """The word that has the byte whose labels have these bits, and which of its bytes that is."""
-        word = self.words[tuple(map(bit_of, self.axes))]
-        return word, sum(1 << level for level, label in enumerate(self.inner) if label is not None and bit_of(label))
-
-
-def settled(word: fly.Value | Either) -> fly.Value:
-    """A word, chosen if that is still to be done."""
-    return fly.select(word.bit, word.one, word.zero) if isinstance(word, Either) else word
-
-
-def _gathered(a: fly.Value, b: fly.Value, level: int) -> tuple[fly.Value, fly.Value]:
-    """Of two words, the bytes whose number's bit `level` is 0, and the others; the bit then tells a from b."""
-    low, shift = (0x00FF00FF, 8) if level == 0 else (0x0000FFFF, 16)
-    return (a & low) | ((b & low) << shift), ((a >> shift) & low) | (b & ~low)
-
-
-@dataclass(frozen=True)
-class RandomTile:
-    """The random bytes of a fragment's elements, in words of calls: `held` by indices of their rows and columns."""
+class DecidedTile:
+    """What dropout decides on a fragment's elements: bits of `words`, by indices of the calls that a lane made."""
 
     made: Plan
-    held: dict[tuple[int, int], Held]
+    words: dict[Index, fly.Value]
 
-    def byte(self, row: int, column: int) -> tuple[fly.Value, int]:
-        """A word and the number of its byte: that of an element, by its place relative to the lane's first."""
+    def place(self, row: int, column: int) -> tuple[Index, int]:
+        """The word of an element, by its place relative to the lane's first, and which bit it is."""
         made = self.made
-        index = {"rows": made.rows.index(call_number(row)), "columns": made.columns.index(call_number(column))}
-
-        def bit_of(label: Label) -> int:
-            if isinstance(label, tuple):
-                return index[label[0]] >> label[1] & 1
-            side: Side = "rows" if label in made.labels("rows") else "columns"
-            place: int = place_in_call(row if side == "rows" else column)
-            return place >> made.labels(side).index(label) & 1
-
-        base = dict(index)
+        index = {
+            "rows": made.rows.index(made.number("rows", row)),
+            "columns": made.columns.index(made.number("columns", column)),
+        }
+        number = made.place_of(row, column)
         for mate in made.mates:
             if mate.shares is not None:
-                base[mate.shares[0]] &= ~(1 << mate.shares[1])
-        return self.held[base["rows"], base["columns"]].byte(bit_of)
-
-    @property
-    def words(self) -> list[Any]:
-        """All of them."""
-        return [word for held in self.held.values() for word in held.words.values()]
+                side, bit = mate.shares
+                number |= mate.place * (index[side] >> bit & 1)
+                index[side] &= ~(1 << bit)
+        return (index["rows"], index["columns"]), number
 
 
-def random_tile(
+def decided_tile(
     layout: fly.AccumulatorLayout,
     row_tiles: int,
     column_tiles: int,
     first_row: Any,
     first_column: Any,
     head: RandomHead,
+    dropped: fly.Value | int,
     *,
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
-    of_words: Callable[[fly.Value], fly.Value] | None = None,
-) -> RandomTile:
-    """The random bytes of a fragment of so many tiles; see `keep_tile`."""
+) -> DecidedTile:
+    """The decisions on a fragment of so many tiles; see `kept_tile`."""
     made = plan(layout, row_tiles, column_tiles, queries, shared)
     lane = fly.lane_of(layout.atom.lanes)
-    rows, columns = (
-        (first >> 2) + fly.lane_map(table, lane)
-        for first, table in ((first_row, made.row_lane), (first_column, made.column_lane))
+    row, column = (
+        # a multiple of 16, whose number in calls has fewer bits
+        (first >> (2 if side == queries else 3)) + fly.lane_map(table, lane)
+        for side, first, table in (("rows", first_row, made.row_lane), ("columns", first_column, made.column_lane))
     )
-    own = [(mate, (lane & mate.lane_bit) != 0) for mate in made.mates]
-
-    def held(row: fly.Value, column: fly.Value) -> Held:
-        words = head.words(*_by_queries(made, row, column), rounds)
-        if of_words is None:
-            return _held(made, own, words).settled()
-        return _held(made, own, [of_words(word) for word in words])
-
-    calls = {
-        (r, c): held(rows + row, columns + column)
-        for r, row in made.made("rows")
-        for c, column in made.made("columns")
-    }
-    return RandomTile(made, calls)
+    words = {}
+    for (r, row_step), (c, column_step) in itertools.product(made.made("rows"), made.made("columns")):
+        query, key = _by_queries(made, row + row_step, column + column_step)
+        words[r, c] = head.decisions(query, key, dropped, rounds)
+    for mate in made.mates:
+        ones = (lane & mate.lane_bit) != 0
+        words = {index: _own(word, mate, ones) for index, word in words.items()}
+    return DecidedTile(made, words)
 
 
-def keep_tile(
+def _own(word: fly.Value, mate: Mate, ones: fly.Value) -> fly.Value:
+    """The half of a word that has the lane's own bit, `ones`, of the mate's; and that half of the mate's word.
+
+    Of two words, the one of the lane whose bit is 0 is where that bit of the place is 0.
+    """
+    if mate.shares is None:
+        return word >> fly.select(ones, mate.place, 0)
+    other = fly.shuffle_xor(word, mate.lane_bit)
+    zeros = sum(1 << place for place in range(32) if not place & mate.place)
+    own = fly.select(ones, as_word(WORD & ~zeros), as_word(zeros))
+    # what a shift brings in from the sign is not taken
+    moved = fly.select(ones, other >> mate.place, other << mate.place)
+    kept: fly.Value = moved ^ ((moved ^ word) & own)
+    return kept
+
+
+def as_word(bits: int) -> int:
+    """32 bits as the i32 that they are."""
+    return bits - (bits >> 31 << 32)
+
+
+@dataclass(frozen=True)
+class KeptTile:
+    """Which of a fragment's elements dropout keeps: bits of words until they are asked for.
+
+    On AMD `only` takes a mask of the element, since conditions of all lanes take two scalar registers each; `either`
+    does not, so that masks are not kept for it.
+    """
+
+    decided: DecidedTile
+    layout: fly.AccumulatorLayout
+
+    def only(self, values: fly.Fragment) -> fly.Fragment:
+        """f32 that are kept, and 0 for others."""
+        if fly.target().backend != "rocdl":
+            return self._chosen(values, lambda x, r, c: fly.broadcast(fly.f32(0.0), len(x)))
+
+        def masked(x: fly.Value, r: int, c: int) -> fly.Value:
+            masks = fly.from_elements([word << (31 - number) >> 31 for word, number in self._bits(r, c)])
+            return _apart((x.bitcast(fly.i32) & masks).bitcast(fly.f32))
+
+        return values.map(masked)
+
+    def signed(self, values: fly.Fragment) -> fly.Fragment:
+        """f32, less than 0 where they are not kept; of values from 0 on."""
+
+        def flipped(x: fly.Value, r: int, c: int) -> fly.Value:
+            signs = fly.from_elements([~word << (31 - number) for word, number in self._bits(r, c)])
+            return ((x.bitcast(fly.i32) & 0x7FFFFFFF) | (signs & as_word(1 << 31))).bitcast(fly.f32)
+
+        return values.map(flipped)
+
+    def either(self, kept: fly.Fragment, dropped: fly.Fragment) -> fly.Fragment:
+        """The f32 of one fragment that are kept, and of the other those that are not."""
+        return self._chosen(kept, lambda x, r, c: dropped.tiles[r][c])
+
+    def conditions(self, r: int, c: int) -> fly.Value:
+        """Of a tile of the fragment, i1."""
+        return fly.from_elements([word & as_word(1 << number) for word, number in self._bits(r, c)]) != 0
+
+    def _chosen(self, values: fly.Fragment, other: Callable[[fly.Value, int, int], fly.Value]) -> fly.Fragment:
+        def chosen(x: fly.Value, r: int, c: int) -> fly.Value:
+            return _apart(fly.select(self.conditions(r, c), x, other(x, r, c)))
+
+        return values.map(chosen)
+
+    def _bits(self, r: int, c: int) -> Iterator[tuple[fly.Value, int]]:
+        """Words, and which bit of each, of a tile's elements."""
+        layout = self.layout
+        for i, j in zip(layout.value_rows, layout.value_columns, strict=True):
+            index, number = self.decided.place(r * layout.rows + i, c * layout.columns + j)
+            yield self.decided.words[index], number
+
+
+def _apart(made: fly.Value) -> fly.Value:
+    """A tile's values, before any test of another tile's: AMD's scheduler would make all of them first."""
+    fly.sched_barrier()
+    return made
+
+
+def kept_tile(
     like: fly.Fragment,
     first_row: Any,
     first_column: Any,
@@ -284,58 +281,22 @@ def keep_tile(
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
-) -> fly.Fragment:
-    """Which elements dropout keeps, i1, laid out as `like`: what `RandomHead.keeps` says of each.
+) -> KeptTile:
+    """Which elements of a fragment laid out as `like` dropout keeps: what `RandomHead.keeps` says of each.
 
     first_row, first_column: i32 positions of the fragment's corner in its sequences, multiples of 16; dropped: the
     threshold; queries: whether these are the rows (the keys the columns) or the other way around. `shared`: lanes
     that need the same calls split them and swap words, so that all lanes of the wave must come here together; else
-    each makes all that it needs, which is two to three times the arithmetic.
+    each makes all that it needs, which is two to eight times the arithmetic.
     """
     layout, tiles = like.layout, (len(like.tiles), len(like.tiles[0]))
     corner = first_row, first_column
-    random = random_tile(layout, *tiles, *corner, head, queries=queries, rounds=rounds, shared=shared)
-
-    def byte(row: int, column: int) -> fly.Value:
-        word, number = random.byte(row, column)
-        return (word >> 8 * number if number else word) & 0xFF
-
-    def tile(_: fly.Value, r: int, c: int) -> fly.Value:
-        places = zip(layout.value_rows, layout.value_columns, strict=True)
-        return fly.from_elements([byte(r * layout.rows + i, c * layout.columns + j) for i, j in places]) >= dropped
-
-    return like.map(tile)
+    decided = decided_tile(layout, *tiles, *corner, head, dropped, queries=queries, rounds=rounds, shared=shared)
+    return KeptTile(decided, layout)
 
 
 def _by_queries(made: Plan, row: fly.Value, column: fly.Value) -> tuple[fly.Value, fly.Value]:
     return (row, column) if made.queries == "rows" else (column, row)
-
-
-def _held(made: Plan, own: Sequence[tuple[Mate, fly.Value]], words: Sequence[fly.Value]) -> Held:
-    """Of a call's words, and of those that mates make at the same time, what the lane needs."""
-    low, high = QUERY_LABELS
-    held = Held((low, high), KEY_LABELS, {(i & 1, i >> 1): word for i, word in enumerate(words)})
-    later = [mate.label for mate in made.mates]
-    for mate, bit in own:
-        held = held.settled()
-        later.remove(mate.label)
-        if mate.shares is None:
-            held = held.chosen(mate, bit)
-            continue
-        if mate.label in held.inner:
-            axis = next((axis for axis in held.axes if axis not in later), held.axes[0])
-            held = held.moved_out(mate.label, axis)
-        held = held.exchanged(mate, bit)
-    return held
-
-
-def _at_least(word: fly.Value, low: fly.Value, below_half: fly.Value) -> fly.Value:
-    """Bit 7 of every byte: whether the byte is at least the threshold.
-
-    `low` has bits 0 to 6 of the threshold in every byte; `below_half`: all bits, if its bit 7 is 0, or none.
-    """
-    rest = (word | HIGH_BITS) - low  # nothing is borrowed: bit 7 stays where bits 0 to 6 are at least the threshold's
-    return (word & rest) | (below_half & (word | rest))
 
 
 def kept_share(dropped: fly.Value) -> fly.Value:
@@ -351,30 +312,21 @@ class Dropout:
     random: RandomHead
     dropped: fly.Value
 
-    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
-        """Which of a tile's weights are kept, i1: rows are queries; see `keep_tile`."""
-        return keep_tile(like, first_query, first_key, self.random, self.dropped)
+    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> KeptTile:
+        """Which of a tile's weights are kept: rows are queries; see `kept_tile`."""
+        return kept_tile(like, first_query, first_key, self.random, self.dropped)
 
-    def kept_bytes(
-        self, layout: fly.AccumulatorLayout, first_row: Any, first_column: Any, queries: Side = "rows"
-    ) -> RandomTile:
-        """Which weights of one tile are kept: bit 7 of each one's byte, whose other bits are anything.
-
-        Four at a time, for kernels that make masks of these bits, and of an `Either`; see `keep_tile`.
-        """
-        low, below_half = (self.dropped & 0x7F) * 0x01010101, (self.dropped >> 7) - 1
-
-        def compared(word: fly.Value) -> fly.Value:
-            return _at_least(word, low, below_half)
-
-        corner = first_row, first_column
-        return random_tile(layout, 1, 1, *corner, self.random, queries=queries, of_words=compared)
+    def decided(
+        self,
+        layout: fly.AccumulatorLayout,
+        first_row: Any,
+        first_column: Any,
+        queries: Side = "rows",
+        tiles: tuple[int, int] = (1, 1),
+    ) -> DecidedTile:
+        """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `kept_tile`."""
+        return decided_tile(layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries)
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
-        return only(self.kept(weights, first_query, first_key), weights)
-
-
-def only(kept: fly.Fragment, weights: fly.Fragment) -> fly.Fragment:
-    """Weights that are kept, and 0 for others."""
-    return weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, 0.0))
+        return self.kept(weights, first_query, first_key).only(weights)

@@ -192,15 +192,15 @@ class BoundFeatures:
     def dropout(self, place: Place, remade: bool = False) -> Dropout | None:
         """What dropout does to the weights of the head, where there is any.
 
-        `remade`: for tiles that have no scalar registers for what is made of the random state (`fly.remade`).
+        `remade`: for tiles that have no scalar registers for what is made of the random state, and of the threshold.
         """
         if not self.features.drops:
             return None
-        random = self._random(place)
+        random, dropped = self._random(place), self.operands["dropped"]
         if remade:
-            low, high, head, offset = map(fly.remade, (*random.key, random.head, random.offset))
+            low, high, head, offset, dropped = map(fly.remade, (*random.key, random.head, random.offset, dropped))
             random = RandomHead((low, high), head, offset)
-        return Dropout(random, self.operands["dropped"])
+        return Dropout(random, dropped)
 
     def of_kept(self, delta: fly.Value) -> fly.Value:
         """A number times the share of the weights that dropout keeps."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import fly
 
-from .dropout_tile import only
+from .dropout_tile import KeptTile
 from .features import BoundFeatures
 from .mask import KeyRange
 from .scores import LOG2_E, Place, ScoreTile
@@ -85,25 +85,23 @@ class Weights:
 
     weights: fly.Fragment
     pull: Callable[[fly.Fragment], ScoreGradients]
-    kept: fly.Fragment | None = None
+    kept: KeptTile | None = None
     steep: fly.Fragment | None = None
 
     @property
     def of_values(self) -> fly.Fragment:
         """P as values were added up with it, without dropout's scale."""
-        return self.weights if self.kept is None else only(self.kept, self.weights)
+        return self.weights if self.kept is None else self.kept.only(self.weights)
 
     @property
     def signed(self) -> fly.Fragment:
         """P, or -P where it is dropped."""
-        if (kept := self.kept) is None:
-            return self.weights
-        return self.weights.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, -x))
+        return self.weights if self.kept is None else self.kept.signed(self.weights)
 
     def score_gradients(self, excess: fly.Fragment, less: fly.Fragment) -> ScoreGradients:
         """Of dP - delta, and of -delta, which it is where a weight is dropped."""
-        if (kept := self.kept) is not None:
-            excess = excess.map(lambda x, r, c: fly.select(kept.tiles[r][c], x, less.tiles[r][c]))
+        if self.kept is not None:
+            excess = self.kept.either(excess, less)
         if (steep := self.steep) is not None:
             return ScoreGradients(excess.map(lambda x, r, c: steep.tiles[r][c] * x))
         return self.pull(excess.map(lambda x, r, c: self.weights.tiles[r][c] * x))
@@ -130,6 +128,10 @@ def weights(
     for nothing else, so that scores' derivatives are put into it at once (`Weights.steep`). `drops`: with dropout, if
     there is any; else that is the caller's.
     """
+    dropout = given.dropout(place, remade=True) if drops else None
+    kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
+    if kept is not None:
+        fly.sched_barrier()  # what random numbers take is free before scores take more
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)
     if hide is not None:
         scores = hide(scores)
@@ -137,8 +139,6 @@ def weights(
     if given.features.modifies:
         # scores of -1e9 and the like: their log-sum-exp is rounded to hundreds, and infinity times 0 would be NaN
         exponents = exponents.map(lambda x, r, c: fly.select(x > 0.0, 0.0, x))
-    dropout = given.dropout(place, remade=True) if drops else None
-    kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
     found = exponents.map(lambda x, r, c: fly.exp2(x))
     steep = pull(found).raw if early and given.features.modifies and inputs == SCORES_ALONE else None
     return Weights(found, pull, kept, steep)

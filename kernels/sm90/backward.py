@@ -80,6 +80,11 @@ class Sm90BackwardOptions:
         return self.crowded and limited and "bias" not in self.features.operands
 
     @property
+    def remakes_random(self) -> bool:
+        """Whether tiles make again what dropout's random numbers start from: wide heads need its registers."""
+        return max(self.head_dim, self.head_dim_v) > 96
+
+    @property
     def ds_stages(self) -> int:
         """Slots of dS: two, so that one barrier a tile is enough, or one where there are two; three if `behind`.
 

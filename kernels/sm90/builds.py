@@ -361,7 +361,7 @@ def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
 
 
 # Keys of a tile where dropout is all that a call asks for, by consumers, and beside three of D=64 only: builds have
-# registers for so many, and lanes share all calls for random numbers of a multiple of 32. Of D=64 96 took 0.95 of the
+# registers for so many, and lanes share all calls for random numbers of a multiple of 64. Of D=64 96 took 0.95 of the
 # time of 64, 128 took 1.06 (H200).
 _DROPOUT = {1: 128, 2: 128, 3: 96}
 # Keys of a tile of decoding where what is computed for every score alone needs registers: its one consumer has 256. A

@@ -31,9 +31,10 @@ from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layo
 from ..problem.mask import KeyRange, QueryRange, TileRange
 from ..problem.scores import LOG2_E
 from ..work.fragments import row_numbers
+from ..work.kept_pairs import KeptPairs
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 from .dq_sums import Sums
-from .dropout import KeptWeights
+from .dropout import kept_weights, remade
 from .exchange import Exchange
 from .key_block import Block, Buffers
 from .producer import Slots, clear_tail
@@ -283,22 +284,24 @@ class Consumer:
 
     def _weighed(
         self, raw: fly.Value, at: Position, j: fly.Value, step: Step
-    ) -> tuple[Weights, tuple[fly.Value, ...], KeptWeights | None]:
+    ) -> tuple[Weights, tuple[fly.Value, ...], KeptPairs | None]:
         """`weigh`; also the A operand of dV, and what dropout keeps."""
         made = self.weigh(raw, at, j, step, drops=False)
         first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
         p = self._narrow(made.weights)
         if dropout is None:
             return made, p, None
-        kept = _chosen(KeptWeights.of(dropout, self.layout, first_key, j * BLOCK_M, "columns"))
+        if self.options.remakes_random:
+            dropout, first_key = remade(dropout, j), anew(first_key, j)
+        kept = kept_weights(dropout, self.layout, first_key, j * BLOCK_M, "columns")
         return made, kept.only(p), kept
 
     def _pulled(
-        self, made: Weights, kept: KeptWeights | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
+        self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
         if kept is not None:
-            excess = _where_kept(kept, excess)
+            excess = kept.only_f32(excess)
         return self._narrow(self.pull(made, excess, at, j, step))
 
     def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
@@ -429,23 +432,3 @@ class Consumer:
         rows = Operand(self.buffers.ds, ds, True, slot * (ds.bytes // UNIT))
         columns = Operand(memory, k, True, piece * (k(0, options.dq_columns) // UNIT))
         return wgmma.issue(atom, rows, columns, options.block_n // atom.k, onto)
-
-
-def _chosen(kept: KeptWeights) -> KeptWeights:
-    """The same with one word in place of each two that lanes choose between: half as many to keep for dP."""
-    held = {place: words.settled() for place, words in kept.tile.held.items()}
-    return replace(kept, tile=replace(kept.tile, held=held))
-
-
-def _where_kept(kept: KeptWeights, values: fly.Value) -> fly.Value:
-    """f32 of the weights, in the accumulators' order, and 0 for those that are not kept.
-
-    Not by masks (`KeptWeights.only_f32`): ptxas makes those before it waits for the values, a register each.
-    """
-    layout, found = kept.layout, []
-    for value, row, column in zip(values, layout.value_rows, layout.value_columns, strict=True):
-        word, byte = kept.tile.byte(row, column)
-        # bit 7 of the byte, as an i32 that may be negative
-        bit = fly.i32((0x80 << 8 * byte) - (byte == 3) * (1 << 32))
-        found.append(fly.select((word & bit) != 0, value, 0.0))
-    return fly.from_elements(found)

@@ -31,8 +31,8 @@ from fly.backends.nvvm.intrinsics import fence_async_shared, sync_warp
 from fly.backends.nvvm.mbarrier import Position
 
 from ..problem.gradients import Weights, transposed
+from ..work.kept_pairs import KeptPairs
 from .consumer import Consumer, State, Step
-from .dropout import KeptWeights
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Later(Consumer):
         self,
         less: fly.Fragment | None,
         made: Weights,
-        kept: KeptWeights | None,
+        kept: KeptPairs | None,
         excess: fly.Value,
         state: State,
         j: fly.Value,

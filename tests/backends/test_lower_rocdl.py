@@ -367,7 +367,25 @@ def test_what_has_no_rule_is_an_error():
         lowered("%t = copy", "gfx950")
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "fp8"), ("f8e5m2", "bf8")])
+def test_pairs_narrow_into_halves_of_a_register():
+    check(
+        """
+        %v = llvm.mlir.poison : vector<6xf32>
+        %w = "fly.narrow_pairs"(%v) {to = "f8e4m3fnuz"} : (vector<6xf32>) -> vector<6xi8>
+        """,
+        """
+        CHECK: %[[LOW:.*]] = llvm.mlir.constant(false)
+        CHECK: %[[HALF:.*]] = llvm.call_intrinsic "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %{{.*}}, %[[LOW]])
+        CHECK: %[[HIGH:.*]] = llvm.mlir.constant(true)
+        CHECK: "llvm.amdgcn.cvt.pk.fp8.f32"(%{{.*}}, %{{.*}}, %[[HALF]], %[[HIGH]])
+        CHECK: "llvm.amdgcn.cvt.pk.fp8.f32"
+        CHECK-NOT: "llvm.amdgcn.cvt.pk.fp8.f32"
+        CHECK: llvm.bitcast %{{.*}} : vector<2xi32> to vector<8xi8>
+        """,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f8e4m3", "fp8"), ("f8e5m2", "bf8"), ("f8e4m3fnuz", "fp8")])
 def test_bytes_widen_in_halves_of_a_register(dtype, name):
     check(
         f'%v = llvm.mlir.poison : vector<4xi8>\n%w = "fly.widen_pairs"(%v) {{from = "{dtype}"}} : (vector<4xi8>) -> '

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 import fly
-from fly.backends.rocdl.intrinsics import Group, s_nop, s_setprio, sched_group_barrier, sched_groups, unlikely
-from fly.errors import ShapeError
+from fly.backends.rocdl.intrinsics import (
+    Group,
+    permute_bytes,
+    s_nop,
+    s_setprio,
+    sched_group_barrier,
+    sched_groups,
+    unlikely,
+)
+from fly.errors import DTypeError, ShapeError
 from fly.runtime.compile import compile_kernel
 from tests.isa import opcodes
 from tests.tracing import matrix, trace
@@ -98,3 +106,48 @@ def test_wait_states(states):
 def test_priorities(level):
     with pytest.raises(ShapeError, match=f"priority {level} is out of range; expected 0 to 3"):
         trace(lambda: s_setprio(level))
+
+
+@fly.kernel
+def permuted(words: fly.Tensor, out: fly.Tensor, *, selectors: tuple[int, ...]):
+    """out[i] = bytes of words[0] and words[1]."""
+    low, high = words.load(0), words.load(1)
+    for i, selector in enumerate(selectors):
+        out.store(permute_bytes(low, high, selector), i)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_bytes_and_signs_of_two_words(arch, monkeypatch):
+    monkeypatch.setenv("FLY_ARCH", arch)
+    words, out = np.array([0x04030201, 0x88078605], np.uint32).view(np.int32), np.zeros(5, np.int32)
+    # the highest bits of the low word's halves, 0 and 0, and of the high word's, 1 and 1
+    selectors = (0x03020100, 0x07060504, 0x00050704, 0x0B0B0A0A, 0x0A0A0808)
+    permuted[1, 1](words, out, selectors=selectors)
+    assert [hex(x) for x in out.view(np.uint32)] == [
+        "0x4030201",
+        "0x88078605",
+        "0x1868805",
+        "0xffffffff",
+        "0xffff0000",
+    ]
+    isa = compile_kernel(permuted, (matrix("i32"), matrix("i32")), {"selectors": selectors}, arch, (64, 1, 1)).isa
+    assert isa.count("v_perm_b32") >= 3
+
+
+@pytest.mark.parametrize(
+    ("word", "selector", "error", "message"),
+    [
+        (1.0, 0, DTypeError, "permute_bytes takes scalars of i32, not "),
+        (1, 0x0C000000, ShapeError, "selector 201326592 is out of range; expected four bytes of 0 to 11"),
+        (1, 1 << 32, ShapeError, "selector 4294967296 is out of range"),
+        (1, "0", ShapeError, "selector '0' is out of range"),
+    ],
+)
+def test_other_bytes_are_refused(word, selector, error, message):
+    def kernel():
+        value = fly.f32(word) if isinstance(word, float) else fly.i32(word)
+        permute_bytes(value, value, selector)
+
+    with pytest.raises(error) as caught:
+        trace(kernel)
+    assert message in str(caught.value)

@@ -58,7 +58,7 @@ def test_missing_instruction_lists_what_there_is():
         target("sm_80").mma("bf16", (32, 32, 16))
 
 
-ATOMS = {f"{t.arch} {a.name}": a for t in targets() for a in t.mma_atoms}
+ATOMS = {f"{t.arch} {a.name}": a for t in targets() for a in (*t.mma_atoms, *t.byte_atoms)}
 
 
 @pytest.mark.parametrize("name", ATOMS)
@@ -72,7 +72,7 @@ def test_atom_layouts_are_bijections(name, operand):
     assert sorted(held) == list(range(size))
 
 
-LOADS = {f"{t.arch} {load.name}": load for t in targets() for load in t.matrix_loads}
+LOADS = {f"{t.arch} {load.name}": load for t in targets() for load in (*t.matrix_loads, *t.byte_loads)}
 
 
 @pytest.mark.parametrize("name", LOADS)

@@ -13,7 +13,7 @@ from tests.tracing import trace, traced
 
 INTS = ("i1", "i8", "i16", "i32", "i64")
 FLOATS = ("f16", "bf16", "f32", "f64")
-STORAGE = ("f8e4m3", "f8e5m2")
+STORAGE = ("f8e4m3", "f8e5m2", "f8e4m3fnuz")
 WIDTH = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
@@ -191,8 +191,7 @@ def test_names_and_sizes():
     assert {name: t.bytes for name, t in DTYPES.items()} == {
         **{name: WIDTH[name] // 8 for name in WIDTH if name != "i1"},
         "i1": 1,
-        "f8e4m3": 1,
-        "f8e5m2": 1,
+        **dict.fromkeys(STORAGE, 1),
     }
     with pytest.raises(DTypeError, match=r"unknown dtype 'fp16'; expected one of i1, i8"):
         dtype("fp16")

@@ -75,6 +75,20 @@ def test_bools_are_bytes():
     assert picked[2] == 6
 
 
+def either(a: fly.Tensor, b: fly.Tensor, numbers: fly.Tensor):
+    """The first element of a where the first of three numbers is less than the second, else that of b."""
+    first = a.pointer.where(numbers.load(0) < numbers.load(1), b.pointer)
+    numbers.store(memory.load(first, fly.i32), 2)
+
+
+@pytest.mark.parametrize(("second", "expected"), [(2, 10), (1, 20)])
+def test_one_of_two_addresses(second, expected):
+    run = HostFunction(trace(either, matrix("i32"), matrix("i32"), matrix("i32")), "either")
+    numbers = np.array([1, second, 0], np.int32)
+    run(np.array([10], np.int32), np.array([20], np.int32), numbers)
+    assert numbers[2] == expected
+
+
 def test_shared_buffers():
     def kernel(i: fly.i32):
         buffer = fly.SharedMemory("scores", "bf16", 64)
@@ -102,6 +116,13 @@ def test_shared_buffers():
     [
         (lambda p, i: p.offset(1.5), DTypeError, r"pointer offset 1.5 is no scalar integer"),
         (lambda p, i: p.offset(fly.f32(1.0)), DTypeError, r"pointer offset <f32> is no scalar integer"),
+        (lambda p, i: p.where(i, p), DTypeError, r"a pointer's condition is <i32>; expected a scalar i1"),
+        (lambda p, i: p.where(i < 1, i), DTypeError, r"<global pointer> or <i32>; expected another global pointer"),
+        (
+            lambda p, i: p.where(i < 1, fly.SharedMemory("s", "f32", 4).pointer),
+            DTypeError,
+            r"or <shared pointer>; expected another global pointer",
+        ),
         (lambda p, i: memory.load(i, fly.f32), DTypeError, r"<i32> is no pointer"),
         (lambda p, i: memory.load(p, fly.f32, 0), ShapeError, r"cannot load 0 elements"),
         (lambda p, i: memory.load(p, fly.f32, align=3), ShapeError, r"alignment 3 is no power of two"),

@@ -15,7 +15,12 @@ from tests.kernels.feature_reference import check_used, feature_reference
 from tests.kernels.packed import offsets
 from tests.kernels.reference import Report
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
 
 
 @dataclass

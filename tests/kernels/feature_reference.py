@@ -18,7 +18,7 @@ import torch
 from fly_attention.problem.dropout import scale as scale_of_kept
 from fly_attention.problem.dropout import threshold
 from fly_attention.problem.dropout_mask import dropout_mask
-from tests.kernels.fp8_reference import E4M3, rounded
+from tests.kernels.fp8_reference import E4M3, FNUZ, rounded
 from tests.kernels.reference import (
     MAX_SCORES,
     Reference,
@@ -240,13 +240,13 @@ def feature_reference(
 ) -> FeatureReference:
     """Exact attention in float32 (see `feature_attention`) and the same in the input dtype's distance from it.
 
-    Of e4m3 inputs, the same with weights in e4m3 and out in bf16, see `fp8_reference`.
+    Of 8-bit inputs, the same with weights in e4m3 and out in bf16, see `fp8_reference`.
     """
     with exact_products():
         out, lse, used = feature_attention(q, k, v, causal, **options)
-        if q.dtype is E4M3:
+        if q.dtype in (E4M3, FNUZ):
             plain = feature_attention(q, k, v, causal, weights=rounded, **options)[0].to(torch.bfloat16)
-    if q.dtype is not E4M3:
+    if q.dtype not in (E4M3, FNUZ):
         plain, *_ = feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})
     return FeatureReference(out, lse, max_difference(plain, out), used)
 

@@ -1,7 +1,8 @@
-"""Reference attention on e4m3 inputs, and the tolerance that an 8-bit kernel is held to.
+"""Reference attention on inputs of e4m3fn or e4m3fnuz, and the tolerance that an 8-bit kernel is held to.
 
 The rule is that of `tests.kernels.reference`, where plain attention is what such a kernel computes at best: exact
-scores of the values that the inputs stand for, probabilities rounded to e4m3, the output rounded to bf16.
+scores of the values that the inputs stand for, probabilities rounded to 8 bits, the output rounded to bf16. The
+numbers of e4m3fnuz are half of e4m3fn's, so that either's rounding of probabilities is the other's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.kernels.reference import (
 )
 
 OFFSET = 2.0**8  # probabilities are rounded as multiples of 1 / 256
-E4M3 = torch.float8_e4m3fn
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
 def factors(scale: torch.Tensor | None, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from fly.__main__ import main
 from fly.errors import ArgumentError, MissingBuildError, UnsupportedError
 from kernels import flash_attn_func, flash_attn_with_kvcache, prebuild
+from kernels.call.plan import entry_of
 from kernels.call_flags import FLAGS
 from kernels.receipts import RECEIPTS
 from tests.runtime.prebuilt_builds import fill_with
@@ -50,6 +52,18 @@ def test_gradients_and_a_log_sum_exp_are_built_on_request():
     planned = prebuild.plan(spec | {"call": [CALL | {"backward": True}]})
     assert [build.key for build in planned.builds[:2]] == [plain.key, with_lse.key]
     assert "flash_attn_sm90_bwd" in names(planned)
+
+
+def test_sums_of_dq_are_those_that_are_asked_for():
+    """Also by the entry that a call without its build carries."""
+    spec = {"targets": ["gfx950"], "call": [CALL | {"backward": True, "dq_accumulate": ["float32", "16bit"]}]}
+    planned = prebuild.plan(spec)
+    assert names(planned).count("flash_attn_gfx950_bwd") == 2 and {"round_dq", "order_dq"} <= {*names(planned)}
+    for sums, last in (("float32", "round_dq"), ("16bit", "order_dq")):
+        request = prebuild.call(CALL | {"dq_accumulate": sums})
+        (entry,) = tomllib.loads(entry_of(request, backward=True))["call"]
+        assert ("dq_accumulate" in entry) == (sums == "16bit")
+        assert names(prebuild.plan({"targets": ["gfx950"], "call": [entry]}))[-1] == last
 
 
 def test_every_feature_can_be_asked_for():
@@ -134,6 +148,10 @@ def nothing():
         ({"targets": ["sm_80"], "call": [{"head_dim": True}]}, "head_dim is True"),
         ({"targets": ["sm_80"], "call": [{"causal": 1}]}, "causal is 1; accepted: true or false"),
         ({"targets": ["sm_80"], "call": [{"dtype": "f64"}]}, "dtype is 'f64'; accepted: bf16,"),
+        (
+            {"targets": ["sm_80"], "call": [{"dq_accumulate": "f16"}]},
+            "dq_accumulate is 'f16'; accepted: float32, 16bit",
+        ),
         ({"targets": ["sm_80"], "call": [{"feature": "window"}]}, "feature is 'window'; accepted: a list of"),
         ({"targets": ["sm_80"], "call": [{"feature": ["windows"]}]}, r"feature is \('windows',\); accepted"),
         ({"targets": ["sm_80"], "call": [{"tuning": [3]}]}, r"tuning is \(3,\); accepted"),
@@ -211,6 +229,7 @@ def test_a_build_that_fails_is_an_error_of_the_command(tmp_path, capsys):
 
 ON_A_GPU = """
 import sys
+import tomllib
 sys.modules |= dict.fromkeys(("mlir", "llvmlite", "ziglang", "cuda"))  # as if not installed
 import torch
 from fly_attention import flash_attn_func

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fly
-from fly.backends.target import targets
+from fly.backends.target import target, targets
 from fly.errors import AtomError, TargetError
 from fly.lang.atoms import MmaAtom
 from fly.layout import Layout
@@ -15,6 +15,7 @@ from tests.simulated import Machine, Program, flat
 from tests.tracing import ARCHS, matrix, trace
 
 ATOMS = [pytest.param(t.arch, atom, id=f"{t.arch}-{atom.name}") for t in targets() for atom in t.mma_atoms]
+BYTES = [pytest.param("gfx942", atom, id=f"gfx942-{atom.name}") for atom in target("gfx942").byte_atoms]
 BOTH_SIDES = pytest.mark.parametrize("rows_on", ["m", "n"])
 
 
@@ -29,7 +30,7 @@ def test_every_target_is_covered():
     assert tuple(t.arch for t in targets()) == ARCHS
 
 
-@pytest.mark.parametrize(("arch", "atom"), ATOMS)
+@pytest.mark.parametrize(("arch", "atom"), ATOMS + BYTES)
 def test_layouts_are_bijections(arch, atom):
     assert atom.lanes == fly.backends.target.target(arch).wave_size
     for operand in "abc":
@@ -69,7 +70,7 @@ def ptx_c(lane: int, i: int) -> tuple[int, int]:
     return (group if i < 2 else group + 8), thread * 2 + (i & 1)
 
 
-@pytest.mark.parametrize(("arch", "atom"), ATOMS)
+@pytest.mark.parametrize(("arch", "atom"), ATOMS + BYTES)
 def test_layouts_are_the_published_ones(arch, atom):
     if arch.startswith("gfx"):
         formulas = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import ml_dtypes
@@ -212,7 +213,7 @@ def widened(x: fly.Tensor, out: fly.Tensor, *, length: int | None):
 
 @PLACES
 @pytest.mark.parametrize("length", [None, 1, 2, 4])
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
 def test_every_8_bit_float_is_exact_as_f32(place, kind, length, monkeypatch):
     bits = torch.arange(256, dtype=torch.uint8)
     out = torch.zeros(256)
@@ -225,14 +226,56 @@ def test_every_8_bit_float_is_exact_as_f32(place, kind, length, monkeypatch):
 
 
 def test_targets_with_instructions_for_8_bit_floats_use_them():
-    def isa(arch: str) -> str:
-        specs = fly.TensorSpec("f8e4m3", 1, 16, True), fly.TensorSpec("f32", 1, 16, True)
+    def isa(arch: str, dtype: str = "f8e4m3") -> str:
+        specs = fly.TensorSpec(dtype, 1, 16, True), fly.TensorSpec("f32", 1, 16, True)
         return fly.compile(widened, *specs, block=64, target=arch, length=4).isa
 
     assert isa("gfx950").count("v_cvt_pk_f32_fp8") == 2
     assert "_fp8" not in isa("gfx942")  # whose instructions read another format
     assert isa("sm_90a").count("cvt.rn.f16x2.e4m3x2") == 2
     assert "e4m3" not in isa("sm_80")
+    assert isa("gfx942", "f8e4m3fnuz").count("v_cvt_pk_f32_fp8") == 2
+    for arch in ("gfx950", "sm_90a"):
+        assert not re.search("fp8|e4m3", isa(arch, "f8e4m3fnuz"))
+
+
+@fly.kernel
+def narrowed(x: fly.Tensor, out: fly.Tensor, *, length: int):
+    """out = x as out's 8-bit floats."""
+    first = (fly.block_id.x * 64 + fly.thread_id.x) * length
+    out.store(x.load(first, length=length).to(out.dtype), first)
+
+
+# numbers of e4m3fnuz, what is halfway between two, near it, too small and too large; a NaN of either sign
+OF_FNUZ = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz).float()
+HALFWAY = (OF_FNUZ[:127] + OF_FNUZ[1:128]) / 2
+BESIDE = torch.cat([HALFWAY * (1 + 2.0**-20), HALFWAY * (1 - 2.0**-20)])
+SPECIAL = torch.tensor([240.0, 247.9, 248.0, 1e9, torch.inf, torch.nan, 0.0, 2.0**-11, 2.0**-12, 1e-40])
+TO_FNUZ = torch.cat([OF_FNUZ, HALFWAY, -HALFWAY, BESIDE, -BESIDE, SPECIAL, -SPECIAL])
+
+
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("place", ["gfx942", "gfx950"])
+def test_f32_is_rounded_to_the_nearest_even_e4m3fnuz(place, length, monkeypatch):
+    """By gfx942's instruction, and by bits elsewhere. What is too large is the largest; there is no -0."""
+    monkeypatch.setenv("FLY_ARCH", place)
+    x = torch.zeros(1280)
+    x[: len(TO_FNUZ)] = TO_FNUZ
+    out = torch.full((1280,), 85, dtype=torch.uint8)
+    narrowed[1280 // (64 * length), 64](x, out.view(torch.float8_e4m3fnuz), length=length)
+    # torch makes NaN of what is too large
+    wanted = x.clamp(-240, 240).to(torch.float8_e4m3fnuz).view(torch.uint8)
+    assert torch.equal(out, wanted)
+    assert not bool(((out == 128) != x.isnan()).any())
+
+
+def test_gfx942_has_an_instruction_that_makes_e4m3fnuz():
+    def isa(arch: str) -> str:
+        specs = fly.TensorSpec("f32", 1, 16, True), fly.TensorSpec("f8e4m3fnuz", 1, 16, True)
+        return fly.compile(narrowed, *specs, block=64, target=arch, length=4).isa
+
+    assert isa("gfx942").count("v_cvt_pk_fp8_f32") == 2
+    assert "_fp8" not in isa("gfx950")
 
 
 @fly.kernel

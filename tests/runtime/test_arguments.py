@@ -35,6 +35,7 @@ DTYPES = {
     "i64": (torch.int64, np.int64),
     "f8e4m3": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
     "f8e5m2": (torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    "f8e4m3fnuz": (torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz),
 }
 
 

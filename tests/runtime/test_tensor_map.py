@@ -85,7 +85,9 @@ def test_element_types(driver, typestr, dtype, name):
     assert driver.maps[0][3] == (64 * int(typestr[2:]),)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("bf16", "BFLOAT16"), ("f8e4m3", "UINT8"), ("f8e5m2", "UINT8")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bf16", "BFLOAT16"), *((name, "UINT8") for name in ("f8e4m3", "f8e5m2", "f8e4m3fnuz"))]
+)
 def test_element_types_without_a_spelling_in_the_array_interface(driver, dtype, name):
     encode(CudaDevice(0, driver), TensorMapSpec(dtype, (8, 16)), 4096, (8, 16), (32,))
     assert driver.maps[0][0] == f"DATA_TYPE_{name}"

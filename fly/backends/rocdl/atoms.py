@@ -22,6 +22,8 @@ _AB16_HALF = Layout(((16, 4), 4), ((1, 64), 16))
 # of bytes: each lane holds two runs of 16 consecutive k, which are 16-byte loads. A and B agree, and without block
 # scales that is all that the sum over k asks for.
 _AB32_BYTES = Layout(((32, 2), (16, 2)), ((1, 512), (32, 1024)))
+# of gfx942's two instructions of bytes at a time: each lane holds 16 consecutive k, which are one 16-byte load
+_AB32_PAIR = Layout(((32, 2), 16), ((1, 512), 32))
 
 
 def _mfma(shape: int, dtype: str, intrinsic: str, register: str, issues: int, half: bool = False) -> MmaAtom:
@@ -84,6 +86,39 @@ GFX950_BYTE_MMA = (
     ),
 )
 
+# e4m3fnuz (CDNA3 ISA, V_MFMA_F32_32X32X16_FP8_FP8 and V_MFMA_F32_16X16X32_FP8_FP8), at twice the rate of 16 bits: 8
+# and 4 passes. Two of the wide ones make one atom, as those of 16 bits do.
+GFX942_BYTE_MMA = (
+    MmaAtom(
+        "mfma_32x32x16_f8e4m3fnuz",
+        32,
+        32,
+        32,
+        "f8e4m3fnuz",
+        "f32",
+        _AB32_PAIR,
+        _AB32_PAIR,
+        _C32,
+        "llvm.amdgcn.mfma.f32.32x32x16.fp8.fp8",
+        2,
+        "i64",
+    ),
+    MmaAtom(
+        "mfma_16x16x32_f8e4m3fnuz",
+        16,
+        16,
+        32,
+        "f8e4m3fnuz",
+        "f32",
+        _AB16,
+        _AB16,
+        _C16,
+        "llvm.amdgcn.mfma.f32.16x16x32.fp8.fp8",
+        1,
+        "i64",
+    ),
+)
+
 # Within 16 lanes, lane l gets element l % 4 of the runs of lanes (l / 4) % 4 + 4 n, n = 0..3.
 _TR16 = MatrixLoad(
     "ds_read_b64_tr_b16",
@@ -104,5 +139,6 @@ _TR8 = MatrixLoad(
     bits=8,
 )
 GFX942_LOADS = (plain_load(64, 8), plain_load(64, 4))
+GFX942_BYTE_LOADS = (plain_load(64, 16, bits=8), plain_load(64, 8, bits=8))
 GFX950_LOADS = (plain_load(64, 8), _TR16, plain_load(64, 4))
 GFX950_BYTE_LOADS = (plain_load(64, 16, bits=8), _TR8)

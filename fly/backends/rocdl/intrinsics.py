@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import IntFlag
 
 from fly.errors import DTypeError, ShapeError
-from fly.ir.context import emit
-from fly.ir.dtypes import f8e4m3, f32, i1, i16, i32
+from fly.ir.context import current, emit
+from fly.ir.dtypes import DType, f8e4m3, f8e4m3fnuz, f32, i1, i16, i32
 from fly.ir.mlir import ir
 from fly.ir.value import Value, from_elements
 
@@ -41,12 +41,17 @@ def _call(name: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.V
     return None if result is None else op.results[0]
 
 
-def cvt_pk_fp8(values: Value) -> Value:
-    """A vector of f32 as e4m3, to the nearest even: V_CVT_PK_FP8_F32, which makes NaN of what is above 448 (gfx950).
+def cvt_pk_fp8(values: Value, to: DType = f8e4m3) -> Value:
+    """A vector of f32 as e4m3, to the nearest even: V_CVT_PK_FP8_F32, which makes NaN of what is too large.
+
+    `to`: the format that the target's instruction makes, f8e4m3 up to 448 (gfx950) or f8e4m3fnuz up to 240 (gfx942).
 
     Raises:
-        DTypeError: not a vector of f32 whose length is a multiple of 4.
+        DTypeError: not a vector of f32 whose length is a multiple of 4, or `to` is not that format.
     """
+    made = f8e4m3fnuz if "f8e4m3fnuz" in current().target.float8_to_f32 else f8e4m3
+    if to is not made:
+        raise DTypeError(f"cvt_pk_fp8 to {to}; on {current().target.arch} it makes {made}")
     if not isinstance(values, Value) or values.dtype is not f32 or values.length is None or values.length % 4:
         raise DTypeError(f"cvt_pk_fp8 takes a vector of f32 whose length is a multiple of 4, not {values!r}")
     words = []
@@ -56,7 +61,29 @@ def cvt_pk_fp8(values: Value) -> Value:
             low, high = (values[i + 2 * half + j].ir for j in range(2))
             word = _call("llvm.amdgcn.cvt.pk.fp8.f32", low, high, word, i1(half).ir, result=i32.mlir)
         words.append(Value(word, i32))
-    return from_elements(words).bitcast(f8e4m3)
+    return from_elements(words).bitcast(to)
+
+
+def perm_bytes(low: Value, high: Value, selectors: int) -> Value:
+    """V_PERM_B32: an i32 of four bytes of two, by a byte of `selectors` each: 0-3 of `low`, 4-7 of `high`."""
+    return Value(_call("llvm.amdgcn.perm", high.ir, low.ir, i32(selectors).ir, result=i32.mlir), i32)
+
+
+def permute_bytes(low: Value, high: Value, selector: int) -> Value:
+    """A word of any four of the eight bytes of two words (i32): V_PERM_B32. The selector's byte i names byte i.
+
+    Of 0 to 7, `low` has the first four; 8 to 11 are bits 15 and 31 of `low` and of `high`, in all bits of a byte.
+
+    Raises:
+        DTypeError: a word that is no scalar i32.
+        ShapeError: the selector has bytes above 11.
+    """
+    for word in (low, high):
+        if not isinstance(word, Value) or word.dtype is not i32 or word.length is not None:
+            raise DTypeError(f"permute_bytes takes scalars of i32, not {word!r}")
+    if not isinstance(selector, int) or selector >> 32 or any(selector >> 8 * i & 255 > 11 for i in range(4)):
+        raise ShapeError(f"selector {selector!r} is out of range; expected four bytes of 0 to 11")
+    return Value(_call("llvm.amdgcn.perm", high.ir, low.ir, i32(selector).ir, result=i32.mlir), i32)
 
 
 def s_barrier() -> None:

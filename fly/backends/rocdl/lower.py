@@ -383,11 +383,30 @@ def _narrow(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(b.vector(packed, ir.VectorType.get([len(packed)], i32)), result)
 
 
-_BYTE_FLOATS = {"f8e4m3": "fp8", "f8e5m2": "bf8"}
+# "fp8" of instructions is f8e4m3 on gfx950, and f8e4m3fnuz on gfx942; see `Target.float8_to_f32`
+_BYTE_FLOATS = {"f8e4m3": "fp8", "f8e5m2": "bf8", "f8e4m3fnuz": "fp8"}
+
+
+def _narrow_pairs(op: ir.Operation, b: Builder) -> ir.Value:
+    """V_CVT_PK_FP8_F32, which writes half a register: to nearest even, and NaN of what is too large."""
+    i32, values = ir.IntegerType.get_signless(32), b.elements(op.operands[0])
+    name = f"llvm.amdgcn.cvt.pk.{_BYTE_FLOATS[string(op, 'to')]}.f32"
+    words = []
+    for i in range(0, len(values), 4):
+        word = b.value("llvm.mlir.poison", [], i32)
+        for half, first in enumerate(range(i, min(i + 4, len(values)), 2)):
+            word = b.intrinsic(name, [*values[first : first + 2], word, b.constant(half, 1)], i32)
+        words.append(word)
+    result = ir.VectorType(op.results[0].type)
+    packed = b.vector(words, ir.VectorType.get([len(words)], i32))
+    if len(values) % 4 == 0:
+        return b.bitcast(packed, result)
+    every = b.bitcast(packed, ir.VectorType.get([4 * len(words)], result.element_type))
+    return b.vector(b.elements(every)[: len(values)], result)
 
 
 def _widen_pairs(op: ir.Operation, b: Builder) -> ir.Value:
-    """gfx950's instructions, which read half a register; gfx942's know the bytes as other numbers (FNUZ)."""
+    """V_CVT_PK_F32_FP8 and its like, which read half a register."""
     i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
     result = ir.VectorType(op.results[0].type)
     name, two = (
@@ -432,6 +451,7 @@ _RULES = {
     "fly.publish": _publish,
     "fly.narrow": _narrow,
     "fly.sched": _sched,
+    "fly.narrow_pairs": _narrow_pairs,
     "fly.widen_pairs": _widen_pairs,
     "fly.rcp": per_element("llvm.amdgcn.rcp.f32"),
     "math.rsqrt": per_element("llvm.amdgcn.rsq.f32"),

@@ -18,7 +18,9 @@ from tests.kernels.gradient_reference import by_autograd, gradients
 Options = Callable[[Inputs], dict[str, Any]]
 
 
-def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options: Any) -> list[str]:
+def wrong(
+    inputs: Inputs, causal: bool, deterministic: bool = False, dq_accumulate: str = "float32", **options: Any
+) -> list[str]:
     """Which gradients of a call are not the reference's."""
     q, k, v = inputs.tensors()
     options |= inputs.form()
@@ -29,7 +31,8 @@ def wrong(inputs: Inputs, causal: bool, deterministic: bool = False, **options: 
         for b, n in enumerate(options["seqused_q"].tolist()):
             dout[b, n:], dlse[b, :, n:] = torch.nan, torch.nan
     longest = {"max_seqlen_q": max(inputs.queries), "max_seqlen_kv": max(inputs.keys)} if inputs.packed else {}
-    found = by_autograd(q, k, v, causal, dout, dlse, deterministic=deterministic, **options, **longest)
+    how = {"deterministic": deterministic, "dq_accumulate": dq_accumulate}
+    found = by_autograd(q, k, v, causal, dout, dlse, **how, **options, **longest)
     dout, dlse = dout.nan_to_num(0.0), dlse.nan_to_num(0.0)
     return gradients(q, k, v, causal, dout, dlse, **options).wrong(found)
 
@@ -106,11 +109,11 @@ PARTS_CASES: dict[str, tuple[dict[str, Any], int, bool, Options]] = {
 }
 
 
-def wrong_in_parts(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[str]:
+def wrong_in_parts(name: str, monkeypatch: pytest.MonkeyPatch, seed: int, **how: Any) -> list[str]:
     """Which gradients of one of `PARTS_CASES` are not the reference's."""
     sizes, parts, causal, options_of = PARTS_CASES[name]
     monkeypatch.setattr(backward_launch, "parts_of_group", lambda *args, **named: parts)
     monkeypatch.setattr(flash_attn_interface, "_plans", {})
     monkeypatch.setattr(gradients_of_calls, "_kinds", {})
     inputs = Inputs(**sizes, seed=seed)
-    return wrong(inputs, causal, **options_of(inputs))
+    return wrong(inputs, causal, **how, **options_of(inputs))

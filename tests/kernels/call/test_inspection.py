@@ -17,7 +17,7 @@ from kernels.call.plan import Plans
 ROW = {"name", "package", "module", "targets", "head_dims", "mixed_head_dims", "dtypes", "features", "tuning"}
 ROW |= {"features_on", "needs", "leaves", "reason"}
 CALL = {"head_dim", "dtype", "causal", "batch", "seq_len", "seq_len_kv", "num_heads", "num_kv_heads"}
-CALL |= {"num_kv_splits", "alignment", "page_size", "head_dim_v", "features", "tuning"}
+CALL |= {"num_kv_splits", "alignment", "page_size", "dq_accumulate", "head_dim_v", "features", "tuning"}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,11 @@ def test_a_call_on_each_target(capsys):
 def test_one_target_and_a_forced_kernel(capsys, monkeypatch):
     monkeypatch.setenv("FLY_KERNEL", "sm90")
     found = printed(capsys, "--arch", "gfx942", "--causal")
-    assert found["forced"] == "sm90" and [row["name"] for row in found["kernels"]] == ["gfx942", "generic"]
+    assert found["forced"] == "sm90" and [row["name"] for row in found["kernels"]] == [
+        "gfx942",
+        "gfx942_fp8",
+        "generic",
+    ]
     verdict = found["targets"]["gfx942"]
     assert verdict["chosen"] is None and "runs on sm_90a, not on gfx942" in verdict["error"]
 
@@ -74,6 +78,8 @@ def test_what_is_left_to_a_later_row_is_told(capsys, monkeypatch):
     rows, verdict = {row["name"]: row["leaves"] for row in found["kernels"]}, found["targets"]["gfx942"]
     assert rows["generic"] is None and "head_dim 64" in rows["gfx942"]
     assert (verdict["chosen"], verdict["yields"]) == ("generic", ["gfx942"])
+    refused = verdict["refusals"].pop("gfx942_fp8")
+    assert refused.startswith("takes q of f8e4m3fnuz (torch.float8_e4m3fnuz), not bf16")
     assert verdict["refusals"] == {"gfx942": None, "generic": None}
     monkeypatch.setenv("FLY_KERNEL", "gfx942")
     assert printed(capsys, *call)["targets"]["gfx942"]["chosen"] == "gfx942"

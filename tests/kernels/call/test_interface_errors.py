@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fly.errors import ArgumentError, ArgumentTypeError, ConfigError, FlyError, UnsupportedError
 from kernels.arguments import checks as argument_checks
 from kernels.arguments.checks import stream_of
-from kernels.call.checks import FNUZ
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from tests.kernels import stub as stubs
 
@@ -117,16 +116,32 @@ MISTAKES = {
         "v must have q's dtype torch.bfloat16, got torch.float16",
     ),
     "q is FNUZ": (
-        qkv(B, SQ, H, D, dtype=torch.float8_e4m3fnuz),
+        qkv(B, SQ, H, D, dtype=torch.float8_e5m2fnuz),
         TYPE,
-        "q has dtype torch.float8_e4m3fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn: "
-        "convert with .to(torch.bfloat16), which is exact",
+        "q has dtype torch.float8_e5m2fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn, on gfx942 "
+        "torch.float8_e4m3fnuz: convert with .to(torch.bfloat16), which is exact",
     ),
     "v is FNUZ": (
         {"v": tensor(B, SKV, HKV, D, dtype=torch.float8_e5m2fnuz)},
         TYPE,
-        "v has dtype torch.float8_e5m2fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn: "
-        "convert with .to(torch.bfloat16), which is exact",
+        "v has dtype torch.float8_e5m2fnuz; accepted: torch.bfloat16, torch.float16, torch.float8_e4m3fn, on gfx942 "
+        "torch.float8_e4m3fnuz: convert with .to(torch.bfloat16), which is exact",
+    ),
+    "k and v are FNUZ beside 16 bits": (
+        {name: tensor(B, SKV, HKV, D, dtype=torch.float8_e4m3fnuz) for name in "kv"},
+        TYPE,
+        "k must have q's dtype torch.bfloat16, or k, v both torch.float8_e4m3fn, got torch.float8_e4m3fnuz",
+    ),
+    "k and v are e4m3fn beside FNUZ": (
+        qkv(B, SQ, H, D, dtype=torch.float8_e4m3fnuz)
+        | {name: tensor(B, SKV, HKV, D, dtype=torch.float8_e4m3fn) for name in "kv"},
+        TYPE,
+        "k must have q's dtype torch.float8_e4m3fnuz, got torch.float8_e4m3fn",
+    ),
+    "all FNUZ": (
+        qkv(B, SQ, H, D, dtype=torch.float8_e4m3fnuz),
+        UNSUPPORTED,
+        "takes q of bf16, f16, not f8e4m3fnuz: convert with .to(torch.bfloat16), which is exact",
     ),
     "all fp8": (
         qkv(B, SQ, H, D, dtype=torch.float8_e4m3fn),
@@ -410,7 +425,7 @@ def test_what_only_stands_for_a_tensor_is_not_asked_for_its_address(name, monkey
     assert not asked
 
 
-@pytest.mark.parametrize("dtype", FNUZ, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
 def test_every_fnuz_number_is_a_bfloat16(dtype):
     """What the message of a refused FNUZ tensor says: the conversion it names is exact."""
     codes = torch.arange(256, dtype=torch.uint8)

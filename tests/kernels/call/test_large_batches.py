@@ -138,17 +138,20 @@ def test_dense_and_packed_sequences_of_folded_grids(arch, kernel, splits, emulat
     assert {name for name, _ in launched} == {f"flash_attn_{kernel}", *([split_combine.name] * (splits > 1))}
 
 
-def test_8_bit_inputs_of_a_folded_grid(emulate, narrow, launched, seed):
-    emulate("gfx950", "gfx950_fp8")
+@pytest.mark.parametrize(
+    ("arch", "dtype", "tiles"), [("gfx942", torch.float8_e4m3fnuz, 1), ("gfx950", E4M3, 2)], ids=["gfx942", "gfx950"]
+)
+def test_8_bit_inputs_of_a_folded_grid(arch, dtype, tiles, emulate, narrow, launched, seed):
+    emulate(arch, f"{arch}_fp8")
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(7, 40, 1, 128, generator=generator).to(E4M3) for _ in range(3))
+    q, k, v = (torch.randn(7, 40, 1, 128, generator=generator).to(dtype) for _ in range(3))
     counts = torch.zeros(2)
     out, lse = flydsl_flash_attn_func(q, k, v, causal=True, return_lse=True, debug_counts=counts)
     report = check(out, fp8_reference.reference(q, k, v, causal=True), lse)
     assert report.ok, f"seed {seed}: {report}"
-    assert launched == [("flash_attn_gfx950_fp8", (1, 4, 2))]
-    # two tiles, an even number, for every wave of a sequence's block: spare blocks count nothing
-    assert counts.sum() == 7 * 8 * 2
+    assert launched == [(f"flash_attn_{arch}_fp8", (1, 4, 2))]
+    # on gfx950 two tiles, an even number, for every wave of a sequence's block: spare blocks count nothing
+    assert counts.sum() == 7 * 8 * tiles
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

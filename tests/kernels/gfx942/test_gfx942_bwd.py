@@ -20,6 +20,7 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.gfx942.backward_builds import BUILDS
 from kernels.gfx950.backward import BLOCK_M, WAVES
 from kernels.gfx950.dq_sums import round_dq
+from kernels.problem.contract import DQ_SUMS
 from tests.kernels.backward.builds import bindings_of, compiled
 from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong, wrong_in_parts
 from tests.kernels.call.test_dispatch import REQUEST
@@ -42,10 +43,19 @@ def test_gradients_are_the_references(name, seed):
     assert not wrong(inputs, causal, **options_of(inputs)), f"seed {seed}"
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", AMD_CASES)
+def test_gradients_added_up_in_16_bits_are_the_references(name, seed):
+    sizes, causal, options_of = AMD_CASES[name]
+    inputs = Inputs(**sizes, seed=seed)
+    assert not wrong(inputs, causal, dq_accumulate="16bit", **options_of(inputs)), f"seed {seed}"
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PARTS_CASES)
 def test_gradients_of_heads_in_parts_are_the_references(name, monkeypatch, seed):
-    assert not wrong_in_parts(name, monkeypatch, seed), f"seed {seed}"
+    for sums in DQ_SUMS:
+        assert not wrong_in_parts(name, monkeypatch, seed, dq_accumulate=sums), f"{sums}, seed {seed}"
 
 
 KERNELS = (bwd.flash_attn_gfx942_bwd, round_dq)

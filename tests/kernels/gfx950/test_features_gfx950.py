@@ -148,6 +148,9 @@ def test_the_table_has_what_is_tested_here():
 
 VECTOR = fly.TensorSpec("i32", 1, 4, True)
 OPERANDS = {
+    "rng_state": fly.TensorSpec("i64", 1, 8, True),
+    "dropped": fly.ScalarSpec("i32"),
+    "query_heads": fly.ScalarSpec("i32"),
     **dict.fromkeys(("seqused_q", "seqused_kv", "cache_leftpad", "kv_batch_idx"), VECTOR),
     **dict.fromkeys(("window_left", "window_right"), fly.ScalarSpec("i32")),
     "softcap": fly.ScalarSpec("f32"),
@@ -172,10 +175,11 @@ MATRIX = fly.TensorSpec("f32", 2, 4, True)
         (("window_left", "window_right", "softcap"), {}, ()),
         (("alibi_slopes",), {}, ()),
         (("bias",), {}, ()),
+        (("rng_state", "dropped", "query_heads"), {}, ()),
         ((), {"score_mod": by_head}, (MATRIX,)),
         ((), {"mask_mod": document_mask}, (VECTOR,)),
     ],
-    ids=["lengths", "softcap", "alibi", "bias", "score_mod", "mask_mod"],
+    ids=["lengths", "softcap", "alibi", "bias", "dropout", "score_mod", "mask_mod"],
 )
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
 def test_two_waves_a_simd_without_spills(names, functions, aux, head_dim):

@@ -19,7 +19,7 @@ PARAMETERS = inspect.signature(flydsl_flash_attn_func).parameters
 OTHERS = """
     q k v causal softmax_scale num_kv_heads return_lse out cross_seqlen num_kv_splits workspace cu_seqlens_q
     cu_seqlens_kv max_seqlen_q max_seqlen_kv aux_tensors waves_per_eu daz dualwave_swp_lazy_rescale
-    dualwave_swp_setprio dualwave_swp_enable_stagger debug_counts stream deterministic names
+    dualwave_swp_setprio dualwave_swp_enable_stagger debug_counts stream deterministic dq_accumulate names
 """
 DEFAULTS = {name: parameter.default for name, parameter in PARAMETERS.items()}
 

@@ -7,19 +7,21 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 import fly
+from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.backends.target import target
 from fly.errors import ArgumentError, AtomError
 from fly.lang.fragment import AccumulatorLayout
-from fly_attention.problem.dropout import RandomHead, philox, scale, threshold
+from fly_attention.problem.dropout import RandomHead, byte_bits, philox, scale, threshold
 from fly_attention.problem.dropout_mask import dropout_mask
 from fly_attention.problem.dropout_mask import philox as philox_in_torch
-from fly_attention.problem.dropout_tile import keep_tile, plan
+from fly_attention.problem.dropout_tile import kept_tile, plan
 from tests.backends.builds import build
 from tests.layouts import accumulator_layouts
 from tests.simulated import Machine, Program, flat
@@ -82,17 +84,22 @@ def word(value: int) -> int:
     return value & 0xFFFFFFFF
 
 
+def rotated(value: int, bits: int) -> int:
+    return word(value << bits) | value >> 32 - bits
+
+
 def kept(state: torch.Tensor, head: int, q: int, k: int, dropped: int, rounds: int) -> bool:
     """The definition, in Python's integers."""
     seed, offset = map(int, state)
     key = [word(seed), word(seed >> 32)]
-    c = [(k >> 4 << 2) | (k >> 1 & 3), (q >> 4 << 2) | (q >> 1 & 3), head, word(offset)]
+    c = [(k >> 4 << 1) | (k >> 2 & 1), (q >> 4 << 2) | (q >> 1 & 3), head, word(offset)]
     for _ in range(rounds):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(b >> 32) ^ c[1] ^ key[0], word(b), (a >> 32) ^ c[3] ^ key[1], word(a)]
         key = [word(key[0] + 0x9E3779B9), word(key[1] + 0xBB67AE85)]
-    byte = 4 * ((q & 1) + 2 * (q >> 3 & 1)) + (k & 1) + 2 * (k >> 3 & 1)
-    return c[byte // 4] >> byte % 4 * 8 & 0xFF >= dropped
+    bits = [*c, *(rotated(c[w], (14, 3, 8, 18)[w]) ^ rotated(c[0], 2) for w in range(4))]
+    j = (q & 1) + 2 * (k & 1) + 4 * (k >> 1 & 1) + 8 * (q >> 3 & 1) + 16 * (k >> 3 & 1)
+    return int("".join(str(w >> j & 1) for w in bits), 2) >= dropped
 
 
 @pytest.mark.parametrize("rounds", [7, 10])
@@ -115,13 +122,71 @@ def test_the_kept_share_is_right_within_four_sigma(p, rounds):
     assert abs(mask.double().mean().item() - share) <= 4 * math.sqrt(share * (1 - share) / mask.numel())
 
 
-def test_neighbours_are_independent():
+def rank(rows: Sequence[int]) -> int:
+    """Of rows of bits, modulo 2."""
+    reduced: list[int] = []
+    for row in rows:
+        for other in reduced:
+            row = min(row, row ^ other)
+        if row:
+            reduced.append(row)
+    return len(reduced)
+
+
+def bits_of_a_byte(j: int) -> list[int]:
+    """Of the byte of position j: each as the set of a call's 128 bits that it is the sum of, modulo 2.
+
+    Found by calls of one bit each: the function is linear.
+    """
+    found = [0] * 8
+    for number in range(128):
+        words = tuple(1 << number % 32 if w == number // 32 else 0 for w in range(4))
+        for i, bits in enumerate(byte_bits(words)):
+            found[i] |= (bits >> j & 1) << number
+    return found
+
+
+def test_bytes_of_two_positions_are_independent():
+    """Exactly, if a call's 128 bits are; the upper four bits of all 32 positions too, since they are these bits."""
+    bytes_ = [bits_of_a_byte(j) for j in range(32)]
+    pairs = itertools.combinations(bytes_, 2)
+    assert all(rank([*one, *other]) == 16 for one, other in pairs)
+    assert rank([bit for byte in bytes_ for bit in byte[:4]]) == 128
+    triples = [rank([*bytes_[0], *bytes_[i], *bytes_[j]]) for i, j in itertools.combinations(range(1, 32), 2)]
+    assert (len(triples), triples.count(24), min(triples)) == (465, 435, 23)
+
+
+STEPS = [(0, 0, 1), (0, 1, 0), (0, 0, 2), (0, 0, 8), (0, 8, 0), (0, 1, 1), (0, 8, 8), (0, 16, 1), (1, 0, 0)]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_neighbours_are_independent(p):
     """The correlation of every position with those around it, of other heads too, is that of independent ones."""
-    mask = dropout_mask(random_state(3), (1, 8, 256, 256), 0.5).double() * 2 - 1
+    mask, share = dropout_mask(random_state(3), (1, 8, 256, 256), p).double(), 1 - threshold(p) / 256
+    mask = (mask - share) / math.sqrt(share * (1 - share))
     count = 7 * 240 * 240
-    for step in [(0, 0, 1), (0, 1, 0), (0, 0, 2), (0, 0, 8), (0, 8, 0), (0, 1, 1), (0, 8, 8), (0, 16, 1), (1, 0, 0)]:
+    for step in STEPS:
         moved = mask[0, step[0] : step[0] + 7, step[1] : step[1] + 240, step[2] : step[2] + 240]
         assert abs((mask[0, :7, :240, :240] * moved).mean().item()) < 4 / math.sqrt(count), step
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_how_many_of_a_call_are_kept(p):
+    """The number of a call's positions that are kept has the variance, and the skewness, of 32 independent ones.
+
+    Of 2**16 calls, within 4.5 sigma of what such estimates spread by.
+    """
+    mask, share = dropout_mask(random_state(4), (1, 8, 512, 512), p).double(), 1 - threshold(p) / 256
+    # bits of positions that are not those of a call, and then those
+    bits = mask.view(8, 32, 2, 4, 2, 32, 2, 2, 4).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).reshape(8, 32, 4, 32, 2, -1)
+    kept = bits.sum(-1).flatten() - 32 * share
+    assert kept.numel() == 2**16
+    variance, skew = 32 * share * (1 - share), 32 * share * (1 - share) * (1 - 2 * share)
+    fourth = 3 * variance**2 + variance * (1 - 6 * share * (1 - share))
+    sigma = math.sqrt((fourth - variance**2) / kept.numel())
+    assert abs(kept.square().mean().item() - variance) < 4.5 * sigma
+    sixth = 15 * variance**3 * 1.5  # above the binomial one's
+    assert abs(kept.pow(3).mean().item() - skew) < 4.5 * math.sqrt(sixth / kept.numel())
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
@@ -209,11 +274,10 @@ def of_a_tile(
     row0, column0 = fly.evaluate(layout.row_lane, lane), layout.first_column()
     random = RandomHead.load(state, head)
     like = fly.Fragment.zeros(layout, *tiles)
-    mask = keep_tile(like, row, column, random, dropped, queries=queries, shared=shared)
-    for r, line in enumerate(mask.tiles):
-        for c, tile in enumerate(line):
-            for i, j, keep in zip(layout.value_rows, layout.value_columns, tile, strict=True):
-                out.store(keep.to(fly.i8), row0 + (r * layout.rows + i), column0 + (c * layout.columns + j))
+    kept = kept_tile(like, row, column, random, dropped, queries=queries, shared=shared)
+    for r, c in itertools.product(*map(range, tiles)):
+        for i, j, keep in zip(layout.value_rows, layout.value_columns, kept.conditions(r, c), strict=True):
+            out.store(keep.to(fly.i8), row0 + (r * layout.rows + i), column0 + (c * layout.columns + j))
 
 
 OF_A_TILE = (matrix("i64"), matrix("i8", 2, 1), *["i32"] * 4)
@@ -266,18 +330,30 @@ def test_tiles_are_parts_of_the_mask_on_amd(arch, layout, tiles, queries, shared
 
 @pytest.mark.parametrize(
     ("arch", "shape", "bits"),
-    [("sm_80", (16, 8, 16), [4]), ("gfx950", (32, 32, 16), [1, 8]), ("gfx950", (16, 16, 32), [1, 8, 32])],
+    [
+        ("sm_80", (16, 8, 16), {"rows": [1, 4], "columns": [4, 8]}),
+        ("gfx950", (32, 32, 16), {"rows": [1, 2, 8], "columns": [1, 8]}),
+        ("gfx950", (16, 16, 32), {"rows": [1, 2, 8, 32], "columns": [1, 8, 32]}),
+    ],
 )
 @QUERIES
 def test_lanes_that_share_calls_are_those_of_the_instruction(arch, shape, bits, queries):
     layout = AccumulatorLayout(target(arch).mma("bf16", shape), "m")
-    made = plan(layout, 2, 8, queries, True)
-    assert sorted(mate.lane_bit for mate in made.mates) == bits
+    made = plan(layout, 4, 8, queries, True)
+    assert sorted(mate.lane_bit for mate in made.mates) == bits[queries]
     assert all(mate.shares for mate in made.mates)
     needed = len(made.rows) * len(made.columns)
-    assert len(made.made("rows")) * len(made.made("columns")) == needed // 2 ** len(bits)
-    alone = plan(layout, 2, 8, queries, False)
+    assert len(made.made("rows")) * len(made.made("columns")) == needed // 2 ** len(bits[queries])
+    alone = plan(layout, 4, 8, queries, False)
     assert len(alone.made("rows")) * len(alone.made("columns")) == needed
+
+
+def test_lanes_share_where_calls_are_not_a_multiple():
+    """Six calls of columns between four lanes: two each, and two of the eight are for nobody; of one, all make it."""
+    made = plan(AccumulatorLayout(WarpgroupAtom(96, "bf16"), "m"), 1, 1, "rows", True)
+    assert len(made.columns) == 8 and len(made.made("columns")) == 2
+    made = plan(AccumulatorLayout(WarpgroupAtom(16, "bf16"), "m"), 1, 1, "rows", True)
+    assert len(made.columns) == 1 == len(made.made("columns")) and not any(mate.shares for mate in made.mates)
 
 
 @pytest.mark.parametrize(
