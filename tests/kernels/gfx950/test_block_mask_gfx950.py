@@ -207,9 +207,7 @@ def test_no_spills_and_as_many_blocks_a_compute_unit(names, functions, aux, spli
     specs = (*(tensor,) * 3, *results, fly.ScalarSpec("f32"), None, None, None, *operands, *aux)
     options = DualWaveOptions(head_dim, False, features=features, waves=waves, stagger=waves == WAVES)
     resources = fly.compile(flash_attn_gfx950, *specs, block=waves * 64, target="gfx950", options=options).resources
-    # 106 scalar registers are all there are: with lengths and two groups, one more is in a lane of a vector register
-    in_lanes = int(waves == WAVES and head_dim == 128 and "seqused_q" in names)
-    assert (resources.spills, resources.scratch_bytes) == (in_lanes, 0)
+    assert (resources.spills, resources.scratch_bytes) == (0, 0)
     assert resources.registers + resources.accum_registers <= (
         168 if head_dim == 64 and not features.modifies else 256
     )
