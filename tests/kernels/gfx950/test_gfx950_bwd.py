@@ -21,6 +21,7 @@ from kernels.gfx950.backward import BLOCK_M, BUILDS, WAVES, Gfx950BackwardOption
 from kernels.gfx950.dq_sums import round_dq
 from kernels.gfx950.group_parts import add_parts, parts_of_group
 from kernels.problem.contract import DQ_SUMS
+from kernels.problem.mask import QueryRange
 from tests.kernels.backward.builds import bindings_of, compiled
 from tests.kernels.backward.fused_calls import AMD_CASES, PARTS_CASES, wrong, wrong_in_parts
 from tests.kernels.call.test_dispatch import REQUEST
@@ -104,9 +105,9 @@ BUGS = (
     ),
     Bug(
         "keys past the end have weights",
-        bwd._Block,
-        "_limit",
-        "< count, x, -math.inf => < count, x, x",
+        QueryRange,
+        "apply",
+        '< count, x, float("-inf") => < count, x, x',
         "few keys",
         "wrong",
     ),
@@ -188,7 +189,8 @@ def test_registers_hold_everything(dims, causal, parts, monkeypatch):
     )
     artefact = compiled("gfx950", binding)
     found = artefact.resources
-    assert found.scratch_bytes == 0
+    # one scalar register is in a lane of a vector register at (192, 128)
+    assert (found.spills, found.scratch_bytes) == (int(dims == (192, 128)), 0)
     assert found.registers + found.accum_registers <= 512
     options = binding.statics["options"]
     dim, dim_v, keys = *dims, options.wave_keys
