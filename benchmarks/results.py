@@ -223,8 +223,8 @@ _FOREIGN_CELL = ("arch", "head_dim", "causal", "seq_len")
 def _foreign(run: Run) -> list[str]:
     what = (
         "Thousands of cycles of one compute unit for all queries of one head of 32; a ratio is a peer's cycles over "
-        "ours: above 1, ours is faster. Of Triton the fastest of its configurations, of FlyDSL and of us the kernel that "
-        "the dispatch takes for 32768 tokens. A footnote says why a figure is of another kernel, or missing."
+        "ours: above 1, ours is faster. Of Triton the fastest of its configurations, of FlyDSL and of us the kernel "
+        "that the dispatch takes for 32768 tokens. A footnote says why a figure is of another kernel, or missing."
     )
     peers = [name for name in run.providers if name != foreign.OURS]
     notes = {
