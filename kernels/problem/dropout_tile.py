@@ -61,16 +61,23 @@ class Plan:
         shared = sum(1 << mate.shares[1] for mate in self.mates if mate.shares and mate.shares[0] == side)
         return [(i, number) for i, number in enumerate(numbers) if not i & shared]
 
-    def number(self, side: Side, position: int) -> int:
-        """Of a row's or column's call."""
-        number: int = query_number(position) if side == self.queries else key_number(position)
-        return number
 
-    def place_of(self, row: int, column: int) -> int:
-        """Of a row and column, the place in their call."""
-        query, key = (row, column) if self.queries == "rows" else (column, row)
-        place: int = query_place(query) | key_place(key)
-        return place
+def _number(queries: Side, side: Side, position: int) -> int:
+    """Of a row's or column's call."""
+    number: int = query_number(position) if side == queries else key_number(position)
+    return number
+
+
+def _place(queries: Side, row: int, column: int) -> int:
+    """Of a row and column, the place in their call."""
+    query, key = _by_queries(queries, row, column)
+    place: int = query_place(query) | key_place(key)
+    return place
+
+
+def _by_queries(queries: Side, row: Any, column: Any) -> tuple[Any, Any]:
+    """What is the query's of a row's and a column's, and what the key's."""
+    return (row, column) if queries == "rows" else (column, row)
 
 
 def _sharing(numbers: Sequence[int]) -> Iterator[int]:
@@ -111,9 +118,8 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
     for side in SIDES:
         if any(of_lane & place for of_lane in lane[side] for place in held[side]):
             raise AtomError(f"{layout}: {side} are not made of bits of lanes and registers")
-    empty = Plan(queries, (), (), (), (), ())
-    numbers = {side: tuple(sorted({empty.number(side, place) for place in held[side]})) for side in SIDES}
-    places = [empty.place_of(row, column) for row, column in zip(lane["rows"], lane["columns"], strict=True)]
+    numbers = {side: tuple(sorted({_number(queries, side, place) for place in held[side]})) for side in SIDES}
+    places = [_place(queries, row, column) for row, column in zip(lane["rows"], lane["columns"], strict=True)]
     bits = [(1 << bit, places[1 << bit]) for bit in range((len(lanes) - 1).bit_length()) if places[1 << bit]]
     free: list[tuple[Side, int]] = []
     for side in SIDES if shared else ():
@@ -129,7 +135,7 @@ def plan(layout: fly.AccumulatorLayout, row_tiles: int, column_tiles: int, queri
             for mate in mates
             if mate.shares and mate.shares[0] == side
         ]
-        return tuple(empty.number(side, lane[side][i]) + sum(step for bit, step in own if i & bit) for i in lanes)
+        return tuple(_number(queries, side, lane[side][i]) + sum(step for bit, step in own if i & bit) for i in lanes)
 
     return Plan(queries, numbers["rows"], numbers["columns"], first("rows"), first("columns"), mates)
 
@@ -148,10 +154,10 @@ class DecidedTile:
         """The word of an element, by its place relative to the lane's first, and which bit it is."""
         made = self.made
         index = {
-            "rows": made.rows.index(made.number("rows", row)),
-            "columns": made.columns.index(made.number("columns", column)),
+            "rows": made.rows.index(_number(made.queries, "rows", row)),
+            "columns": made.columns.index(_number(made.queries, "columns", column)),
         }
-        number = made.place_of(row, column)
+        number = _place(made.queries, row, column)
         for mate in made.mates:
             if mate.shares is not None:
                 side, bit = mate.shares
@@ -183,7 +189,7 @@ def decided_tile(
     )
     words = {}
     for (r, row_step), (c, column_step) in itertools.product(made.made("rows"), made.made("columns")):
-        query, key = _by_queries(made, row + row_step, column + column_step)
+        query, key = _by_queries(queries, row + row_step, column + column_step)
         words[r, c] = head.decisions(query, key, dropped, rounds)
     for mate in made.mates:
         ones = (lane & mate.lane_bit) != 0
@@ -236,12 +242,7 @@ class KeptTile:
 
     def signed(self, values: fly.Fragment) -> fly.Fragment:
         """f32, less than 0 where they are not kept; of values from 0 on."""
-
-        def flipped(x: fly.Value, r: int, c: int) -> fly.Value:
-            signs = fly.from_elements([~word << (31 - number) for word, number in self._bits(r, c)])
-            return ((x.bitcast(fly.i32) & 0x7FFFFFFF) | (signs & as_word(1 << 31))).bitcast(fly.f32)
-
-        return values.map(flipped)
+        return self._chosen(values, lambda x, r, c: -x)
 
     def either(self, kept: fly.Fragment, dropped: fly.Fragment) -> fly.Fragment:
         """The f32 of one fragment that are kept, and of the other those that are not."""
@@ -295,10 +296,6 @@ def kept_tile(
     return KeptTile(decided, layout)
 
 
-def _by_queries(made: Plan, row: fly.Value, column: fly.Value) -> tuple[fly.Value, fly.Value]:
-    return (row, column) if made.queries == "rows" else (column, row)
-
-
 def kept_share(dropped: fly.Value) -> fly.Value:
     """The share of the weights that is kept, f32, of the threshold, i32."""
     share: fly.Value = (256 - dropped).to(fly.f32) * (1 / 256)
@@ -311,6 +308,12 @@ class Dropout:
 
     random: RandomHead
     dropped: fly.Value
+
+    def made_by(self, make: Callable[[fly.Value], fly.Value]) -> Dropout:
+        """The same with each of its i32, which are the same in every lane, as `make` gives it back."""
+        random = self.random
+        low, high, head, offset = map(make, (*random.key, random.head, random.offset))
+        return Dropout(RandomHead((low, high), head, offset), make(self.dropped))
 
     def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> KeptTile:
         """Which of a tile's weights are kept: rows are queries; see `kept_tile`."""

@@ -196,11 +196,8 @@ class BoundFeatures:
         """
         if not self.features.drops:
             return None
-        random, dropped = self._random(place), self.operands["dropped"]
-        if remade:
-            low, high, head, offset, dropped = map(fly.remade, (*random.key, random.head, random.offset, dropped))
-            random = RandomHead((low, high), head, offset)
-        return Dropout(random, dropped)
+        dropout = Dropout(self._random(place), self.operands["dropped"])
+        return dropout.made_by(fly.remade) if remade else dropout
 
     def of_kept(self, delta: fly.Value) -> fly.Value:
         """A number times the share of the weights that dropout keeps."""

@@ -12,7 +12,6 @@ from typing import Any
 import fly
 from fly.backends.nvvm.intrinsics import anew
 
-from ..problem.dropout import RandomHead
 from ..problem.dropout_tile import Dropout, Side, as_word
 from ..work.kept_pairs import KeptPairs
 
@@ -36,6 +35,4 @@ def made(kept: KeptPairs | None) -> list[fly.Value]:
 
 def remade(dropout: Dropout, step: fly.Value) -> Dropout:
     """The same, made again where `step` is: what Philox adds to the seed alone takes 13 registers over a loop."""
-    random = dropout.random
-    low, high, head, offset = (anew(word, step) for word in (*random.key, random.head, random.offset))
-    return Dropout(RandomHead((low, high), head, offset), anew(dropout.dropped, step))
+    return dropout.made_by(lambda word: anew(word, step))
