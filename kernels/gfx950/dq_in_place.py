@@ -82,16 +82,10 @@ class SumsInPlace(Sums):
         pair, piece = divmod(number, self.columns // PIECE)
         return at.first.offset(at.apart * pair).offset(piece * PIECE * self.sums.dtype.bytes)
 
-    def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
-        """What was added up of a tile, of 16 bits."""
-        at, count, across = self.of_lane(head, tile), kind.values // TOGETHER, columns // APART
-
-        def accumulators(index: int) -> fly.Value:
-            places = (self._address(number, at) for number in range(index * count, (index + 1) * count))
-            return fly.concat([memory.load(place, self.sums.dtype, TOGETHER, align=4) for place in places])
-
-        rows = range(BLOCK_M // kind.rows)
-        return fly.Fragment(kind, tuple(tuple(accumulators(r * across + c) for c in range(across)) for r in rows))
+    def _accumulator(self, at: Place, kind: fly.AccumulatorLayout, index: int) -> fly.Value:
+        count = kind.values // TOGETHER
+        places = (self._address(number, at) for number in range(index * count, (index + 1) * count))
+        return fly.concat([memory.load(place, self.sums.dtype, TOGETHER, align=4) for place in places])
 
 
 def sums_of_dq(sums: fly.Tensor, tails: fly.Tensor | None, queries: Tokens, batch: Any, columns: int) -> Sums:

@@ -83,15 +83,14 @@ class Sums:
 
     def load(self, kind: fly.AccumulatorLayout, columns: int, head: Any, tile: Any) -> fly.Fragment:
         """What was added up of a tile."""
-        at, count = self.of_lane(head, tile), kind.values
+        at, across, rows = self.of_lane(head, tile), columns // APART, range(BLOCK_M // kind.rows)
+        tiles = tuple(tuple(self._accumulator(at, kind, r * across + c) for c in range(across)) for r in rows)
+        return fly.Fragment(kind, tiles)
 
-        def accumulators(index: int) -> fly.Value:
-            places = range(index * count, (index + 1) * count)
-            return fly.from_elements([memory.load(at.offset(i * LANES * 4), fly.f32) for i in places])
-
-        across = columns // APART
-        rows = range(BLOCK_M // kind.rows)
-        return fly.Fragment(kind, tuple(tuple(accumulators(r * across + c) for c in range(across)) for r in rows))
+    def _accumulator(self, at: Any, kind: fly.AccumulatorLayout, index: int) -> fly.Value:
+        """What was added up of a tile's accumulator `index`; `at`: the place of the lane."""
+        places = range(index * kind.values, (index + 1) * kind.values)
+        return fly.from_elements([memory.load(at.offset(i * LANES * 4), fly.f32) for i in places])
 
 
 @fly.kernel
