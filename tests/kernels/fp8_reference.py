@@ -26,6 +26,25 @@ OFFSET = 2.0**8  # probabilities are rounded as multiples of 1 / 256
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
+def uniform(
+    dtype: torch.dtype,
+    seed: int,
+    queries: int,
+    keys: int,
+    heads: int = 2,
+    kv_heads: int = 1,
+    batch: int = 1,
+    largest: float = 4.0,
+    *,
+    dim: int,
+) -> list[torch.Tensor]:
+    """q, k and v, uniform in [-largest, largest]: large scores make maxima grow, so that rescales are taken."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads))
+    values = (torch.rand(*s, dim, generator=generator) * 2 * largest - largest for s in sizes)
+    return [x.to(dtype) for x in values]
+
+
 def factors(scale: torch.Tensor | None, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
     """A scale of shape (), (1,), (B, Hkv), or None for one, as (B, 1, Hkv, 1)."""
     scale = torch.ones((), device=device) if scale is None else scale

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from kernels.gfx950.options import WAVES
 from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
-from tests.kernels.fp8_reference import FNUZ, reference
+from tests.kernels.fp8_reference import FNUZ, reference, uniform
 from tests.kernels.reference import check
 
 DIM = 128
@@ -49,12 +50,7 @@ def unchecked(monkeypatch):
     return device_for(("cpu", 0))
 
 
-def inputs(seed, queries, keys, heads=2, kv_heads=1, batch=1, largest=4.0, dim=DIM):
-    """q, k and v, uniform in [-largest, largest]: large scores make maxima grow, so that rescales are taken."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads))
-    values = (torch.rand(*s, dim, generator=generator) * 2 * largest - largest for s in sizes)
-    return [x.to(FNUZ) for x in values]
+inputs = partial(uniform, FNUZ, dim=DIM)
 
 
 def compare(q, k, v, causal, seed, **options):
