@@ -193,6 +193,8 @@ class Tiles:
         self.work = work
         self.given = given
         self.options = options
+        if options.daz:
+            self.measured_shift = max(self.measured_shift, 2.0**-126)  # less is 0, the shift of a row without keys
         self.scale_log2 = scale_log2
         self.scale = given.scale(scale_log2)
         self.dtype = work.q.dtype
