@@ -27,6 +27,7 @@ import fly
 from fly.backends.nvvm import cluster
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
+    anew,
     elect_one,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -124,6 +125,8 @@ def flash_attn_sm90_bwd(
     block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
     buffers = Buffers.allocate(options)
     in_turn = None if counts is None else Turns.allocate(counts, rank, options)
+    if in_turn is not None:
+        in_turn.note(Neighbours.of(anew(number, fly.thread_id.x), keys.length, inverse, options.span))
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])

@@ -75,11 +75,12 @@ class Sums:
 
     def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""
-        place = self._of_thread(head, tile, index)
         if self.turns is None:
-            add(part, place)
+            add(part, self._of_thread(head, tile, index))
         else:
-            is_first = self.turns.wait(at)
+            is_first = self.turns.is_first(tile)
+            place = self._of_thread(head, tile, index)
+            self.turns.wait(at)
             with fly.when(is_first):
                 put(part, place)
             with fly.when(~is_first):

@@ -152,13 +152,16 @@ class Turns:
     """A block's turns, tile by tile.
 
     `counts`: how many blocks of this `rank` have been at a tile, or had no part in it, see `count_of`. `ring`: tiles
-    whose turn it is, for consumers, with whether the block is their `first`; and `added`: which they have added to.
+    whose turn it is, for consumers; `added`: which they have added to. `end_before`: that of the block's
+    `Neighbours`, for consumers, who have no register for it. `ends_differ`: not all blocks see their sequence's last
+    tile; where they do, those before one saw all of its tiles or are none.
     """
 
     counts: fly.Tensor
     rank: Any
     ring: Ring
-    first: fly.SharedMemory
+    end_before: fly.SharedMemory
+    ends_differ: bool
     added: Mbarriers
 
     @staticmethod
@@ -169,7 +172,8 @@ class Turns:
             counts,
             rank,
             Ring.allocate("turns", options.stages, 1),
-            fly.SharedMemory("first", "i32", options.stages),
+            fly.SharedMemory("end_before", "i32", 1),
+            options.features.windowed or options.features.ends_early,
             Mbarriers.allocate("added", options.stages, additions),
         )
 
@@ -185,15 +189,23 @@ class Turns:
             look: Callable[[], fly.Value] = lambda: fly.load_acquire(count)  # noqa: E731  # twice the same
             for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != block.number)):
                 spin.next(look())
-        self.first.store(fly.select(block.is_first(tile), 1, 0), at.index)
         self.ring.full.arrive(at.index)
 
-    def wait(self, at: Position) -> fly.Value:
-        """By consumers, until it is the block's turn: whether it is the tile's first block."""
+    def note(self, block: Neighbours) -> None:
+        """By all threads, before a barrier of the block."""
+        with fly.when(fly.thread_id.x == 0):
+            self.end_before.store(block.end_before, 0)
+
+    def is_first(self, tile: fly.Value) -> fly.Value:
+        """By consumers: whether the block is the tile's first one."""
+        end = fly.first_lane(self.end_before.load(0))
+        # compared with 0, consumers need not have the tile's number at hand
+        first: fly.Value = tile >= end if self.ends_differ else end == 0
+        return first
+
+    def wait(self, at: Position) -> None:
+        """By consumers, until it is the block's turn."""
         self.ring.wait(at)
-        # not compared again: that would take registers of who has few
-        is_first: fly.Value = fly.first_lane(self.first.load(at.index)) != 0
-        return is_first
 
     def done(self, at: Position) -> None:
         """By consumers, which have added."""
