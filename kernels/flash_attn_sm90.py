@@ -486,15 +486,19 @@ class ConsumerOf(Generic[O]):
     ) -> tuple[fly.Value, Any, KeptPairs | None]:
         """Start a tile's scores, and by `accumulate` the last one's O += P V: (scores, which are there, O's, kept).
 
-        `kept_of` is called in between, while the scores are made.
+        `kept_of` is called while the scores are made, before O += P V is started or behind that.
         """
         if self.options.ping_pong:
             self.await_tensor_cores()
         scores = self._scores(q_at, state.k_at)
+        kept = kept_of() if self.options.decides_early else None
+        for value in made(kept):
+            wgmma.computed(value)
         started = accumulate()
         if self.options.ping_pong:
             self.free_tensor_cores()
-        kept = kept_of()
+        if not self.options.decides_early:
+            kept = kept_of()
         return wgmma.wait(1, scores, after=made(kept))[0], started, kept
 
     def _added(self, started: Any, output: O, state: State, sums: fly.RowVector) -> O:

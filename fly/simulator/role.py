@@ -439,6 +439,10 @@ class Role(Warps):
         if compute is not None:
             compute()
 
+    def computed(self, node: Node, m: Mask, value: Any) -> None:
+        """An order for ptxas alone."""
+        self.whole(m, "vote.sync")
+
     def wgmma_wait(self, node: Node, m: Mask, *values: Any, newer: int, accumulators: int) -> list[Any]:
         self.whole(m, "wgmma.wait_group")
         self.retired = max(self.retired, self.groups - newer)

@@ -49,6 +49,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.mbarrier_init": ("mbarrier_init", ()),
     "hopper.tma_prefetch": ("tma_prefetch", ()),
     "hopper.tma_commit": ("tma_commit", ()),
+    "hopper.computed": ("computed", ()),
     "hopper.wgmma": (
         "wgmma",
         ("n", "dtype", "accumulates", "a_registers", "a_transposed", "b_transposed", "a_steps", "b_steps"),

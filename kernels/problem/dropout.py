@@ -6,7 +6,7 @@ instruction.
 With q and k the positions of a query and a key in their sequences, all numbers unsigned:
 
     key = seed;  counter = (k>>4<<1 | k>>2&1,  q>>4<<2 | q>>1&3,  sequence * heads + head,  offset)
-    j = (q & 9) | (k & 11) << 1
+    j = (k & 1) | (q>>3&1) << 1 | (k>>3&1) << 2 | (q & 1) << 3 | (k>>1&1) << 4
     bits 7 to 4 of a position's byte: bit j of the call's words 0 to 3
     bits 3 to 0: bit j of word w, rotated to the left by SPREAD[w], xor word 0, rotated by SHARED; w = 0 to 3
     kept iff byte >= T;  T = 256 p, rounded;  what is kept is scaled by 256 / (256 - T)
@@ -84,12 +84,12 @@ def key_number(key: Any) -> Any:
 
 def query_place(query: Any) -> Any:
     """A query's bits of the number of a position in its call."""
-    return query & 9
+    return ((query & 1) << 3) | ((query >> 2) & 2)
 
 
 def key_place(key: Any) -> Any:
     """A key's bits of the number of a position in its call."""
-    return (key & 11) << 1
+    return (key & 1) | ((key & 2) << 3) | ((key >> 1) & 4)
 
 
 def rotated(word: Any, bits: int) -> Any:
@@ -110,9 +110,10 @@ def decisions(words: Words, dropped: Any) -> Any:
     """
     kept: Any = -1
     for number, bits in enumerate(reversed(byte_bits(words))):
-        # where the threshold's bit is set, the byte's has to be, and what is below decides; else either will do
+        # where the threshold's bit is set, the byte's has to be, and what is below decides; else either will do:
+        # the majority of three, which ptxas knows in this form
         one_will_do = ((dropped >> number) & 1) - 1
-        kept = bits ^ ((bits ^ kept) & (bits ^ one_will_do))
+        kept = (bits & kept) | (one_will_do & (bits | kept))
     return kept
 
 

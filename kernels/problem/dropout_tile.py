@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import fly
+from fly.backends.nvvm.intrinsics import permute_bytes
 from fly.errors import AtomError
 
 from .dropout import ROUNDS, WORD, RandomHead, key_number, key_place, query_number, query_place
@@ -197,6 +198,11 @@ def decided_tile(
     return DecidedTile(made, words)
 
 
+# of a place that is whole bytes: who takes which of the own word's and the other's, a lane whose bit is 1, and one's
+# whose is 0
+_BYTES = {8: (0x3715, 0x6240), 16: (0x3276, 0x5410)}
+
+
 def _own(word: fly.Value, mate: Mate, ones: fly.Value) -> fly.Value:
     """The half of a word that has the lane's own bit, `ones`, of the mate's; and that half of the mate's word.
 
@@ -205,6 +211,8 @@ def _own(word: fly.Value, mate: Mate, ones: fly.Value) -> fly.Value:
     if mate.shares is None:
         return word >> fly.select(ones, mate.place, 0)
     other = fly.shuffle_xor(word, mate.lane_bit)
+    if mate.place in _BYTES and fly.target().hopper:
+        return permute_bytes(word, other, fly.select(ones, *_BYTES[mate.place]))
     zeros = sum(1 << place for place in range(32) if not place & mate.place)
     own = fly.select(ones, as_word(WORD & ~zeros), as_word(zeros))
     # what a shift brings in from the sign is not taken

@@ -98,6 +98,11 @@ class Sm90Options:
         return 64 * self.consumers
 
     @property
+    def decides_early(self) -> bool:
+        """Whether dropout decides while scores are made alone: for that they have to take as long as it does."""
+        return self.features.drops and self.consumers == 2 and 96 < self.head_dim <= 128
+
+    @property
     def queries(self) -> int:
         """Queries of a tile; of every one, `pack_gqa` heads."""
         return self.block_m // self.pack_gqa

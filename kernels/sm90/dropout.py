@@ -29,8 +29,8 @@ def kept_weights(
 
 
 def made(kept: KeptPairs | None) -> list[fly.Value]:
-    """For `wgmma.wait`, so that all words are made before it: f32 that is next to zero."""
-    return [] if kept is None else [(functools.reduce(operator.or_, kept.words) & _SIGNS).bitcast(fly.f32)]
+    """For `wgmma.wait` and `wgmma.computed`, so that what is decided is before: f32 that is next to zero."""
+    return [] if kept is None else [(functools.reduce(operator.or_, kept.decided) & _SIGNS).bitcast(fly.f32)]
 
 
 def remade(dropout: Dropout, step: fly.Value) -> Dropout:

@@ -48,13 +48,13 @@ TILES: dict[tuple[Any, ...], dict[str, Any]] = {
         "block_n": 80,
         "stages": 2,
         "q_stages": 2,
-        "without": ("packed", "paged", "softcap", "alibi", "bias", "score_mod", "mask_mod"),
+        "without": ("packed", "paged", "softcap", "alibi", "bias", "dropout", "score_mod", "mask_mod"),
     },
     (128, 128, False, 3, None): {
         "block_n": 80,
         "stages": 2,
         "q_stages": 2,
-        "without": ("paged", "softcap", "alibi", "bias", "score_mod", "mask_mod"),
+        "without": ("paged", "softcap", "alibi", "bias", "dropout", "score_mod", "mask_mod"),
     },
     (128, 128, False, 2, 1024): {
         "block_n": 128,

@@ -45,10 +45,14 @@ SIGNS = {"nvvm": Signs(8, 8, 4, nvvm.permute_bytes), "rocdl": Signs(16, 8, 8, ro
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """Which weights of a tile dropout keeps: bits of words at `places`, those of the accumulators in their order."""
+    """Which weights of a tile dropout keeps: bits of words at `places`, those of the accumulators in their order.
+
+    `decided`: the words that these are shifted from, each once.
+    """
 
     places: tuple[Place, ...]
     signs: Signs
+    decided: tuple[fly.Value, ...]
 
     @staticmethod
     def of(tile: DecidedTile, layout: fly.AccumulatorLayout, row: int = 0, column: int = 0) -> KeptPairs:
@@ -62,12 +66,8 @@ class KeptPairs:
             if (index, bit) not in found:
                 found[index, bit] = tile.words[index] << (signs.every - 1 - bit)
             places.append((found[index, bit], at))
-        return KeptPairs(tuple(places), signs)
-
-    @property
-    def words(self) -> list[fly.Value]:
-        """All of them, each once."""
-        return list({id(word): word for word, _ in self.places}.values())
+        indices = dict.fromkeys(index for index, _ in found)
+        return KeptPairs(tuple(places), signs, tuple(tile.words[index] for index in indices))
 
     def only(self, weights: Sequence[fly.Value]) -> tuple[fly.Value, ...]:
         """Weights of 16 bits, any number a piece, and 0 for those that are not kept."""

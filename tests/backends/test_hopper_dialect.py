@@ -191,6 +191,11 @@ OPERATIONS = {
         r"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {$0, $1, $2, $3}, {$13, $14, $15, $16}, db, 1, 1, 1, "
         r'0;\0Awgmma.commit_group.sync.aligned;\0A}", "=f,=f,=f,=f,0,1,2,3,l,r,r,r,r,r,r,r,r,~{memory}"',
     ),
+    "computed": (
+        '"hopper.computed"(%s) : (f32) -> ()',
+        r'"{\0A.reg .pred p;\0Asetp.ne.b32 p, 0, 0;\0Asetp.lt.or.f32 p, $0, 0fBF800000, p;\0A'
+        r'vote.sync.any.pred p, p, -1;\0A@p trap;\0A}", "f,~{memory}" %{{.*}} : (f32) -> ()',
+    ),
     "wgmma_wait": (
         f'%r:2 = "hopper.wgmma_wait"(%wide, %acc, %s) {waits(2, 1, 3)} : '
         "(vector<8xf32>, vector<4xf32>, f32) -> (vector<8xf32>, vector<4xf32>)",
@@ -432,6 +437,7 @@ CALLS = {
         "n = 8 : i64, operandSegmentSizes = array<i32: 1, 1, 2>} : "
         "(vector<4xf32>, i64, vector<16xi8>, vector<16xi8>) -> vector<4xf32>",
     ),
+    "computed": (lambda m, x, n: wgmma.computed(fly.f32(1.0)), '"hopper.computed"('),
     "wgmma_wait": (
         lambda m, x, n: wgmma.wait(1, started(8), started(16), after=[fly.f32(1.0)]),
         '"hopper.wgmma_wait"(%{{.*}}, %{{.*}}, %{{.*}}) {accumulators = 2 : i64, newer = 1 : i64, {{.*}}} : '

@@ -32,6 +32,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.tma_commit` | close the thread's group of stores |
 | `hopper.tma_wait_read` | until all but the `newer` last groups have read their shared memory |
 | `hopper.wgmma` | start D = A B or D += A B, in one group: see below |
+| `hopper.computed` | this f32, never below zero, is computed before what is behind it |
 | `hopper.wgmma_wait` | until at most the `newer` last groups are unfinished; accumulators go through it |
 
 Coordinates of `tma_load` and `tma_store` are in elements, the innermost first.
@@ -176,6 +177,10 @@ irdl.dialect @hopper {{
     %a = irdl.any  // one descriptor or several vectors: IRDL has no base types in `any_of`
     irdl.operands(accumulator: optional %sums, b: %descriptor, a: variadic %a)
     irdl.results(result: %sums)
+  }}
+  irdl.operation @computed {{
+    %f32 = irdl.is f32
+    irdl.operands(value: %f32)
   }}
   irdl.operation @wgmma_wait {{
     %newer = irdl.base "#builtin.integer"

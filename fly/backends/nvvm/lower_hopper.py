@@ -183,16 +183,23 @@ def _wgmma(op: ir.Operation, b: Builder) -> ir.Value:
     return b.value("vector.from_elements", values, type_)
 
 
+def _held(count: int, first: int = 0) -> str:
+    """Assembly behind which `count` values from operand `first` on are computed.
+
+    ptxas moves arithmetic past a wait, and products past arithmetic, but neither past a trap that depends on it.
+    """
+    tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(count)]
+    return "\n".join([".reg .pred p;", "setp.ne.b32 p, 0, 0;", *tests, "vote.sync.any.pred p, p, -1;", "@p trap;"])
+
+
 def _waiting(newer: int, first: int, count: int) -> str:
     """The assembly of a wait; `count` values from operand `first` on are to be computed before it."""
     wait = f"wgmma.wait_group.sync.aligned {newer};"
-    if not count:
-        return wait
-    # ptxas moves arithmetic past a wait as it likes, but not past what the wait comes after: a trap that depends
-    # on it
-    tests = [f"setp.lt.or.f32 p, ${first + i}, 0fBF800000, p;" for i in range(count)]
-    trap = ["vote.sync.any.pred p, p, -1;", "@p trap;"]
-    return "\n".join(["{", ".reg .pred p;", "setp.ne.b32 p, 0, 0;", *tests, *trap, wait, "}"])
+    return "\n".join(["{", _held(count, first), wait, "}"]) if count else wait
+
+
+def _computed(op: ir.Operation, b: Builder) -> tuple[ir.Value, ...]:
+    return _issue(op, b, "\n".join(["{", _held(1), "}"]))
 
 
 def _wgmma_wait(op: ir.Operation, b: Builder) -> tuple[ir.Value, ...]:
@@ -214,6 +221,7 @@ RULES: dict[str, Rule] = {
     **{f"hopper.{name}": _instruction(text) for name, text in _INSTRUCTIONS.items()},
     **{f"hopper.{name}": _instruction(text, pure=True) for name, text in _PURE.items()},
     **{f"hopper.{name}": _copy(others, text) for name, (others, text) in _COPIES.items()},
+    "hopper.computed": _computed,
     "hopper.wgmma": _wgmma,
     "hopper.wgmma_wait": _wgmma_wait,
 }

@@ -362,6 +362,14 @@ def wait(newer: int, *accumulators: Value, after: Sequence[Value] = ()) -> list[
     return [accumulator.with_ir(result) for accumulator, result in zip(accumulators, results, strict=True)]
 
 
+def computed(value: Value) -> None:
+    """Products that are started behind this are started when `value` (f32, never below zero) has been computed.
+
+    ptxas puts arithmetic that is behind the start of products among them, or behind those that are started next.
+    """
+    operation("computed", [value])
+
+
 PAIRS = Layout((2, 2, 4), (1, 8, 2))
 """Which of 16 columns of the accumulators each of 16 columns of A is that `by_pairs` makes."""
 

@@ -98,7 +98,7 @@ def kept(state: torch.Tensor, head: int, q: int, k: int, dropped: int, rounds: i
         c = [(b >> 32) ^ c[1] ^ key[0], word(b), (a >> 32) ^ c[3] ^ key[1], word(a)]
         key = [word(key[0] + 0x9E3779B9), word(key[1] + 0xBB67AE85)]
     bits = [*c, *(rotated(c[w], (14, 3, 8, 18)[w]) ^ rotated(c[0], 2) for w in range(4))]
-    j = (q & 1) + 2 * (k & 1) + 4 * (k >> 1 & 1) + 8 * (q >> 3 & 1) + 16 * (k >> 3 & 1)
+    j = (k & 1) + 2 * (q >> 3 & 1) + 4 * (k >> 3 & 1) + 8 * (q & 1) + 16 * (k >> 1 & 1)
     return int("".join(str(w >> j & 1) for w in bits), 2) >= dropped
 
 
