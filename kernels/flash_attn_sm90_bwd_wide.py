@@ -141,7 +141,7 @@ class _OfKeys(_Half):
         made = self._weights(step, j)
         ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
         dout.ring.release(state.dout_at)
-        self._put(ds, state.slot)
+        self._hand_over(ds, state.slot)
         started = [self._dq(state.slot, piece) for piece in range(options.dq_pieces)]
         self._arrived(q, state.q_at, lambda: j)
         dk = self._onto_keys(ds, state.q_at, *state.sums)
@@ -154,15 +154,21 @@ class _OfKeys(_Half):
         q.ring.release(state.q_at)
         return replace(state, sums=(dk,), product=excess, q_at=q_next, dout_at=dout_next)
 
+    def _hand_over(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
+        """dS to shared memory, for this consumer's products and then for the other one, which is not waited for."""
+        self._store(ds, slot)
+        fence_async_shared()
+        barrier_sync(STORED, WARPGROUP)
+        barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
+
     def _weights(self, step: Step, j: fly.Value) -> Weights:
         """P of tile j, which the other consumer made, with scores' derivatives in it."""
         values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
         found = transposed(fly.Fragment(self.layout, ((values,),)))
         dropout = step.given.dropout(step.place)
-        first_key = self.block.first_key
-        if dropout is not None and self.options.remakes_random:
-            dropout, first_key = remade(dropout, j), anew(first_key, j)
-        kept = None if dropout is None else dropout.kept(found, j * BLOCK_M, first_key)
+        if dropout is None:
+            return Weights(found, ScoreGradients)
+        kept = remade(dropout, j).kept(found, j * BLOCK_M, anew(self.block.first_key, j))
         return Weights(found, ScoreGradients, kept)
 
 
@@ -262,10 +268,7 @@ class _OfKeysInCluster(_InCluster, _OfKeys):
         ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
         dout.ring.release(state.dout_at)
         self.exchange.claim(state.q_at)
-        self._store(ds, state.q_at.index)
-        fence_async_shared()
-        barrier_sync(STORED, WARPGROUP)
-        barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
+        self._hand_over(ds, state.q_at.index)
         with fly.when((fly.thread_id.x % WARPGROUP < 32) & elect_one()):
             self.exchange.send(state.q_at)
         part = None if step.first else self._dq_of_both(before)

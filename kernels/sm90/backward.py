@@ -80,11 +80,6 @@ class Sm90BackwardOptions:
         return self.crowded and limited and "bias" not in self.features.operands
 
     @property
-    def remakes_random(self) -> bool:
-        """Whether tiles make again what dropout's random numbers start from: wide heads need its registers."""
-        return max(self.head_dim, self.head_dim_v) > 96
-
-    @property
     def ds_stages(self) -> int:
         """Slots of dS: two, so that one barrier a tile is enough, or one where there are two; three if `behind`.
 
@@ -149,14 +144,15 @@ class Sm90BackwardOptions:
     @property
     def held(self) -> bool:
         """Whether a consumer has its keys of K and V in registers: S and dP read half as much shared memory then."""
-        plain = not self.features.modifies and not self.features.drops
+        spare = not self.features.drops or (self.later and not self.packed)
+        plain = not self.features.modifies and spare
         return plain and not self.apart and max(self.head_dim, self.head_dim_v) <= HELD
 
     @property
     def later(self) -> bool:
         """Whether a tile's dQ is made while the next one's P or dS is (`sm90.later`)."""
         features = self.features
-        if self.apart or self.ordered or features.drops or features.block_size or "bias" in features.operands:
+        if self.apart or self.ordered or features.block_size or "bias" in features.operands:
             return False
         return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies else LATER)
 

@@ -291,9 +291,8 @@ class Consumer:
         p = self._narrow(made.weights)
         if dropout is None:
             return made, p, None
-        if self.options.remakes_random:
-            dropout, first_key = remade(dropout, j), anew(first_key, j)
-        kept = kept_weights(dropout, self.layout, first_key, j * BLOCK_M, "columns")
+        # made again by every tile, as loops have no registers for what random numbers start from
+        kept = kept_weights(remade(dropout, j), self.layout, anew(first_key, j), j * BLOCK_M, "columns")
         return made, kept.only(p), kept
 
     def _pulled(
