@@ -152,6 +152,15 @@ def flash_attn_func(
 
     H is a multiple of Hkv; head h reads head h·Hkv//H. The other arguments, and what is raised: see the module.
     """
+    # what `_attend` comes to in most calls, with fewer calls of Python's
+    if (
+        (alibi_slopes is None and deterministic is return_attn_probs is False and not extras and not is_seen())
+        and (window_size is NO_WINDOW and causal.__class__ is bool)
+        and (dropout_p.__class__ is softcap.__class__ is float and dropout_p == softcap == 0.0)
+    ):
+        known = repeated(q, k, v, causal, softmax_scale, 0)
+        if known is not None:
+            return known  # type: ignore[return-value]  # out alone
     options = options_of(
         FUNC, DENSE, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, extras
     )

@@ -130,9 +130,12 @@ def together(
     `takes`: of each, the places of its own among these addresses. On an NVIDIA GPU an address is written once, for
     all that take it, and the device's context is looked at once. May be called from many threads.
     """
-    if [*takes] == [[*range(count)]]:
-        return prepared[0].launch
     kernels = [launch.entry.kernel for launch in prepared]
+    if [*takes] == [[*range(count)]]:
+        (alone,) = prepared
+        if not _are_cuda(kernels):
+            return alone.launch
+        return cuda.launch_of(kernels[0], alone.grid, alone.block, alone.arguments, alone.places)
     if len(prepared) == 1 or not _are_cuda(kernels):
         steps = tuple((launch.launch, picker(taken)) for launch, taken in zip(prepared, takes, strict=True))
 

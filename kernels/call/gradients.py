@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import torch
 from fly import config
 from fly.errors import ArgumentTypeError, MissingBuildError, UnsupportedError
 from fly.runtime.device import device_of
-from fly.runtime.prepared import picker
 
 from .. import dispatch
 from ..arguments.callers import OWN, arg, problem
@@ -34,8 +33,9 @@ from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
 from ..work.tile_list import LISTS_BY_KEYS
 from .checks import INPUTS, Call, check_call, is_aligned, loadable, settled
+from .memory import Allocate, Memory, allocator, contiguous, memory_of
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
-from .plan import Kind, Plans, entry_of
+from .plan import Kind, Plans, entry_of, queue_of
 
 __all__ = ["backward", "check_8_bits", "check_differentiable", "check_features", "record", "recorded", "run"]
 
@@ -54,6 +54,8 @@ _CONTIGUOUS = torch.contiguous_format
 MOST_SHARED = 1 << 22
 # mapped over tensors in less time than a loop takes
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
+_split = torch.unsafe_split_with_sizes
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # the variables that a launch depends on
 _environment = config.raw_value
 _ARCH, _KERNEL = config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name
@@ -195,18 +197,17 @@ class _NoSecondDerivative(torch.autograd.Function):
 class _Shared:
     """One piece of memory for the gradients of leaves and the workspace: `rows` of it each, in order.
 
-    `alone`: how many leaves before these have other sizes of a row, and gradients that are allocated by themselves.
-    `places`: where the others and the workspace begin, in bytes. `zeros`: not all of a gradient is written.
+    `alone`: of how many leaves before these gradients are allocated by themselves, as they have other sizes of a row.
+    `memory`: what to `allocate`, these and then the piece. `places`: where the others and the workspace begin in it,
+    in bytes. `zeros`: not all of a gradient is written.
     """
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    allocate: Allocate
+    memory: tuple[Memory, ...]
     rows: tuple[int, ...]
     places: tuple[int, ...]
     alone: int
     zeros: bool
-    dtype: torch.dtype
-    device: torch.device
 
     @staticmethod
     def of(results: Sequence[torch.Tensor], workspace_bytes: int, zeros: bool) -> _Shared | None:
@@ -219,20 +220,22 @@ class _Shared:
         rows.append(-(-workspace_bytes // nbytes))
         if sum(rows) * nbytes > MOST_SHARED:
             return None
-        sizes = (sum(rows), *row)
+        together = contiguous((sum(rows), *row), results[-1].dtype)
+        memory = (*map(memory_of, results[:alone]), together)
         places = tuple(nbytes * before for before in accumulate(rows[:-1], initial=0))
-        strides = torch.empty(sizes, device="meta").stride()
-        return _Shared(sizes, strides, tuple(rows), places, alone, zeros, results[-1].dtype, results[-1].device)
+        return _Shared(allocator(results[-1].device), memory, tuple(rows), places, alone, zeros)
 
-    def allocate(self) -> torch.Tensor:
-        """All of it."""
-        # past `torch.zeros`, which has no strides
-        whole = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
-        return whole.zero_() if self.zeros else whole
+    def make(self) -> list[torch.Tensor]:
+        """The gradients that are allocated by themselves, and the piece."""
+        made = [*starmap(self.allocate, self.memory)]
+        if self.zeros:
+            for x in made:
+                x.zero_()
+        return made
 
     def split(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The gradients and the workspace in it; each has a version of its own, and is no view for autograd."""
-        return torch.unsafe_split_with_sizes(whole, self.rows)
+        return _split(whole, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +251,11 @@ class _Prepared:
 class _Repeated:
     """A backward pass that takes what is saved as it is, and whose results are small.
 
-    `pick` takes what `queue` wants, in its order, of the addresses of q, k, v, out, what else is saved, dout, then
-    dq, dk, dv and the workspace.
+    `queue` launches it on the addresses of q, k, v, out, what else is saved, dout, then dq, dk, dv and the workspace.
     """
 
     shared: _Shared
-    pick: Callable[[Sequence[int]], Sequence[int]]
-    queue: Callable[[list[int], int | None], None]
+    queue: Callable[[list[int]], None]
 
     @staticmethod
     def of(prepared: _Prepared, names: Iterable[str]) -> _Repeated | None:
@@ -262,8 +263,8 @@ class _Repeated:
         launch, shared = prepared.launch, prepared.shared
         if shared is None or launch.at is None or prepared.copied:
             return None
-        order = {name: i for i, name in enumerate((*INPUTS, *names, "dout", "dq", "dk", "dv", "workspace"))}
-        return _Repeated(shared, picker([order[name] for name in launch.names]), launch.at)
+        given = (*INPUTS, *names, "dout", "dq", "dk", "dv", "workspace")
+        return _Repeated(shared, queue_of(launch.at, launch.names, given))
 
 
 def _form(names: tuple[str, ...], saved: Sequence[torch.Tensor], dout: torch.Tensor) -> tuple[Any, ...]:
@@ -283,22 +284,17 @@ def _again(
     `saved`: the leaves, out, and the others called `names`.
     """
     repeated: _Repeated | None = kind.repeated.get(_form(names, saved, dout))
-    if repeated is None:
+    if repeated is None or _active_modes():
         return None
-    addresses = [*map(_address, saved)]
-    q, k, v, out = addresses[:4]
-    own = dout.data_ptr()
-    if (q | k | v | out | own) % ALIGNMENT:
+    addresses = [*map(_address, (*saved, dout))]
+    if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[-1]) % ALIGNMENT:
         return None
-    addresses.append(own)
     shared = repeated.shared
-    alone: Sequence[torch.Tensor] = ()
-    if shared.alone:
-        alone = results_for(saved[: shared.alone], names)
+    *alone, whole = shared.make()
+    if alone:
         addresses += map(_address, alone)
-    whole = shared.allocate()
     addresses += map(whole.data_ptr().__add__, shared.places)
-    repeated.queue([*repeated.pick(addresses)], None)
+    repeated.queue(addresses)
     return *alone, *shared.split(whole)[:-1]
 
 
@@ -371,8 +367,9 @@ def run(
                 kind.repeated[_form(names, (*inputs, *tensors.values()), dout)] = repeated
     for name in prepared.copied:
         given[name] = given[name].clone(memory_format=_CONTIGUOUS)
-    if results is None and (shared := prepared.shared) is not None:
-        results = [*results_for(inputs[: shared.alone], tensors), *shared.split(shared.allocate())]
+    if results is None and (shared := prepared.shared) is not None and not _active_modes():
+        *alone, whole = shared.make()
+        results = [*alone, *shared.split(whole)]
         given["workspace"] = results.pop()
     else:
         results = results or results_for(inputs, tensors)

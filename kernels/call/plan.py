@@ -21,6 +21,7 @@ from ..arguments.callers import OWN
 from ..arguments.checks import stream_of
 from ..problem.contract import DQ_SUMS, Launch, Request, Tensors
 from .checks import INPUTS, Call, Result
+from .memory import Allocate, Memory, allocator, contiguous, memory_of
 
 MAX_PLANS = 1024
 
@@ -60,11 +61,46 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Short:
+    """A call of q, k and v alone without anything that is to be decided again.
+
+    `memory`: what to `allocate` for it, out, lse and the workspace, those that it has. `queue` launches it on the
+    addresses of q, k, v and these. `recorded`: as `gradients.record` takes it, of a call that needs a gradient.
+    """
+
+    allocate: Allocate
+    memory: tuple[Memory, ...]
+    queue: Callable[[list[int]], None]
+    recorded: tuple[Kind, tuple[str, ...], tuple[str, ...]]
+
+    @staticmethod
+    def of(call: Call, kind: Kind, launch: Launch, results: Sequence[torch.Tensor]) -> Short | None:
+        """None if there is more to do for such a call; `results`: like its out, and lse where it has one."""
+        if launch.at is None or call.reads_device or not {*launch.names} <= {*_ALONE}:
+            return None
+        given = [name for name in _ALONE if name != "lse" or call.request.return_lse]
+        memory = [*map(memory_of, results)]
+        if launch.workspace_bytes:
+            memory.append(contiguous((launch.workspace_bytes,), torch.uint8))
+        queue = queue_of(launch.at, launch.names, given[: len(INPUTS) + len(memory)])
+        return Short(allocator(results[0].device), tuple(memory), queue, (kind, kind.kept, ()))
+
+
+def queue_of(
+    at: Callable[[list[int], int | None], None], names: Sequence[str], given: Sequence[str]
+) -> Callable[[list[int]], None]:
+    """`Launch.at` with these `names` on torch's current stream, of a list of the addresses `given`, its own then."""
+    if [*names] == [*given]:
+        return lambda addresses: at(addresses, None)
+    pick = picker([given.index(name) for name in names])
+    return lambda addresses: at([*pick(addresses)], None)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A prepared kind of call, without any of the caller's tensors; `lse`: (sizes, strides), others as of `Call`.
 
-    `pick` takes what `launch.at` wants, in its order, of the addresses of q, k, v, out, lse and the workspace, those
-    that the call has; it is None where there is more to a call than that.
+    `short`: a shorter way to such a call, where there is one.
     """
 
     launch: Launch
@@ -73,21 +109,15 @@ class Plan:
     out: Result
     lse: tuple[tuple[int, ...], tuple[int, ...]]
     reads_device: bool
-    pick: Callable[[Sequence[int]], Sequence[int]] | None
+    short: Short | None
 
     @staticmethod
-    def of(call: Call, launch: Launch) -> Plan:
-        """Of a checked call."""
+    def of(call: Call, launch: Launch, results: Sequence[torch.Tensor] = ()) -> Plan:
+        """Of a checked call; `results`: as of `Short`, or none."""
         lse = call.lse, torch.empty(call.lse, device="meta").stride()
-        return Plan(launch, Kind.of(call), call.extents, call.out, lse, call.reads_device, _pick(call, launch))
-
-
-def _pick(call: Call, launch: Launch) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """`Plan.pick`."""
-    if launch.at is None or call.reads_device or not {*launch.names} <= {*_ALONE}:
-        return None
-    given = [name for name in _ALONE if name != "lse" or call.request.return_lse]
-    return picker([given.index(name) for name in launch.names])
+        kind = Kind.of(call)
+        short = Short.of(call, kind, launch, results) if results else None
+        return Plan(launch, kind, call.extents, call.out, lse, call.reads_device, short)
 
 
 class Plans(dict[K, P]):
@@ -119,13 +149,14 @@ def plan_of(call: Call) -> Plan:
         if request.return_lse:
             tensors["lse"] = q.new_empty(call.lse, dtype=torch.float32)
         launch = prepare(tensors, request)
+        results = [tensors[name] for name in ("out", "lse") if name in tensors]
     except UnsupportedError as error:
         OWN.tell(error)
         raise
     except MissingBuildError as error:
         error.add_note(entry_of(request))
         raise
-    return Plan.of(call, launch)
+    return Plan.of(call, launch, results)
 
 
 def entry_of(request: Request, backward: bool = False) -> str:

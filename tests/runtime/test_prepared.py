@@ -165,6 +165,30 @@ def test_several_launches_take_what_is_theirs_of_their_addresses(device, compile
     assert device.launches[:2] == device.launches[2:]
 
 
+@pytest.mark.parametrize("pushed", [False, True], ids=["of another context", "of its context"])
+def test_one_launch_on_an_nvidia_gpu_is_what_it_is_by_itself(pushed, driver, compiler):
+    (one, _), _ = both(compiler)
+    run = together([one], [[0, 1]], 2)
+    if pushed:
+        driver.cuCtxPushCurrent(1000)
+    before = [*driver.contexts]
+    for given in ([4096, 8192], [12288, 4096]):
+        run(given, 77)
+        one.launch(given, 77)
+    first, again, second, once_more = driver.launches
+    assert first == again != second == once_more
+    assert driver.contexts == before
+    driver.results["cuLaunchKernel"] = CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(DeviceError, match="kernel7: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED"):
+        run([4096, 8192], 77)
+    assert driver.contexts == before
+
+
+def test_one_launch_has_sizes_that_the_device_takes(driver, compiler):
+    with pytest.raises(LaunchError, match="131072"):
+        together([pair(compiler, torch.zeros(4), torch.zeros(6), 9, (1, 1 << 17, 1))], [[0, 1]], 2)
+
+
 def test_several_launches_on_an_nvidia_gpu_are_what_each_of_them_is(driver, compiler):
     launches, takes = both(compiler)
     run = together(launches, takes, 3)

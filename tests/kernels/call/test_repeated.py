@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fly.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from kernels import flash_attn_interface
@@ -25,7 +28,7 @@ def inputs(seed: int, length: int = 16, kv_heads: int = 2, value_dim: int = 64) 
 
 def the_long_way(monkeypatch, *given, **options):
     with monkeypatch.context() as patched:
-        patched.setattr(flash_attn_interface, "repeated", lambda *_: None)
+        patched.setattr(flash_attn_interface, "repeated", lambda *_, **__: None)
         return flydsl_flash_attn_func(*given, **options)
 
 
@@ -62,6 +65,62 @@ def test_both_functions_go_by_it(function, monkeypatch, seed):
     monkeypatch.setattr(flash_attn_interface, "plan_of", None)
     monkeypatch.setattr(flash_attn_interface, "check_call", None)
     assert torch.equal(function(*given, causal=True), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("function", [flydsl_flash_attn_func, flash_attn_func], ids=lambda f: f.__name__)
+def test_a_mode_sees_the_memory_of_results(function, seed):
+    given = [x.requires_grad_() for x in inputs(seed)]
+    expected, dout = function(*given), torch.ones_like(given[0])
+    gradients = torch.autograd.grad(expected, given, dout)
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            seen.append(operation.name())
+            return operation(*arguments, **(options or {}))
+
+    with Mode():
+        out = function(*given)
+        forward = [*seen]
+        found = torch.autograd.grad(out, given, dout)
+    assert torch.equal(out, expected) and all(map(torch.equal, found, gradients)), f"seed {seed}"
+    own = "fly::flash_attn"  # as which FlashAttention's function is seen
+    assert own in forward if function is flash_attn_func else any("empty" in name for name in forward)
+    assert any("empty" in name or name == f"{own}_backward" for name in seen[len(forward) :])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softmax_scale": 0.5}, {"softcap": 0.0, "window_size": (-1, -1), "bias": None, "deterministic": False}],
+    ids=str,
+)
+def test_what_is_at_its_default_is_as_if_not_given(options, monkeypatch, seed):
+    given = inputs(seed)
+    expected = flydsl_flash_attn_func(*given, True, **options)
+    monkeypatch.setattr(flash_attn_interface, "plan_of", None)
+    monkeypatch.setattr(flash_attn_interface, "check_no_overlap", None)
+    monkeypatch.setattr(flash_attn_interface.torch, "empty_like", None)  # the long way's
+    q, k, v = given
+    assert torch.equal(flydsl_flash_attn_func(v=v, k=k, q=q, causal=True, **options), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.0, "softmax_scale": 0.5}, {"causal": True, "window_size": (-1, -1)}], ids=str
+)
+def test_flash_attentions_arguments_may_be_at_their_defaults(options, monkeypatch, seed):
+    given = inputs(seed)
+    expected = flash_attn_func(*given, **options)
+    monkeypatch.setattr(flash_attn_interface, "plan_of", None)
+    assert torch.equal(flash_attn_func(*given, **options), expected), f"seed {seed}"
+
+
+def test_the_function_tells_its_arguments():
+    names = [*inspect.signature(flydsl_flash_attn_func).parameters]
+    assert names[:6] == ["q", "k", "v", "causal", "softmax_scale", "num_kv_heads"] and names[-1] == "names"
+    with pytest.raises(TypeError, match=r"flydsl_flash_attn_func\(\) takes from 3 to 4 positional arguments"):
+        flydsl_flash_attn_func(1, 2, 3, True, 0.5)
+    with pytest.raises(TypeError, match=r"flydsl_flash_attn_func\(\) missing 1 required positional argument: 'v'"):
+        flydsl_flash_attn_func(1, 2)
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:
