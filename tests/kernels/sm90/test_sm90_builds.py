@@ -136,6 +136,17 @@ def test_head_dimensions_between_rows_have_the_builds_of_wider_ones(dims, wide):
         assert mine == replace(like, head_dim=dims[0], head_dim_v=dims[1])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "early"), [(64, False), (96, False), (104, True), (128, True), (256, False)])
+def test_dropout_decides_early_where_scores_take_as_long(head_dim, early, causal):
+    dropping = Features(("rng_state", "dropped", "query_heads"))
+    changes = {"head_dim": head_dim, "causal": causal, "static_features": dropping, "features": ("dropout",)}
+    options, _ = build_for(request(4096, 4096, 16, 16, 4, **changes), UNITS)
+    assert options.decides_early is early
+    if early:
+        assert (options.consumers, options.block_n) == (2, 128)
+
+
 def test_head_dimensions_that_no_row_is_wide_enough_for():
     with pytest.raises(LookupError, match=r"table has no \(264, 8, True\) for 5000 keys"):
         build_for(request(5000, 5000, head_dim=264, head_dim_v=8), UNITS)
