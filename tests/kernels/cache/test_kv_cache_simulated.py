@@ -49,7 +49,7 @@ class Simulated:
             assert addresses == [x.data_ptr() for x in operands if x is not None] and stream == 0
             Machine(program)(flat(*arrays), grid)
 
-        return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=int))
+        return SimpleNamespace(launch=launch, entry=SimpleNamespace(current_stream=int, kernel=None))
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90a"])
