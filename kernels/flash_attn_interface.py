@@ -33,6 +33,7 @@ from .arguments.stacked import is_stacked, leaves_of, unstacked
 from .cache.layouts import in_pages, is_linear
 from .call import device_values
 from .call.checks import Call, check_call
+from .call.memory import active_modes
 from .call.plan import Plan, Plans, plan_of
 from .problem.block_mask import BlockMask, for_tiles
 from .problem.catalogue import BLOCKS, DIFFERENTIABLE, NO_WINDOW
@@ -50,7 +51,6 @@ _OF_REPEATED = {"softmax_scale", "num_kv_splits", "return_lse"}
 _NO_OPERANDS: dict[str, Any] = {}
 _Tensor, _address = torch.Tensor, torch.Tensor.data_ptr
 _grad_enabled = torch.is_grad_enabled
-_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _plans: dict[tuple[Any, ...], Plan] = Plans()
 _gradients: Any = None  # `call.gradients`: an import statement in every call would take 2 µs
 
@@ -434,7 +434,7 @@ def repeated(
         plan = _plans.get(_key_of(q, k, v, causal, softmax_scale, num_kv_splits, return_lse))
     except (TypeError, RuntimeError):
         return None  # tensors without strides or memory, numbers that are none: the function says what
-    if plan is None or (short := plan.short) is None or _active_modes():
+    if plan is None or (short := plan.short) is None or active_modes():
         return None
     if needs_gradient and not plan.kind.backward:  # whether there is a backward pass is to be checked
         return None

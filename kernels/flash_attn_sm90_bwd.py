@@ -124,9 +124,14 @@ def flash_attn_sm90_bwd(
     tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
     block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
     buffers = Buffers.allocate(options)
+
+    def neighbours(number: fly.Value) -> Neighbours:
+        return Neighbours.of(number, keys.length, inverse, options.span)
+
     in_turn = None if counts is None else Turns.allocate(counts, rank, options)
     if in_turn is not None:
-        in_turn.note(Neighbours.of(anew(number, fly.thread_id.x), keys.length, inverse, options.span))
+        # made apart: consumers would keep for the end what it is made of
+        in_turn.note(neighbours(anew(number, fly.thread_id.x)))
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])
@@ -143,7 +148,7 @@ def flash_attn_sm90_bwd(
             maps = (q, k, v, dout, lse2, delta)
             produce(maps, buffers, options, walk, block, given, heads)
         if in_turn is not None:
-            near = Neighbours.of(number, keys.length, inverse, options.span)
+            near = neighbours(number)
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
                 with fly.when((fly.wave_id() == warp) & elect_one()):
                     sums.each_turn(act, near, walk, heads)
@@ -156,7 +161,7 @@ def flash_attn_sm90_bwd(
         spare = options.crowded and exists is None
         working.write(heads, dk, dv, keys.length if spare else fly.select(here, keys.length, 0))
         if dq is not None:
-            near = Neighbours.of(number, keys.length, inverse, options.span)
+            near = neighbours(number)
             for piece in range(options.dq_pieces):
                 sums.round(dq, working.factor, heads, near.last_of(tiles), working.piece(piece))
     if exchange is not None:

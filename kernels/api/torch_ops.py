@@ -27,6 +27,7 @@ from ..arguments.stacked import leaves_of, unstacked
 from ..cache.kv_cache import append_to_cache
 from ..cache.layouts import vectors
 from ..call.checks import INPUTS, OUT_DTYPES, is_aligned
+from ..call.memory import active_modes
 from ..flash_attn_interface import OPTION_DEFAULTS, flydsl_flash_attn_func
 from ..problem.catalogue import DIFFERENTIABLE, FEATURES
 from ..problem.dropout_mask import random_state
@@ -81,14 +82,12 @@ torch.library.define(
 )
 
 
-# of modes such as selective checkpointing's
-_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _register_fake: Callable[[str], Callable[[F], F]] = torch.library.register_fake
 
 
 def is_seen() -> bool:
     """Whether a compiler, or a mode that counts or keeps operations, has to see what is called as an operation."""
-    return torch.compiler.is_compiling() or bool(_active_modes())
+    return torch.compiler.is_compiling() or bool(active_modes())
 
 
 def eager(

@@ -33,7 +33,7 @@ from ..problem.contract import Launch, Prepare, Request, aux_name
 from ..problem.mods import Mod
 from ..work.tile_list import LISTS_BY_KEYS
 from .checks import INPUTS, Call, check_call, is_aligned, loadable, settled
-from .memory import Allocate, Memory, allocator, contiguous, memory_of
+from .memory import Allocate, Memory, active_modes, allocator, contiguous, memory_of
 from .operand_gradients import differentiable, gradient, gradient_without_scores, memory_for
 from .plan import Kind, Plans, entry_of, queue_of
 
@@ -55,7 +55,6 @@ MOST_SHARED = 1 << 22
 # mapped over tensors in less time than a loop takes
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 _split = torch.unsafe_split_with_sizes
-_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # the variables that a launch depends on
 _environment = config.raw_value
 _ARCH, _KERNEL = config.ARCH.raw_name, config.BACKWARD_KERNEL.raw_name
@@ -284,7 +283,7 @@ def _again(
     `saved`: the leaves, out, and the others called `names`.
     """
     repeated: _Repeated | None = kind.repeated.get(_form(names, saved, dout))
-    if repeated is None or _active_modes():
+    if repeated is None or active_modes():
         return None
     addresses = [*map(_address, (*saved, dout))]
     if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[-1]) % ALIGNMENT:
@@ -367,7 +366,7 @@ def run(
                 kind.repeated[_form(names, (*inputs, *tensors.values()), dout)] = repeated
     for name in prepared.copied:
         given[name] = given[name].clone(memory_format=_CONTIGUOUS)
-    if results is None and (shared := prepared.shared) is not None and not _active_modes():
+    if results is None and (shared := prepared.shared) is not None and not active_modes():
         *alone, whole = shared.make()
         results = [*alone, *shared.split(whole)]
         given["workspace"] = results.pop()

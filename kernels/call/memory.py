@@ -17,6 +17,9 @@ Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """(sizes, strides, dtype) of a tensor, plain tuples."""
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
+# how many dispatch modes there are, such as selective checkpointing's
+active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 _OF_COMPILER: Any = getattr(torch._C._dynamo, "guards", None)
 
 
