@@ -18,7 +18,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,19 @@ SMALL_BLOCK = (64, 64)
 class Form:
     """A kind of call: flags of `python -m fly inspect`, and what else of its keyword arguments.
 
-    `gradients`: whose are wanted besides those of q, k and v.
+    `gradients`: whose are wanted besides those of q, k and v; `deterministic`: whether they are the same bits in every
+    run, which is a form of the backward pass alone.
     """
 
     flags: Mapping[str, Any]
     more: Callable[[Request], Mapping[str, Any]] = lambda request: {}
     gradients: tuple[str, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def of_gradients(self) -> bool:
+        """Whether only the backward pass has it."""
+        return bool(self.gradients) or self.deterministic
 
 
 def _features(*names: str, **rest: Any) -> Form:
@@ -108,6 +115,13 @@ FORMS: Mapping[str, Form] = {
     "softcap, dropout": _features("softcap", "dropout"),
     "block mask, dropout": _features("block_mask", "dropout"),
     "packed, window, softcap": Form({"packed": True, "feature": ("window", "softcap")}),
+    "bias of every score in float32": _features("bias", more=_ALL),
+    "deterministic": Form({}, deterministic=True),
+    "packed, deterministic": Form({"packed": True}, deterministic=True),
+    "softcap, deterministic": _features("softcap", deterministic=True),
+    "bias, deterministic": _features("bias", deterministic=True),
+    "dropout, deterministic": _features("dropout", deterministic=True),
+    "softcap, dropout, deterministic": _features("softcap", "dropout", deterministic=True),
     "bias, gradient": _features("bias", more=_ALL, gradients=("bias",)),
     "bias of heads, gradient": _features("bias", more=_OF_HEADS, gradients=("bias",)),
     "bias of keys, gradient": _features("bias", more=_OF_KEYS, gradients=("bias",)),
@@ -157,8 +171,8 @@ def cases(options: Namespace) -> Iterator[Case]:
                     continue
                 for head_dim in (dim for dim in dims if dim in kernel.head_dims):
                     for form in options.form:
-                        gradients = name == "backward" or not FORMS[form].gradients
-                        for causal in (False, True) if gradients else ():
+                        served = name == "backward" or not FORMS[form].of_gradients
+                        for causal in (False, True) if served else ():
                             yield Case(arch, name, kernel.name, head_dim, causal, form)
 
 
@@ -181,6 +195,7 @@ def bindings_of(case: Case) -> list[Binding]:
     of = PASSES[case.name]
     if case.name == "backward":
         request, tensors = described.of_backward(request, tensors, more, form.gradients)
+        request = replace(request, deterministic=form.deterministic)
     with of.forced.set_to(case.kernel):
         return described.bindings_of(case.arch, request, tensors, of)
 

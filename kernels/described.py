@@ -46,6 +46,11 @@ def _float32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32)
 
 
+def _out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the output, and of what is added to scores, where inputs may have 8 bits."""
+    return OUT_DTYPES.get(dtype, dtype)
+
+
 def block_mask(request: Request, size: tuple[int, int] = BLOCK) -> BlockMask:
     """Lists of part and of whole blocks of `size` queries and keys, for every head."""
     sizes = (request.seq_len, request.seq_len_kv)
@@ -85,7 +90,7 @@ ASKING: Mapping[str, Callable[[Request], Keywords]] = {
     "attention_chunk": lambda r: {"attention_chunk": WINDOW},
     "softcap": lambda r: {"softcap": 30.0},
     "alibi": lambda r: {"alibi_slopes": _float32(r.num_heads)},
-    "bias": lambda r: {"bias": torch.empty(r.num_heads, r.seq_len, r.seq_len_kv, dtype=DTYPES[r.dtype])},
+    "bias": lambda r: {"bias": torch.empty(r.num_heads, r.seq_len, r.seq_len_kv, dtype=_out_dtype(DTYPES[r.dtype]))},
     "sink": lambda r: {"sink": _float32(r.num_heads)},
     "dropout": lambda r: {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64)},
     "block_mask": lambda r: {"block_mask": block_mask(r)},
@@ -153,7 +158,7 @@ def call_of(request: Request, **given: Any) -> tuple[Request, Tensors]:
     try:
         options = _asked(request) | given
         q, k, v = _inputs(request)
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=OUT_DTYPES.get(q.dtype, q.dtype))
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q.dtype))
     except (RuntimeError, MemoryError) as error:
         raise ArgumentError(f"the tensors of such a call do not fit this machine: {error}") from error
     call = check_call(q, k, v, request.causal, None, options)
@@ -174,7 +179,8 @@ def of_backward(
     more = {"dout": tensors["out"], "lse": _float32_like(lse), **{f"d{name}": tensors[name] for name in INPUTS}}
     more |= memory_for({name: given.get(name, tensors[name]) for name in gradients}, request, q.device)
     lists = [tensors[name] for name in BLOCKS[:2] if name in tensors]
-    return as_backward(request), {**tensors, **more, **dict(zip(LISTS_BY_KEYS, lists * 2))}
+    asked = as_backward(request, operand_gradients=bool(gradients))
+    return asked, {**tensors, **more, **dict(zip(LISTS_BY_KEYS, lists * 2))}
 
 
 def _float32_like(shape: tuple[int, ...]) -> torch.Tensor:

@@ -43,3 +43,20 @@ def test_forms_have_the_builds_of_their_calls(form):
     names = [binding.kernel.name for binding in found]
     assert names == ["row_statistics", "flash_attn_generic_dkdv", "flash_attn_generic_dq"]
     assert "shared" in str(found[-1].statics["options"].resident)
+
+
+def test_a_deterministic_form_is_of_the_backward_pass_alone():
+    options = registers._parser().parse_args(["--form", "deterministic", "--arch", "sm_80"])
+    assert {case.name for case in registers.cases(options)} == {"backward"}
+
+
+@pytest.mark.parametrize("form", ["plain", "deterministic"])
+def test_the_deterministic_form_asks_for_such_a_build(form):
+    bindings = registers.bindings_of(registers.Case("sm_90a", "backward", "sm90", 128, True, form))
+    (options,) = (b.statics["options"] for b in bindings if b.kernel.name == "flash_attn_sm90_bwd")
+    assert options.ordered is (form == "deterministic")
+
+
+def test_the_bias_of_8_bit_inputs_has_the_outputs_dtype():
+    bindings = registers.bindings_of(registers.Case("gfx950", "forward", "gfx950_fp8", 128, True, "bias"))
+    assert bindings[0].specs[-1].dtype == "bf16"
