@@ -49,8 +49,8 @@ SMALL_BLOCK = (64, 64)
 class Form:
     """A kind of call: flags of `python -m fly inspect`, and what else of its keyword arguments.
 
-    `gradients`: whose are wanted besides those of q, k and v; `deterministic`: whether they are the same bits in every
-    run, which is a form of the backward pass alone.
+    `gradients`: whose are wanted besides those of q, k and v; `deterministic`: whether they are the same bits in
+    every run, which is a form of the backward pass alone.
     """
 
     flags: Mapping[str, Any]
