@@ -272,6 +272,22 @@ UNALIGNED_TILES: Mapping[int, Mapping[str, Any]] = {
 }
 
 
+# NVIDIA where what features take leaves `ptxas` no registers: tiles of fewer keys, O rescaled later or in a branch
+CROWDED: Mapping[int, Mapping[str, Any]] = {
+    96: {"block_n": 32, "min_blocks": 2},
+    128: {"late": True},
+    256: {"lazy": True},
+}
+
+
+def _crowded(target: Target, dim: int, features: Features) -> Mapping[str, Any]:
+    """What a build has instead where it spills. Without features only D=256 does, before Hopper; pages have room."""
+    if target.backend != "nvvm" or "block_table" in features.operands:
+        return {}
+    takes_more = features.per_score or features.drops or features.windowed
+    return CROWDED.get(dim, {}) if takes_more or (dim == 256 and not target.hopper) else {}
+
+
 def options_for(
     target: Target,
     head_dim: int,
@@ -298,7 +314,7 @@ def options_for(
         # what is converted on its way goes through registers
         tiles = dict(UNALIGNED_TILES[dim])
     elif asynchronous and alignment in target.async_copy_bytes:
-        tiles["vector"] = alignment // 2
+        tiles |= {"vector": alignment // 2, **_crowded(target, dim, features)}
     elif asynchronous:
         # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
         tiles = dict(UNALIGNED_TILES[dim])
