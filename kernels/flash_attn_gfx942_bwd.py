@@ -92,6 +92,8 @@ def flash_attn_gfx942_bwd(
     """
     fly.occupancy(waves_per_eu=1)
     fly.compiler_options(*IN_ORDER)
+    if options.narrows:
+        fly.narrow_splats()
     parameters = options.features.bind(operands)
     given = parameters.reread()
 

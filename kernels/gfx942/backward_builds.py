@@ -20,6 +20,12 @@ class Build:
 
 
 BUILDS = {64: Build(64, (2, 1), (1, 1)), 128: Build(32, (3, 4), (1, 2))}  # by head_dim
+# operands that all scores of a lane are compared with or multiplied by, and of which LLVM would keep a register an
+# element, which are not there beside the rest; by accumulator tiles along a wave's keys
+NARROWED = {
+    1: {"softcap", "alibi_slopes", "dropped"},
+    2: {"softcap", "dropped", "window_left", "window_right", "attention_chunk"},
+}
 AHEAD = 40  # registers for operands that are read before their turn
 
 
@@ -44,3 +50,8 @@ class Gfx942BackwardOptions(Gfx950BackwardOptions):
         A function of the key's number may make others of them.
         """
         return self.features.modifies or self.features.masks_every_tile
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the build takes `fly.narrow_splats`."""
+        return not NARROWED[self.row_tiles].isdisjoint(self.features.operands)
