@@ -460,13 +460,15 @@ class Fragment:
         fill: float,
         between: Callable[[], None] | None = None,
         starts: RowVector | None = None,
+        scarce: bool = False,
     ) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere, and below the row's start.
 
         None for limits or starts leaves that side open.
 
-        `between()` is called after the comparisons and after the selections of every tile, with `starts` of every
-        half: a line for the scheduler, where a selection should not follow its comparison at once.
+        `between()` is called after the comparisons and after the selections of every tile, with both bounds of every
+        half: a line for the scheduler, where a selection should not follow its comparison at once. `scarce`: of every
+        half with limits alone too, and with one comparison an element, for loops that are short of scalar registers.
         """
         layout = self.layout
         lane_column = layout.first_column()
@@ -477,9 +479,13 @@ class Fragment:
             return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         remaining, skipped = spread(limits), spread(starts)
+        both = remaining is not None and skipped is not None
+        in_halves = remaining is not None and (scarce or (between is not None and both))
+        half = layout.values // 2
         # AMD's comparisons take two scalar registers each: one of a column's distance from the start is enough
-        lengths: list[Value] = []
-        if limits is not None and starts is not None and between is None and current().target.backend == "rocdl":
+        lengths: list[Value] | None = None
+        once = (between is None or scarce) and current().target.backend == "rocdl"
+        if limits is not None and starts is not None and once:
             length = limits.map(lambda limit, start: maximum(limit - start, 0), starts)
             lengths = [self.spread(length, r) for r in range(len(self.tiles))]
 
@@ -491,19 +497,31 @@ class Fragment:
             between()
             return kept
 
-        def mask(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+        def seen(columns: Value, of_row: Callable[[list[Value]], Value]) -> Value:
             if skipped is None:
-                return tile if remaining is None else keep(tile, columns < remaining[r])
+                assert remaining is not None
+                return columns < of_row(remaining)
             if remaining is None:
-                return keep(tile, columns >= skipped[r])
-            if lengths:
-                return keep(tile, compare("ult", columns - skipped[r], lengths[r]))
-            half = layout.values // 2
-            parts = [slice(0, half), slice(half, layout.values)]
-            return concat(
-                [keep(tile[p], (columns[p] < remaining[r][p]) & (columns[p] >= skipped[r][p])) for p in parts]
-            )
+                return columns >= of_row(skipped)
+            if lengths is not None:
+                return compare("ult", columns - of_row(skipped), of_row(lengths))
+            return (columns < of_row(remaining)) & (columns >= of_row(skipped))
+
+        def mask(tile: Value, r: int, c: int) -> Value:
+            if remaining is None and skipped is None:
+                return tile
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+            if not in_halves:
+                return keep(tile, seen(columns, lambda bounds: bounds[r]))
+
+            def part(held: slice) -> Value:
+                def of_row(bounds: list[Value]) -> Value:
+                    one = scarce and len(layout.slots) == 1  # of a splat a splat
+                    return broadcast(bounds[r][held.start], half) if one else bounds[r][held]
+
+                return keep(tile[held], seen(columns[held], of_row))
+
+            return concat([part(slice(0, half)), part(slice(half, layout.values))])
 
         return self.map(mask)
 

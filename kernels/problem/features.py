@@ -99,6 +99,11 @@ class Features:
         return self.modifies or self.masks_every_tile
 
     @property
+    def weighs_whole(self) -> bool:
+        """Whether scores are changed, or weights dropped: AMD's fused backward kernels make a tile's at once then."""
+        return self.modifies or self.drops
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands or "attention_chunk" in self.operands
