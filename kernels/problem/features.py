@@ -137,6 +137,11 @@ class BoundFeatures:
         operands = {name: fly.reread(value) for name, value in self.operands.items()}
         return replace(self, operands=operands, aux=tuple(map(fly.reread, self.aux)))
 
+    def reread_from(self, parameters: BoundFeatures, names: Iterable[str]) -> BoundFeatures:
+        """The same with operands of these names, as the kernel got them (`parameters`), read anew."""
+        anew = {name: fly.reread(parameters.operands[name]) for name in names if name in parameters.operands}
+        return replace(self, operands={**self.operands, **anew}) if anew else self
+
     def get(self, name: str) -> Any:
         """An operand, or None."""
         return self.operands.get(name)
