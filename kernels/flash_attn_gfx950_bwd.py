@@ -40,7 +40,7 @@ import fly
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as of_dq
-from .gfx950.backward import BLOCK_M, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions, build_of
+from .gfx950.backward import BLOCK_M, LINK_ROWS, REREAD, STAGES, WAVES, Gfx950BackwardOptions, build_of
 from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
@@ -125,20 +125,22 @@ def flash_attn_gfx950_bwd(
     tail = first_key + options.block_n > keys.length
     tiles = replace(tiles, whole_from=fly.select(tail, tiles.end, tiles.whole_from))
     with fly.when(first_key < keys.length):
-        block = _Block(options, inverse, tiles, keys, queries, first_key, q.dtype)
+        block = _Block(parameters, options, inverse, tiles, keys, queries, first_key, q.dtype)
         whole = kv_head if parts == 1 else kv_head // parts
         block.load(
             keys.rows(fly.reread(k), whole, options.head_dim), keys.rows(fly.reread(v), whole, options.head_dim_v)
         )
+        # one length for all of them where scalar registers are short: a tensor has its own, in one over the loops
+        here = replace(queries, first=queries.start) if options.features.drops else queries
         sums, count = block.zeros(), fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
             place = HeadOfKeys(fly.remade(batch), head, seen)
             views = (
-                queries.rows(fly.reread(q), head, options.head_dim),
-                queries.rows(fly.reread(dout), head, options.head_dim_v),
+                here.rows(fly.reread(q), head, options.head_dim),
+                here.rows(fly.reread(dout), head, options.head_dim_v),
             )
-            statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
+            statistics = (here.vector(fly.reread(lse2), head), here.vector(fly.reread(delta), head))
             part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
@@ -202,6 +204,7 @@ class _Block:
 
     def __init__(
         self,
+        parameters: BoundFeatures,
         options: Gfx950BackwardOptions,
         inverse: QueryRange,
         tiles: TileRange,
@@ -211,6 +214,7 @@ class _Block:
         dtype: fly.DType,
     ):
         self.options, self.inverse, self.tiles, self.dtype = options, inverse, tiles, dtype
+        self.parameters = parameters
         self.keys, self.queries, self.first_key = keys, queries, first_key
         self.link = link = fly.chain(fly.target().mma(dtype.name))
         self.layout = link.layout
@@ -371,9 +375,11 @@ class _Block:
                 )  # fmt: skip
             first_query, wave_key = fly.remade(j * BLOCK_M), self.first_key + self.wave_row
 
+            of_tile = given.reread_from(self.parameters, REREAD) if options.features.drops else given
+
             def whole() -> Weights:
                 return weights(
-                    transposed(now.raw), given, place, numbers_of(first_query), wave_key, scale_log2,
+                    transposed(now.raw), of_tile, place, numbers_of(first_query), wave_key, scale_log2,
                     fly.RowVector(rows, (statistics.lse,)), lambda scores: hide(scores, j), first_query, early=True,
                     scarce=True,
                 )  # fmt: skip
@@ -465,6 +471,8 @@ class _Block:
         # a tile's comparisons and selections, and then the next one's: LLVM would put other registers in their place
         between = fly.sched_barrier
         of_keys, count, scarce = transposed(scores), self.keys.length, self.options.scarce
+        if self.options.features.drops:
+            count = fly.remade(count)  # or which keys there are takes two registers a row tile over the loop
         return transposed(self.inverse.apply(of_keys, keys, first_query, count, between, scarce))
 
     def _no_dq(self) -> Sums:

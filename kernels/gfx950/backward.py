@@ -12,6 +12,7 @@ from ..problem.features import NO_FEATURES, Features
 WAVES = 4  # of a block, one on each SIMD
 BLOCK_M = 32  # queries of a tile
 LINK_ROWS = 32  # keys of an accumulator tile, and of a tile of K in LDS
+REREAD = ("softcap", "dropped")  # numbers that every tile reads from memory where weights are dropped
 STAGES = 2  # slots of Q, of dO and of dS
 
 
