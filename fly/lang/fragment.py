@@ -479,15 +479,14 @@ class Fragment:
             return [self.spread(bounds.map(lambda x: x - lane_column), r) for r in range(len(self.tiles))]
 
         remaining, skipped = spread(limits), spread(starts)
-        both = remaining is not None and skipped is not None
-        in_halves = remaining is not None and (scarce or (between is not None and both))
-        half = layout.values // 2
         # AMD's comparisons take two scalar registers each: one of a column's distance from the start is enough
         lengths: list[Value] | None = None
         once = (between is None or scarce) and current().target.backend == "rocdl"
         if limits is not None and starts is not None and once:
             length = limits.map(lambda limit, start: maximum(limit - start, 0), starts)
             lengths = [self.spread(length, r) for r in range(len(self.tiles))]
+        in_halves = remaining is not None and (scarce or (skipped is not None and lengths is None))
+        half = layout.values // 2
 
         def keep(elements: Value, seen: Value) -> Value:
             if between is None:
@@ -497,31 +496,33 @@ class Fragment:
             between()
             return kept
 
-        def seen(columns: Value, of_row: Callable[[list[Value]], Value]) -> Value:
+        def bound(bounds: list[Value], r: int, held: slice | None) -> Value:
+            if held is None:
+                return bounds[r]
+            one = scarce and len(layout.slots) == 1  # of a splat a splat
+            return broadcast(bounds[r][held.start], half) if one else bounds[r][held]
+
+        def seen(columns: Value, r: int, held: slice | None) -> Value:
+            def here() -> Value:
+                return columns if held is None else columns[held]
+
             if skipped is None:
                 assert remaining is not None
-                return columns < of_row(remaining)
+                return here() < bound(remaining, r, held)
             if remaining is None:
-                return columns >= of_row(skipped)
+                return here() >= bound(skipped, r, held)
             if lengths is not None:
-                return compare("ult", columns - of_row(skipped), of_row(lengths))
-            return (columns < of_row(remaining)) & (columns >= of_row(skipped))
+                return compare("ult", here() - bound(skipped, r, held), bound(lengths, r, held))
+            return (here() < bound(remaining, r, held)) & (here() >= bound(skipped, r, held))
 
         def mask(tile: Value, r: int, c: int) -> Value:
             if remaining is None and skipped is None:
                 return tile
             columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
             if not in_halves:
-                return keep(tile, seen(columns, lambda bounds: bounds[r]))
-
-            def part(held: slice) -> Value:
-                def of_row(bounds: list[Value]) -> Value:
-                    one = scarce and len(layout.slots) == 1  # of a splat a splat
-                    return broadcast(bounds[r][held.start], half) if one else bounds[r][held]
-
-                return keep(tile[held], seen(columns[held], of_row))
-
-            return concat([part(slice(0, half)), part(slice(half, layout.values))])
+                return keep(tile, seen(columns, r, None))
+            parts = slice(0, half), slice(half, layout.values)
+            return concat([keep(tile[part], seen(columns, r, part)) for part in parts])
 
         return self.map(mask)
 
