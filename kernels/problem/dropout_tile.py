@@ -366,9 +366,12 @@ class Dropout:
         first_column: Any,
         queries: Side = "rows",
         tiles: tuple[int, int] = (1, 1),
+        scarce: bool = False,
     ) -> DecidedTile:
         """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `kept_tile`."""
-        return decided_tile(layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries)
+        return decided_tile(
+            layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries, scarce=scarce
+        )
 
     def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
