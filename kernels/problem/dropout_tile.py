@@ -373,6 +373,6 @@ class Dropout:
             layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries, scarce=scarce
         )
 
-    def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
+    def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any, scarce: bool = False) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
-        return self.kept(weights, first_query, first_key).only(weights)
+        return self.kept(weights, first_query, first_key, scarce).only(weights)

@@ -13,6 +13,7 @@ CROWDED = [
     ("gfx942", "backward", "generic", 64, "softcap, dropout"),
     ("gfx942", "backward", "gfx942", 64, "softcap, dropout"),
     ("gfx942", "forward", "gfx942", 128, "bias"),
+    ("gfx942", "forward", "generic", 64, "block mask, dropout"),
     ("gfx950", "backward", "gfx950", 128, "mask_mod"),
     ("gfx950", "backward", "gfx950", 128, "softcap, dropout"),
     ("gfx950", "forward", "gfx950", 128, "softcap, dropout"),
