@@ -115,6 +115,16 @@ class GenericOptions:
         """Head dimension of V and of the output."""
         return self.head_dim_v or self.head_dim
 
+    def is_scarce(self) -> bool:
+        """Whether the target's scalar registers are too few, which AMD's are for these features.
+
+        What all scores of a lane are compared with or multiplied by is narrowed then, and what dropout and the
+        epilogue need is made again.
+        """
+        of = self.features
+        drops = of.drops and (of.modifies or of.block_size is not None)
+        return (drops or of.masks_every_tile) and fly.target().backend == "rocdl"
+
 
 @fly.kernel
 def flash_attn_generic(
@@ -139,6 +149,9 @@ def flash_attn_generic(
     fly.occupancy(waves_per_eu=options.waves_per_eu, min_blocks=options.min_blocks)
     if options.daz:
         fly.flush_denormals()
+    scarce = options.is_scarce()
+    if scarce:
+        fly.narrow_splats()
     given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
@@ -151,6 +164,7 @@ def flash_attn_generic(
         given=given,
         page_size=options.page_size,
         folded=folded,
+        scarce=scarce,
     )
     with work.if_any_row():
         scales = KeyScales.of(given, work, q.shape[-2])
@@ -158,7 +172,8 @@ def flash_attn_generic(
         output, softmax, rows = _attend(work, scale_log2, given.at(work), options, scales)
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
         inverse = scales.times_values(inverse)
-        store_output(work.out, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
+        view = work.late_out() if scarce else work.out
+        store_output(view, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 
@@ -192,7 +207,7 @@ def _attend(
     else:
         queries = direct_rows(link, q_window, mine.offset, mine.count)
 
-    scale, dropout = given.scale(scale_log2), given.dropout(work)
+    scale, scarce = given.scale(scale_log2), options.is_scarce()
 
     stages = ScoreStages(work, given, scale_log2, rows, options.block_n)
 
@@ -213,8 +228,9 @@ def _attend(
         softmax, probabilities, output = softmax.update(
             scores, output, scale, masked=masked, lazy=options.lazy, late=options.late
         )
+        dropout = given.dropout(work, remade=scarce)
         if dropout is not None:
-            probabilities = dropout.drop(probabilities, mine.first, tile_of(j) * options.block_n)
+            probabilities = dropout.drop(probabilities, mine.first, tile_of(j) * options.block_n, scarce)
         return tiles.accumulate(output, probabilities, v_tile), softmax
 
     def step(j: Any, state: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:

@@ -141,7 +141,9 @@ class _KeyBlock:
 
             wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
             raw = transposed(of_q.across(zeros, self.operands[0], q_tile))
-            made = weights(raw, given, here, queries, wave_key, scale_log2, lse, hide, first_query)
+            made = weights(
+                raw, given, here, queries, wave_key, scale_log2, lse, hide, first_query, scarce=options.is_scarce()
+            )
             results = dict(zip(options.results, sums, strict=True))
             if wants_v:
                 results["dv"] = of_dout.along(results["dv"], transposed(made.of_values), dout_tile)
@@ -357,7 +359,7 @@ def flash_attn_generic_dq(
         if inputs != SCORES_ALONE:
             # rows past the end, whose results are dropped, have no weights either
             lse = lse.map(lambda value, row: fly.select(row < queries, value, math.inf), rows)
-        deltas = deltas.map(given.of_kept)
+        deltas, scarce = deltas.map(given.of_kept), options.is_scarce()
         zeros = fly.Fragment.zeros(layout, row_tiles, of_k.row_tiles)
         less = zeros.map(lambda zero, r, c: -zeros.spread(deltas, r))
 
@@ -375,7 +377,9 @@ def flash_attn_generic_dq(
             raw = of_k.across(zeros, of_q, k_tile)
             hide = partial(stages.mask, tile=tile, masked=masked)
             with fly.reread_ids() if options.rereads else nullcontext():
-                made = weights(raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True)
+                made = weights(
+                    raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True, scarce=scarce
+                )
             excess = of_v.across(less, of_dout, v_tile)
             found = made.score_gradients(excess, less)
             if dbias is not None and found.bias is not None:

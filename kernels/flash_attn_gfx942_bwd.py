@@ -37,7 +37,7 @@ import fly
 
 from .generic.blocks import uniform, walk
 from .generic.operands import direct_rows
-from .gfx942.backward_builds import AHEAD, BUILDS, Gfx942BackwardOptions
+from .gfx942.backward_builds import AHEAD, BUILDS, REREAD, Gfx942BackwardOptions
 from .gfx942.backward_order import Beside, Fence, Step, beside, idle, in_order, paced
 from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halves
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
@@ -50,7 +50,7 @@ from .gfx950.operand_queue import Multiply
 from .gfx950.panels import Sums, plan
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
+from .problem.gradients import HeadOfKeys, Weights, tile_by_tile, transposed, transposed_layout, weights
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
@@ -92,6 +92,8 @@ def flash_attn_gfx942_bwd(
     """
     fly.occupancy(waves_per_eu=1)
     fly.compiler_options(*IN_ORDER)
+    if options.narrows:
+        fly.narrow_splats()
     parameters = options.features.bind(operands)
     given = parameters.reread()
 
@@ -128,20 +130,22 @@ def flash_attn_gfx942_bwd(
         tail = first_key + options.block_n > keys.length
         tiles = replace(tiles, whole_from=fly.select(tail, tiles.end, tiles.whole_from))
     with fly.when(first_key < keys.length):
-        block = _Block(options, inverse, tiles, keys, queries, first_key, q.dtype)
+        block = _Block(parameters, options, inverse, tiles, keys, queries, first_key, q.dtype)
         whole = kv_head if parts == 1 else kv_head // parts
         block.load(
             keys.rows(fly.reread(k), whole, options.head_dim), keys.rows(fly.reread(v), whole, options.head_dim_v)
         )
+        # one length for all of them where scalar registers are short: a tensor has its own, in one over the loops
+        here = replace(queries, first=queries.start) if options.features.drops else queries
         sums, count = block.zeros(), fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
             place = HeadOfKeys(fly.remade(batch), head, seen)
             views = (
-                queries.rows(fly.reread(q), head, options.head_dim),
-                queries.rows(fly.reread(dout), head, options.head_dim_v),
+                here.rows(fly.reread(q), head, options.head_dim),
+                here.rows(fly.reread(dout), head, options.head_dim_v),
             )
-            statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
+            statistics = (here.vector(fly.reread(lse2), head), here.vector(fly.reread(delta), head))
             part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
@@ -180,6 +184,7 @@ class _Block:
 
     def __init__(
         self,
+        parameters: BoundFeatures,
         options: Gfx942BackwardOptions,
         inverse: QueryRange,
         tiles: TileRange,
@@ -189,6 +194,7 @@ class _Block:
         dtype: fly.DType,
     ):
         self.options, self.inverse, self.tiles, self.dtype = options, inverse, tiles, dtype
+        self.parameters = parameters
         self.keys, self.queries, self.first_key = keys, queries, first_key
         self.link = link = fly.chain(fly.target().mma(dtype.name))
         self.layout = link.layout
@@ -252,7 +258,7 @@ class _Block:
         first, end = uniform(tiles.first), uniform(tiles.end)
         copies = Copy(views[0], self.q, self.slots), Copy(views[1], self.dout, self.slots)
         nothing = fly.Fragment.zeros(self.layout, options.row_tiles, 1)
-        plain = not (options.features.modifies or options.features.drops)
+        plain = not options.features.weighs_whole
 
         def step(j: fly.Value, now: _State, hides: bool) -> _State:
             dout_here, q_there, dout_there = self.dout.slot(j), self.q.slot(j + 1), self.dout.slot(j + 1)
@@ -267,7 +273,11 @@ class _Block:
             flight = [copy.issue(j + 2) for copy in copies]
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
-                return given.mask(self._limit(scores, first_query), rows, wave_key, place)
+                return tile_by_tile(scores, hidden) if options.hides_by_tile else hidden(scores, 0)
+
+            def hidden(part: fly.Fragment, column: int) -> fly.Fragment:
+                limited = self._limit(part, first_query, column)
+                return given.mask(limited, rows, wave_key + column if column else wave_key, place)
 
             by_query = transposed_layout(self.layout)
             slots = [self.layout.value_columns.index(slot) for slot in self.layout.column_slots]
@@ -283,7 +293,7 @@ class _Block:
                 raw = transposed(now.raw)
                 made = weights(
                     raw,
-                    given,
+                    given.reread_from(self.parameters, REREAD),
                     place,
                     rows,
                     wave_key,
@@ -292,6 +302,7 @@ class _Block:
                     hide if hides else None,
                     first_query,
                     early=True,
+                    scarce=True,
                 )
                 stages.p = Pairs.of(self.link, self._narrow(transposed(made.of_values)))
 
@@ -395,9 +406,13 @@ class _Block:
         """The same in 16 bits."""
         return fragment.map(lambda x, r, c: x.to(self.dtype, rounding="nearest_any"))
 
-    def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
-        """-inf where a query does not see a key, or, if that matters, there is no such key."""
-        keys = row_numbers(self.layout, self.options.row_tiles, self.first_key + self.wave_row)
+    def _limit(self, scores: fly.Fragment, first_query: fly.Value, column: int) -> fly.Fragment:
+        """-inf where a query does not see a key, or, if that matters, there is no such key.
+
+        `scores`: of the wave's keys from `column` on; rows are queries.
+        """
+        first = self.first_key + self.wave_row
+        keys = row_numbers(self.layout, len(scores.tiles[0]), first + column if column else first)
         count = self.keys.length if self.options.hides_tail else None
         return transposed(self.inverse.apply(transposed(scores), keys, first_query, count))
 
@@ -430,12 +445,13 @@ class _Block:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
     dims, build = (request.head_dim, request.value_dim), BUILDS[request.head_dim]
+    features = request.static_features
     options = Gfx942BackwardOptions(
         *dims,
         request.causal,
         build.wave_keys,
-        AHEAD,
-        request.static_features,
+        build.crowded if features.modifies and features.drops else AHEAD,
+        features,
         weigh=build.weigh,
         pull=build.pull,
     )

@@ -76,7 +76,7 @@ from .gfx950.launch import prepare_kernel
 from .gfx950.options import BLOCK_N, WAVE_ROWS, DualWaveOptions
 from .gfx950.partial_tiles import PartialTiles
 from .gfx950.queries import StagedQueries
-from .gfx950.stores import store_wide
+from .gfx950.stores import add_counts, store_wide
 from .gfx950.sums import add_owed, with_weights
 from .gfx950.wide import WIDEST, Layout, layout_of, loader
 from .problem.contract import Launch, Request, Tensors
@@ -111,9 +111,7 @@ def flash_attn_gfx950(
 
     debug_counts: (2,) f32. Every wave adds the number of its key tiles that went without a rescale, and with one.
     """
-    fly.occupancy(waves_per_eu=options.waves_per_eu)
-    if options.daz:
-        fly.flush_denormals()
+    options.tell_compiler()
     given = options.features.bind(operands)
     work = block_work(
         (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv),
@@ -126,6 +124,7 @@ def flash_attn_gfx950(
         given=given,
         page_size=options.page_size,
         folded=folded,
+        scarce=options.scarce,
     )
     with work.if_any_row():
         attend(work, scale_log2, given.at(work), debug_counts, options, Tiles)
@@ -148,6 +147,8 @@ def attend(
     if options.stagger and not tiles.staged:
         part(wave)
     output, softmax = tiles.run()
+    if options.scarce:
+        wave_row = fly.first_lane(tiles.rows.values[0][0])  # the first lane's row; no scalar register kept it
 
     inverse, row_lse = tiles.finish(softmax)
     tiles.store(output.scale_rows(given.scale_kept(inverse)), wave_row)
@@ -156,9 +157,7 @@ def attend(
         rows = row_numbers(tiles.link.layout, 1, fly.remade(tiles.first_row))
         store_lse(work.lse, row_lse, rows, work.keys.queries)
     if debug_counts is not None:
-        with fly.when(fly.lane_id() == 0):
-            for i, count in enumerate((tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)):
-                fly.atomic_add_bounded(count.to(fly.f32), debug_counts.at(i), 0, 4)
+        add_counts(debug_counts, tiles.pipeline.rounded(tiles.count) - softmax.rescales, softmax.rescales)
     if options.stagger:
         rejoin(wave)
 
@@ -203,7 +202,7 @@ class Tiles:
         self.dim_tiles = -(-options.value_dim // self.link.layout.columns)
         self.key_tiles = BLOCK_N // self.link.layout.columns
         self.key_steps = BLOCK_N // self.link.atom.k
-        self.k_ahead, self.v_ahead = reads_ahead(self.dim_steps, self.dim_tiles, self.key_steps, options.alone)
+        self.k_ahead, self.v_ahead = reads_ahead(self.dim_steps, self.dim_tiles, self.key_steps, options)
         self.packed_first = options.ahead and options.head_dim == 128  # see `exponents`
         # scores of the second key tile whose weights are made beside the scores' products, which have room for them
         more = self.packed_first and not given.features.drops
@@ -447,8 +446,8 @@ class Tiles:
         """Which weights dropout keeps."""
         dropout = self.given.dropout(self.work, remade=True)
         assert dropout is not None
-        first_key = self.numbers.key_tile(tile, *listed) * BLOCK_N
-        return dropout.decided(self.link.layout, self.first_row, first_key, tiles=(1, self.key_tiles))
+        corner = self.first_row, self.numbers.key_tile(tile, *listed) * BLOCK_N
+        return dropout.decided(self.link.layout, *corner, tiles=(1, self.key_tiles), scarce=self.options.scarce)
 
     def weights(
         self, half: int, tile: fly.PipelineTile, exponents: fly.Value, softmax: LazySoftmax, *decided: DecidedTile
@@ -508,7 +507,8 @@ class Tiles:
             key_tile = self.numbers.key_tile(replace(tile, number=number), listed)
             scores = fly.Fragment(self.link.layout, ((early, late),))
             # a selection right after its comparison would wait: the comparisons first, 16 at a time
-            scores = self.stages.limit(scores, key_tile, between=sched_barrier)
+            stages = self.stages.remade(self.first_row) if self.options.remakes_rows else self.stages
+            scores = stages.limit(scores, key_tile, between=sched_barrier)
             seen = scores.tiles[0]
             if listed is not None:
                 seen = fly.cond(

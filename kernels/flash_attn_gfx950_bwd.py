@@ -29,9 +29,10 @@ One barrier a tile is enough: what a wave writes behind it, or before the next, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import fly
@@ -39,17 +40,18 @@ import fly
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as of_dq
-from .gfx950.backward import BLOCK_M, BUILDS, LINK_ROWS, STAGES, WAVES, Gfx950BackwardOptions, build_of
+from .gfx950.backward import BLOCK_M, LINK_ROWS, REREAD, STAGES, WAVES, Gfx950BackwardOptions, build_of
 from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
 from .gfx950.dq_sums import Sums as SumsOfDq
 from .gfx950.operand_queue import Compute, Meet, Multiply, Room, Step, in_order, merged, spread
+from .gfx950.own_operands import OwnOperands
 from .gfx950.panels import Copies, Loads, Panels, Products, Sums, plan
 from .gfx950.tile_weights import PlainWeights, TileWeights, WholeWeights
 from .problem.contract import Launch, Request, Tensors
 from .problem.features import BoundFeatures
-from .problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
+from .problem.gradients import HeadOfKeys, Weights, tile_by_tile, transposed, transposed_layout, weights
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
@@ -89,6 +91,8 @@ def flash_attn_gfx950_bwd(
     Grid: (key blocks, key heads * parts, sequences), or `folded`.
     """
     fly.occupancy(waves_per_eu=1)
+    if options.scarce:
+        fly.narrow_splats()
     parameters = options.features.bind(operands)
     given = parameters.reread()
 
@@ -121,20 +125,22 @@ def flash_attn_gfx950_bwd(
     tail = first_key + options.block_n > keys.length
     tiles = replace(tiles, whole_from=fly.select(tail, tiles.end, tiles.whole_from))
     with fly.when(first_key < keys.length):
-        block = _Block(options, inverse, tiles, keys, queries, first_key, q.dtype)
+        block = _Block(parameters, options, inverse, tiles, keys, queries, first_key, q.dtype)
         whole = kv_head if parts == 1 else kv_head // parts
         block.load(
             keys.rows(fly.reread(k), whole, options.head_dim), keys.rows(fly.reread(v), whole, options.head_dim_v)
         )
+        # one length for all of them where scalar registers are short: a tensor has its own, in one over the loops
+        here = replace(queries, first=queries.start) if options.features.drops else queries
         sums, count = block.zeros(), fly.reread(group)
         first_head = kv_head * count
         for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
             place = HeadOfKeys(fly.remade(batch), head, seen)
             views = (
-                queries.rows(fly.reread(q), head, options.head_dim),
-                queries.rows(fly.reread(dout), head, options.head_dim_v),
+                here.rows(fly.reread(q), head, options.head_dim),
+                here.rows(fly.reread(dout), head, options.head_dim_v),
             )
-            statistics = (queries.vector(fly.reread(lse2), head), queries.vector(fly.reread(delta), head))
+            statistics = (here.vector(fly.reread(lse2), head), here.vector(fly.reread(delta), head))
             part = sums_of_dq(dq_sums, dq_tails, queries, batch, options.head_dim)
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
@@ -198,6 +204,7 @@ class _Block:
 
     def __init__(
         self,
+        parameters: BoundFeatures,
         options: Gfx950BackwardOptions,
         inverse: QueryRange,
         tiles: TileRange,
@@ -207,6 +214,7 @@ class _Block:
         dtype: fly.DType,
     ):
         self.options, self.inverse, self.tiles, self.dtype = options, inverse, tiles, dtype
+        self.parameters = parameters
         self.keys, self.queries, self.first_key = keys, queries, first_key
         self.link = link = fly.chain(fly.target().mma(dtype.name))
         self.layout = link.layout
@@ -252,7 +260,7 @@ class _Block:
         window = v.window(self.first_key, options.block_n)
         steps = options.head_dim_v // link.atom.k
         of_v = direct_rows(link, window, self.wave_row, options.wave_keys)
-        self.v: Operands = [of_v(t) for t in range(steps)]
+        self.v = self._columns([of_v(t) for t in range(steps)])
         for flight in flights:
             fly.wait(flight)
         fly.barrier()
@@ -260,6 +268,21 @@ class _Block:
         first = fly.wave_id() * options.row_tiles
         mine = [self.k_panels.slot(first + r) for r in range(options.row_tiles)]
         self.k_rows = lambda t: [straight.load(tile, 0, t * link.atom.k) for tile in mine]
+
+    def _columns(self, operands: Operands) -> Callable[[int], Sequence[fly.Value]]:
+        """V of the wave's keys by steps over its columns; the last ones, as many as are `waiting`, wait in LDS."""
+        first = len(operands) - self.options.waiting
+        if first == len(operands):
+            return operands.__getitem__
+        rows = self.options.row_tiles
+        waiting = OwnOperands.store("v", list(chain.from_iterable(operands[first:])), WAVES * fly.wave_size())
+
+        def of(t: int) -> Sequence[fly.Value]:
+            if t < first:
+                return operands[t]
+            return [waiting.load((t - first) * rows + r) for r in range(rows)]
+
+        return of
 
     def take_in(
         self,
@@ -274,10 +297,13 @@ class _Block:
         """`sums` with those over the queries of one head; `views`: of Q and dO."""
         options, tiles = self.options, self.tiles
         first, count = uniform(tiles.first), uniform(tiles.end - tiles.first)
+        if options.features.drops:
+            # a number that LLVM knows nothing of: else it counts what it makes of it along, in scalar registers
+            first = fly.remade(first)
         copies = Copies(self.slots[0].q, views[0]), Copies(self.slots[0].dout, views[1])
         vectors = [fly.VectorCopy(vector, asynchronous=False) for vector in statistics]
         nothing = fly.Fragment.zeros(self.layout, options.row_tiles, 1)
-        plain = not (options.features.modifies or options.features.drops)
+        plain = not options.features.weighs_whole
         rows = transposed_layout(self.layout)
 
         def issue(tile: Any, slot: _Slot) -> tuple[fly.Token, tuple[Any, ...]]:
@@ -325,13 +351,17 @@ class _Block:
             """-inf where queries do not see keys; queries are rows."""
             first_query, wave_key = tile * BLOCK_M, self.first_key + self.wave_row
 
-            def hidden() -> fly.Fragment:
-                limited = self._limit(scores, first_query)
-                return given.mask(limited, numbers_of(first_query), wave_key, place)
+            def masked(part: fly.Fragment, column: int) -> fly.Fragment:
+                limited = self._limit(part, first_query, column)
+                first = wave_key + column if column else wave_key
+                return given.mask(limited, numbers_of(first_query), first, place)
 
+            seen: fly.Fragment
             if options.features.masks_every_tile:
-                return hidden()
-            seen: fly.Fragment = fly.cond(tiles.sees_whole(tile), lambda: scores, hidden)
+                # a branch that is always taken: in one piece with the rest of the loop it costs registers all over it
+                seen = fly.cond(fly.remade(fly.i32(0)) != 0, lambda: scores, lambda: tile_by_tile(scores, masked))
+            else:
+                seen = fly.cond(tiles.sees_whole(tile), lambda: scores, lambda: masked(scores, 0))
             return seen
 
         def tile_weights(
@@ -343,12 +373,15 @@ class _Block:
                     lambda first, count: statistics.lse[first : first + count], lambda: excess.fragment,
                     lambda values, r, first: self.ds_store.store_run(values, slot.ds, r, first),
                 )  # fmt: skip
-            first_query, wave_key = j * BLOCK_M, self.first_key + self.wave_row
+            first_query, wave_key = fly.remade(j * BLOCK_M), self.first_key + self.wave_row
+
+            of_tile = given.reread_from(self.parameters, REREAD) if options.features.drops else given
 
             def whole() -> Weights:
                 return weights(
-                    transposed(now.raw), given, place, numbers_of(first_query), wave_key, scale_log2,
+                    transposed(now.raw), of_tile, place, numbers_of(first_query), wave_key, scale_log2,
                     fly.RowVector(rows, (statistics.lse,)), lambda scores: hide(scores, j), first_query, early=True,
+                    scarce=True,
                 )  # fmt: skip
 
             return WholeWeights(
@@ -364,7 +397,9 @@ class _Block:
             tile = tile_weights(j, now, excess, statistics, slot)
             located, coming = start(j + 2, slot, now)
             where = now.at
-            adds = map(Compute, dq.add(stale, lambda: where))
+            adds = [Compute(add) for add in dq.add(stale, lambda: where)]
+            # weights that are made at once need the registers of the last tile's dQ
+            weighing, pulling = (tile.weigh, adds) if plain else (merged(adds, tile.weigh), [])
 
             def begin() -> None:
                 tile.begin()
@@ -389,10 +424,10 @@ class _Block:
             soon, behind = len(of_v) // 8, len(of_k) // 4
             yield Compute(begin)
             yield Room(options.ahead)
-            yield from spread(self.of_dout.across(excess, self.v.__getitem__, slot.dout, kept=True), tile.weigh)
+            yield from spread(self.of_dout.across(excess, self.v, slot.dout, kept=True), weighing)
             yield from of_v[:soon]
             # the last tile's dQ is added meanwhile
-            yield from spread(of_v[soon:], merged(tile.pull, list(adds)))
+            yield from spread(of_v[soon:], merged(tile.pull, pulling))
             yield from spread(of_k[: -2 * behind], [*located, Compute(find)])
             yield Compute(lambda: land(now.statistics, other))
             yield from of_k[-2 * behind : -behind]
@@ -426,12 +461,19 @@ class _Block:
         result: tuple[fly.Fragment, fly.Fragment] = loop.results.sums
         return result
 
-    def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
-        """-inf where a query does not see a key, or there is no such key."""
-        keys = row_numbers(self.layout, self.options.row_tiles, self.first_key + self.wave_row)
+    def _limit(self, scores: fly.Fragment, first_query: fly.Value, column: int) -> fly.Fragment:
+        """-inf where a query does not see a key, or there is no such key.
+
+        `scores`: of the wave's keys from `column` on; rows are queries.
+        """
+        first = self.first_key + self.wave_row
+        keys = row_numbers(self.layout, len(scores.tiles[0]), first + column if column else first)
         # a tile's comparisons and selections, and then the next one's: LLVM would put other registers in their place
         between = fly.sched_barrier
-        return transposed(self.inverse.apply(transposed(scores), keys, first_query, self.keys.length, between))
+        of_keys, count, scarce = transposed(scores), self.keys.length, self.options.scarce
+        if self.options.features.drops:
+            count = fly.remade(count)  # or which keys there are takes two registers a row tile over the loop
+        return transposed(self.inverse.apply(of_keys, keys, first_query, count, between, scarce))
 
     def _no_dq(self) -> Sums:
         layout, across = of_dq.layout(self.dtype), self.options.head_dim // APART
@@ -467,10 +509,10 @@ class _Block:
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
     dims = request.head_dim, request.value_dim
-    parts = parts_of_call(tensors, request, WAVES * BUILDS[dims].wave_keys)
-    build, features = build_of(dims, request.causal, parts), request.static_features
+    parts = parts_of_call(tensors, request, WAVES * build_of(request).wave_keys)
+    build, features = build_of(request, parts), request.static_features
     options = Gfx950BackwardOptions(
-        *dims, request.causal, build.wave_keys, build.ahead, features, behind=build.behind
+        *dims, request.causal, build.wave_keys, build.ahead, features, behind=build.behind, waiting=build.waiting
     )
     # steps come in pairs, which may have one too many
     return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, parts, spare_tiles=1)

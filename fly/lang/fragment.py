@@ -460,13 +460,15 @@ class Fragment:
         fill: float,
         between: Callable[[], None] | None = None,
         starts: RowVector | None = None,
+        scarce: bool = False,
     ) -> Fragment:
         """Elements whose column index is below their row's i32 limit; `fill` elsewhere, and below the row's start.
 
         None for limits or starts leaves that side open.
 
-        `between()` is called after the comparisons and after the selections of every tile, with `starts` of every
-        half: a line for the scheduler, where a selection should not follow its comparison at once.
+        `between()` is called after the comparisons and after the selections of every tile, with both bounds of every
+        half: a line for the scheduler, where a selection should not follow its comparison at once. `scarce`: of every
+        half with limits alone too, and with one comparison an element, for loops that are short of scalar registers.
         """
         layout = self.layout
         lane_column = layout.first_column()
@@ -478,10 +480,13 @@ class Fragment:
 
         remaining, skipped = spread(limits), spread(starts)
         # AMD's comparisons take two scalar registers each: one of a column's distance from the start is enough
-        lengths: list[Value] = []
-        if limits is not None and starts is not None and between is None and current().target.backend == "rocdl":
+        lengths: list[Value] | None = None
+        once = (between is None or scarce) and current().target.backend == "rocdl"
+        if limits is not None and starts is not None and once:
             length = limits.map(lambda limit, start: maximum(limit - start, 0), starts)
             lengths = [self.spread(length, r) for r in range(len(self.tiles))]
+        in_halves = remaining is not None and (scarce or (skipped is not None and lengths is None))
+        half = layout.values // 2
 
         def keep(elements: Value, seen: Value) -> Value:
             if between is None:
@@ -491,19 +496,33 @@ class Fragment:
             between()
             return kept
 
-        def mask(tile: Value, r: int, c: int) -> Value:
-            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+        def bound(bounds: list[Value], r: int, held: slice | None) -> Value:
+            if held is None:
+                return bounds[r]
+            one = scarce and len(layout.slots) == 1  # of a splat a splat
+            return broadcast(bounds[r][held.start], half) if one else bounds[r][held]
+
+        def seen(columns: Value, r: int, held: slice | None) -> Value:
+            def here() -> Value:
+                return columns if held is None else columns[held]
+
             if skipped is None:
-                return tile if remaining is None else keep(tile, columns < remaining[r])
+                assert remaining is not None
+                return here() < bound(remaining, r, held)
             if remaining is None:
-                return keep(tile, columns >= skipped[r])
-            if lengths:
-                return keep(tile, compare("ult", columns - skipped[r], lengths[r]))
-            half = layout.values // 2
-            parts = [slice(0, half), slice(half, layout.values)]
-            return concat(
-                [keep(tile[p], (columns[p] < remaining[r][p]) & (columns[p] >= skipped[r][p])) for p in parts]
-            )
+                return here() >= bound(skipped, r, held)
+            if lengths is not None:
+                return compare("ult", here() - bound(skipped, r, held), bound(lengths, r, held))
+            return (here() < bound(remaining, r, held)) & (here() >= bound(skipped, r, held))
+
+        def mask(tile: Value, r: int, c: int) -> Value:
+            if remaining is None and skipped is None:
+                return tile
+            columns = _static_vector([c * layout.columns + column for column in layout.value_columns])
+            if not in_halves:
+                return keep(tile, seen(columns, r, None))
+            parts = slice(0, half), slice(half, layout.values)
+            return concat([keep(tile[part], seen(columns, r, part)) for part in parts])
 
         return self.map(mask)
 

@@ -64,6 +64,11 @@ class BackwardOptions:
         """Rows of a wave."""
         return self.block_m // self.waves
 
+    def is_scarce(self) -> bool:
+        """Whether the target's scalar registers are too few for dropout: AMD's at head dimensions 96, 160 and 224."""
+        odd = padded(self.head_dim) % 64 != 0 and self.head_dim > 64
+        return odd and self.features.drops and fly.target().backend == "rocdl"
+
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored transposed as well."""
         dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)

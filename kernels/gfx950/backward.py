@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from fly.errors import ShapeError
 
+from ..problem.contract import Request
 from ..problem.features import NO_FEATURES, Features
 
 WAVES = 4  # of a block, one on each SIMD
 BLOCK_M = 32  # queries of a tile
 LINK_ROWS = 32  # keys of an accumulator tile, and of a tile of K in LDS
+REREAD = ("softcap", "dropped")  # numbers that every tile reads from memory where weights are dropped
 STAGES = 2  # slots of Q, of dO and of dS
 
 
@@ -19,29 +21,42 @@ class Build:
     """What was found best for head dimensions: keys of a wave, as many as dK and dV have registers for, and `ahead`.
 
     `ahead`: registers for operands that are read from LDS before their turn; `behind`: the same behind a tile's
-    barrier, where P and dS are done with.
+    barrier, where P and dS are done with. `waiting`: steps over the columns of V whose operands wait in LDS.
     """
 
     wave_keys: int
     ahead: int
     behind: int = 48
+    waiting: int = 0
 
 
 BUILDS = {(64, 64): Build(64, 40), (128, 128): Build(64, 16), (192, 128): Build(32, 32)}  # by (head_dim, head_dim_v)
 CAUSAL_BUILDS = {**BUILDS, (128, 128): Build(64, 12, 40)}
 PART_BUILDS = {**BUILDS, (128, 128): Build(64, 8, 40)}  # of query heads in parts, whose results are stored in float32
+# where scores are changed, or weights dropped: a tile's P and dS are made at once
+WHOLE_BUILDS = {**BUILDS, (128, 128): Build(64, 8, 40, waiting=3)}
+# of these, with a number of its own beside every score
+BY_SCORE_BUILDS = {**BUILDS, (128, 128): Build(32, 40)}
 
 
-def build_of(dims: tuple[int, int], causal: bool, parts: int) -> Build:
-    """The build of a call's head dimensions, whose query heads of a key head are in `parts`."""
-    return (PART_BUILDS if parts > 1 else CAUSAL_BUILDS if causal else BUILDS)[dims]
+def build_of(request: Request, parts: int = 1) -> Build:
+    """The build of a call whose query heads of a key head are in `parts`; `wave_keys` is the same for all of them."""
+    features = request.static_features
+    if features.weighs_whole:
+        by_score = request.bias_by_query or "alibi_slopes" in features.operands
+        builds = BY_SCORE_BUILDS if by_score else WHOLE_BUILDS
+    elif parts > 1:
+        builds = PART_BUILDS
+    else:
+        builds = CAUSAL_BUILDS if request.causal else BUILDS
+    return builds[request.head_dim, request.value_dim]
 
 
 @dataclass(frozen=True)
 class Gfx950BackwardOptions:
     """The static parameters of one build.
 
-    A block has `wave_keys` keys a wave; `ahead`, `behind`: see `Build`. `features`: what the operands are.
+    A block has `wave_keys` keys a wave; `ahead`, `behind`, `waiting`: see `Build`. `features`: what the operands are.
 
     Raises:
         ShapeError: head dimensions that panels and waves do not divide, or keys that tiles do not.
@@ -54,6 +69,7 @@ class Gfx950BackwardOptions:
     ahead: int
     features: Features = NO_FEATURES
     behind: int = 48
+    waiting: int = 0
 
     def __post_init__(self) -> None:
         if any(dim <= 0 or dim % 64 for dim in (self.head_dim, self.head_dim_v)):
@@ -62,6 +78,16 @@ class Gfx950BackwardOptions:
             )
         if self.wave_keys <= 0 or self.wave_keys % LINK_ROWS:
             raise ShapeError(f"wave_keys is {self.wave_keys}; expected a multiple of {LINK_ROWS}")
+
+    @property
+    def scarce(self) -> bool:
+        """Whether scalar registers are.
+
+        Numbers that all scores of a lane are compared with or multiplied by, of which LLVM keeps one an element, and
+        conditions, two an element, were spilled.
+        """
+        of = self.features
+        return of.weighs_whole or of.masks_every_tile or of.windowed or of.ends_early
 
     @property
     def block_n(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from fly.backends.rocdl.intrinsics import Group
 
+from .options import DualWaveOptions
+
 REGISTERS = 224  # of a lane's 256, for what tiles are made of; the others are addresses, sums and limits
 PAIRS = 8  # of a lane's scores in half of a tile: two exponentials, a packed addition and a conversion each
 MAXIMA = 20  # of a lane's scores of a tile, and the comparison with the limit, at most
@@ -13,18 +15,19 @@ MFMA, TRANS, VALU = Group.MFMA, Group.TRANS, Group.VALU
 Groups = list[tuple[Group, int]]
 
 
-def reads_ahead(dim_steps: int, dim_tiles: int, key_steps: int, alone: bool) -> tuple[int, int]:
+def reads_ahead(dim_steps: int, dim_tiles: int, key_steps: int, options: DualWaveOptions) -> tuple[int, int]:
     """Steps of K and of V whose operands are read in the memory clusters, all if there are registers for them.
 
     A step of K has two operands, one of V `dim_tiles`, of 4 registers each. Beside those of K there are queries,
     output and two tiles of scores, beside those of V one and its probabilities. A wave that has a SIMD to itself
-    reads most operands beside the matrix instructions, since no other wave computes meanwhile.
+    reads most operands beside the matrix instructions, since no other wave computes meanwhile. With `reads_later` a
+    step of K less is read, whose registers are needed.
     """
-    if alone:
+    if options.alone:
         return min(4, dim_steps), 1
     left = REGISTERS - 4 * dim_steps - 16 * dim_tiles
     k, v = (left - 64) // 8, (left - 56) // (4 * dim_tiles)
-    return max(1, min(k, dim_steps)), max(1, min(v, key_steps))
+    return max(1, min(k, dim_steps) - options.reads_later), max(1, min(v, key_steps))
 
 
 def among_scores(products: int, reads: int) -> Iterator[tuple[Group, int]]:

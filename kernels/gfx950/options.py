@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import fly
 from fly.errors import ShapeError
 
 from ..problem.contract import Request
@@ -19,6 +20,8 @@ BLOCK_M = WAVES * WAVE_ROWS
 LDS_BYTES = 160 * 1024
 # registers of a lane for queries and output: of two waves on a SIMD, and of two whatever the features are
 MOST_KEPT, ROOMY = 152, 96
+# of two waves on a SIMD that have registers for more: a window's, or those of changed scores and of dropout
+MOST_WITH_WINDOW, MOST_WITH_BOTH = 140, 92
 
 
 def kept(head_dim: int, value_dim: int) -> int:
@@ -75,6 +78,43 @@ class DualWaveOptions:
         fits = columns * BLOCK_N * self.element_bytes < LDS_BYTES
         many = self.page_size is not None or self.features.block_size is not None
         return fits and not many and self.head_dim <= self.most_staged
+
+    def tell_compiler(self) -> None:
+        """What the compiler is told of the build, in its kernel."""
+        fly.occupancy(waves_per_eu=self.waves_per_eu)
+        if self.daz:
+            fly.flush_denormals()
+        if self.narrows:
+            fly.narrow_splats()
+
+    @property
+    def scarce(self) -> bool:
+        """Whether scalar registers are: with a list of tiles and dropout what the epilogue needs is made again."""
+        return self.features.drops and self.features.block_size is not None
+
+    @property
+    def narrows(self) -> bool:
+        """Whether dropout's numbers would take a scalar register an element: see `fly.narrow_splats`.
+
+        Other features leave these registers.
+        """
+        return self.features.drops and not self.features.modifies and self.alone
+
+    @property
+    def remakes_rows(self) -> bool:
+        """Whether masked tiles make their rows again: what a window makes of them is kept over the loop else."""
+        return self.features.windowed and not self.alone and self.kept > MOST_WITH_WINDOW
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether operands of K are read a step later, for what changed scores take beside dropout."""
+        both = self.features.modifies and self.features.drops
+        return both and not self.alone and self.kept > MOST_WITH_BOTH
+
+    @property
+    def kept(self) -> int:
+        """Registers of a lane for its part of the wave's queries and output."""
+        return kept(self.head_dim, self.value_dim)
 
     @property
     def block_m(self) -> int:

@@ -28,3 +28,10 @@ def store_wide(view: fly.RowView, output: fly.Fragment, first_row: Any, count: i
         words = [swap_lanes(a, b, _HALF) for a, b in pairs]
         values = fly.concat([fly.from_elements(list(half)).bitcast(view.dtype) for half in zip(*words, strict=True)])
         window.store(values, row, column + further)
+
+
+def add_counts(counts: fly.Tensor, *numbers: fly.Value) -> None:
+    """Add a wave's i32 numbers to the f32 elements of `counts`."""
+    with fly.when(fly.lane_id() == 0):
+        for i, number in enumerate(numbers):
+            fly.atomic_add_bounded(number.to(fly.f32), counts.at(i), 0, 4)

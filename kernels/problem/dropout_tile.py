@@ -179,10 +179,13 @@ def decided_tile(
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
+    scarce: bool = False,
 ) -> DecidedTile:
     """The decisions on a fragment of so many tiles; see `kept_tile`."""
     made = plan(layout, row_tiles, column_tiles, queries, shared)
     lane = fly.lane_of(layout.atom.lanes)
+    if scarce:
+        lane = _anew(lane)
     row, column = (
         # a multiple of 16, whose number in calls has fewer bits
         (first >> (2 if side == queries else 3)) + fly.lane_map(table, lane)
@@ -231,11 +234,12 @@ class KeptTile:
     """Which of a fragment's elements dropout keeps: bits of words until they are asked for.
 
     On AMD `only` takes a mask of the element, since conditions of all lanes take two scalar registers each; `either`
-    does not, so that masks are not kept for it.
+    does not, so that masks are not kept for it. `scarce`: see `kept_tile`.
     """
 
     decided: DecidedTile
     layout: fly.AccumulatorLayout
+    scarce: bool = False
 
     def only(self, values: fly.Fragment) -> fly.Fragment:
         """f32 that are kept, and 0 for others."""
@@ -258,7 +262,10 @@ class KeptTile:
 
     def conditions(self, r: int, c: int) -> fly.Value:
         """Of a tile of the fragment, i1."""
-        return fly.from_elements([word & as_word(1 << number) for word, number in self._bits(r, c)]) != 0
+        bits = list(self._bits(r, c))
+        if self.scarce:
+            bits = _in_reach(bits)
+        return fly.from_elements([word & as_word(1 << number) for word, number in bits]) != 0
 
     def _chosen(self, values: fly.Fragment, other: Callable[[fly.Value, int, int], fly.Value]) -> fly.Fragment:
         def chosen(x: fly.Value, r: int, c: int) -> fly.Value:
@@ -272,6 +279,27 @@ class KeptTile:
         for i, j in zip(layout.value_rows, layout.value_columns, strict=True):
             index, number = self.decided.place(r * layout.rows + i, c * layout.columns + j)
             yield self.decided.words[index], number
+
+
+REACH = 7  # bits of a word that are constants of an instruction on AMD; others take a scalar register each
+
+
+def _in_reach(bits: Sequence[tuple[fly.Value, int]]) -> list[tuple[fly.Value, int]]:
+    """The same bits, each among the first of a word: words are moved there, and LLVM does not see that."""
+    moved: dict[tuple[int, int], fly.Value] = {}
+    found = []
+    for word, number in bits:
+        steps = number // REACH * REACH
+        if steps and (id(word), steps) not in moved:
+            moved[id(word), steps] = _anew(word >> steps)
+        found.append((moved[id(word), steps] if steps else word, number - steps))
+    return found
+
+
+def _anew(number: fly.Value) -> fly.Value:
+    """The same i32 in a vector register, of which LLVM knows nothing: what comes of it is not made before a loop."""
+    made: fly.Value = fly.early(number.bitcast(fly.f32)).bitcast(fly.i32)
+    return made
 
 
 def _apart(made: fly.Value) -> fly.Value:
@@ -290,18 +318,22 @@ def kept_tile(
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
+    scarce: bool = False,
 ) -> KeptTile:
     """Which elements of a fragment laid out as `like` dropout keeps: what `RandomHead.keeps` says of each.
 
     first_row, first_column: i32 positions of the fragment's corner in its sequences, multiples of 16; dropped: the
     threshold; queries: whether these are the rows (the keys the columns) or the other way around. `shared`: lanes
     that need the same calls split them and swap words, so that all lanes of the wave must come here together; else
-    each makes all that it needs, which is two to eight times the arithmetic.
+    each makes all that it needs, which is two to eight times the arithmetic. `scarce`: in a loop that has no scalar
+    registers for constants and for conditions on the lane.
     """
     layout, tiles = like.layout, (len(like.tiles), len(like.tiles[0]))
     corner = first_row, first_column
-    decided = decided_tile(layout, *tiles, *corner, head, dropped, queries=queries, rounds=rounds, shared=shared)
-    return KeptTile(decided, layout)
+    decided = decided_tile(
+        layout, *tiles, *corner, head, dropped, queries=queries, rounds=rounds, shared=shared, scarce=scarce
+    )
+    return KeptTile(decided, layout, scarce)
 
 
 def kept_share(dropped: fly.Value) -> fly.Value:
@@ -323,9 +355,9 @@ class Dropout:
         low, high, head, offset = map(make, (*random.key, random.head, random.offset))
         return Dropout(RandomHead((low, high), head, offset), make(self.dropped))
 
-    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any) -> KeptTile:
+    def kept(self, like: fly.Fragment, first_query: Any, first_key: Any, scarce: bool = False) -> KeptTile:
         """Which of a tile's weights are kept: rows are queries; see `kept_tile`."""
-        return kept_tile(like, first_query, first_key, self.random, self.dropped)
+        return kept_tile(like, first_query, first_key, self.random, self.dropped, scarce=scarce)
 
     def decided(
         self,
@@ -334,10 +366,13 @@ class Dropout:
         first_column: Any,
         queries: Side = "rows",
         tiles: tuple[int, int] = (1, 1),
+        scarce: bool = False,
     ) -> DecidedTile:
         """What is decided on weights, for kernels that make masks of it (`work/kept_pairs.py`); see `kept_tile`."""
-        return decided_tile(layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries)
+        return decided_tile(
+            layout, *tiles, first_row, first_column, self.random, self.dropped, queries=queries, scarce=scarce
+        )
 
-    def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any) -> fly.Fragment:
+    def drop(self, weights: fly.Fragment, first_query: Any, first_key: Any, scarce: bool = False) -> fly.Fragment:
         """Weights, 0 where they are not kept; their scale is left to the end (`BoundFeatures.scale_kept`)."""
-        return self.kept(weights, first_query, first_key).only(weights)
+        return self.kept(weights, first_query, first_key, scarce).only(weights)

@@ -99,6 +99,11 @@ class Features:
         return self.modifies or self.masks_every_tile
 
     @property
+    def weighs_whole(self) -> bool:
+        """Whether scores are changed, or weights dropped: AMD's fused backward kernels make a tile's at once then."""
+        return self.modifies or self.drops
+
+    @property
     def windowed(self) -> bool:
         """Whether rows do not see the first keys."""
         return "window_left" in self.operands or "attention_chunk" in self.operands
@@ -131,6 +136,11 @@ class BoundFeatures:
         """The same, of parameters read anew (`fly.reread`)."""
         operands = {name: fly.reread(value) for name, value in self.operands.items()}
         return replace(self, operands=operands, aux=tuple(map(fly.reread, self.aux)))
+
+    def reread_from(self, parameters: BoundFeatures, names: Iterable[str]) -> BoundFeatures:
+        """The same with operands of these names, as the kernel got them (`parameters`), read anew."""
+        anew = {name: fly.reread(parameters.operands[name]) for name in names if name in parameters.operands}
+        return replace(self, operands={**self.operands, **anew}) if anew else self
 
     def get(self, name: str) -> Any:
         """An operand, or None."""

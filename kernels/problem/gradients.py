@@ -41,6 +41,19 @@ def transposed(fragment: fly.Fragment) -> fly.Fragment:
     return fly.Fragment(transposed_layout(fragment.layout), tuple(zip(*fragment.tiles, strict=True)))
 
 
+def tile_by_tile(scores: fly.Fragment, hide: Callable[[fly.Fragment, int], fly.Fragment]) -> fly.Fragment:
+    """`hide` of column tile after column tile, with its first column: LLVM makes one selection of several of an
+    element, behind all their comparisons, each of which takes two scalar registers on AMD.
+    """
+    parts = []
+    for c, column in enumerate(zip(*scores.tiles, strict=True)):
+        part = fly.Fragment(scores.layout, tuple((tile,) for tile in column))
+        parts.append(hide(part, c * scores.layout.columns).tiles)
+        if len(scores.tiles[0]) > 1:
+            fly.sched_barrier()
+    return fly.Fragment(scores.layout, tuple(sum(row, ()) for row in zip(*parts, strict=True)))
+
+
 @dataclass(frozen=True)
 class HeadOfKeys:
     """One query head of a block of keys: a `Place`."""
@@ -120,6 +133,7 @@ def weights(
     inputs: Inputs = SCORES_ALONE,
     early: bool = False,
     drops: bool = True,
+    scarce: bool = False,
 ) -> Weights:
     """P of raw scores of queries `rows` with keys from `first_key` on, a multiple of their number.
 
@@ -129,7 +143,7 @@ def weights(
     there is any; else that is the caller's.
     """
     dropout = given.dropout(place, remade=True) if drops else None
-    kept = None if dropout is None else dropout.kept(raw, first_query, first_key)
+    kept = None if dropout is None else dropout.kept(raw, first_query, first_key, scarce)
     if kept is not None:
         fly.sched_barrier()  # what random numbers take is free before scores take more
     scores, pull = _modified(raw, given, place, rows, first_key, scale_log2, inputs)

@@ -147,14 +147,15 @@ class KeyRange:
         rows: fly.RowVector,
         first_key: Any,
         between: Callable[[], None] | None = None,
+        scarce: bool = False,
     ) -> fly.Fragment:
         """Scores with -inf where the row (a query index) does not see the key; columns start at `first_key`.
 
-        `between`: see `fly.Fragment.keep_columns_below`.
+        `between`, `scarce`: see `fly.Fragment.keep_columns_below`.
         """
         limits = rows.map(lambda row: self.limit(row) - first_key)
         starts = None if not self.hides_first else rows.map(lambda row: self.start(row) - first_key)
-        return scores.keep_columns_below(limits, float("-inf"), between, starts)
+        return scores.keep_columns_below(limits, float("-inf"), between, starts, scarce)
 
 
 @dataclass(frozen=True)
@@ -211,19 +212,24 @@ class QueryRange:
         first_query: Any,
         count: fly.Value | None = None,
         between: Callable[[], None] | None = None,
+        scarce: bool = False,
     ) -> fly.Fragment:
         """Transposed scores, K Q^T, with -inf where a query does not see the row (a key index).
 
-        `count`: how many keys there are, where rows may be past the end. `between`: see
+        `count`: how many keys there are, where rows may be past the end. `between`, `scarce`: see
         `fly.Fragment.keep_columns_below`.
         """
         if count is not None and self.hides_first:
             # one comparison an element, which takes two scalar registers on AMD
             keys = keys.map(lambda key: fly.select(key < count, key, PAST_ALL))
+        elif count is not None and self.limits and scarce:
+            # for the same reason; a comparison with the end beside it was there before
+            limits = keys.map(lambda key: fly.select(key < count, self.limit(key), 0) - first_query)
+            return scores.keep_columns_below(limits, float("-inf"), between, scarce=scarce)
         elif count is not None:
             scores = scores.map(lambda x, r, c: fly.select(scores.spread(keys, r) < count, x, float("-inf")))
         if self.limits:
-            return self.exchanged.apply(scores, keys, first_query, between)
+            return self.exchanged.apply(scores, keys, first_query, between, scarce)
         if self.exchanged.left is None:
             return scores
         # causal: not `start`, since a query's number is at least 0 anyway, and a maximum would take a register a key

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
 
 from ..problem.features import BoundFeatures
+from .fragments import row_numbers
 from .tile_scheduler import Work
 
 
@@ -31,6 +32,7 @@ class ScoreStages:
 
     `work` tells whose they are; `given` are a call's features, with what is one number a head loaded or not. A tile
     is the number of a key tile; with a block mask's list, `step` is where in the list one is.
+    `anew`: the first of `rows`, where `modify` makes them again.
     """
 
     work: Work
@@ -38,6 +40,11 @@ class ScoreStages:
     scale_log2: fly.Value
     rows: fly.RowVector
     block_n: int
+    anew: fly.Value | None = None
+
+    def remade(self, first_row: fly.Value) -> ScoreStages:
+        """The same with the rows from `first_row` on made again: nothing that comes of them is kept over a loop."""
+        return replace(self, rows=row_numbers(self.rows.layout, len(self.rows.values), fly.remade(first_row)))
 
     def bias(self, tile: Callable[[], Any]) -> fly.Fragment | None:
         """The bias of a tile, if there is one: to be called before the products, on its way while they are."""
@@ -45,7 +52,8 @@ class ScoreStages:
 
     def modify(self, scores: fly.Fragment, tile: Any, bias: fly.Fragment | None = None) -> fly.Fragment:
         """Scores as the softmax takes them, not masked."""
-        return self.given.modify(scores, self.scale_log2, self.rows, tile * self.block_n, self.work, bias)
+        stages = self if self.anew is None else self.remade(self.anew)
+        return self.given.modify(scores, self.scale_log2, stages.rows, tile * self.block_n, self.work, bias)
 
     def limit(self, scores: fly.Fragment, tile: Any, between: Callable[[], None] | None = None) -> fly.Fragment:
         """-inf for what lengths, causality and windows hide; `between`: see `KeyRange.apply`."""

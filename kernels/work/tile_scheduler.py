@@ -147,6 +147,7 @@ def block_work(
     given: BoundFeatures = NOTHING,
     page_size: int | None = None,
     folded: bool = False,
+    scarce: bool = False,
 ) -> BlockWork:
     """This block's work, from its place in the grid.
 
@@ -155,6 +156,7 @@ def block_work(
     not `head_dim`. With several `xcds`, dies with a cache of their own that blocks are dealt to in turn, blocks are
     placed by `shared_keys_place`. `given`: lengths and windows among a call's features; with pages, of `page_size`
     keys each. `folded`: so is the grid, whose spare blocks have no row.
+    `scarce`: scalar registers are; nothing of `out` is kept for `late_out`, where it is not a part of several.
     """
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv = tensors
     block, head, batch, part_of_keys = fly.block_id.x, fly.block_id.y, fly.block_id.z, None
@@ -195,6 +197,15 @@ def block_work(
         block_n=block_n,
         parts=parts,
     )
+
+    def late_out() -> fly.RowView:
+        sequence, tensor = queries, out
+        if scarce and part_of_keys is None:
+            tensor = fly.reread(out)
+            if queries.index is not None:
+                sequence = replace(queries, index=fly.remade(queries.index))
+        return sequence.rows(tensor, fly.remade(head), head_dim_v or head_dim)
+
     return BlockWork(
         **vars(work),
         q=queries.rows(q, head, head_dim),
@@ -203,7 +214,7 @@ def block_work(
         out=queries.rows(out, head, head_dim_v or head_dim),
         lse=None if lse is None else queries.vector(lse, head),
         ragged=queries.bounded or folded,
-        late_out=lambda: queries.rows(out, fly.remade(head), head_dim_v or head_dim),
+        late_out=late_out,
     )
 
 

@@ -10,15 +10,22 @@ from tests.backends.builds import needs_ptxas
 
 # those with all registers in use: scalar ones on AMD
 CROWDED = [
-    ("gfx942", "softcap, dropout"),
-    *(pytest.param("sm_80", form, marks=needs_ptxas) for form in ("plain", "packed")),
+    ("gfx942", "backward", "generic", 64, "softcap, dropout"),
+    ("gfx942", "backward", "gfx942", 64, "softcap, dropout"),
+    ("gfx942", "forward", "gfx942", 128, "bias"),
+    ("gfx942", "forward", "generic", 64, "block mask, dropout"),
+    ("gfx950", "backward", "gfx950", 128, "mask_mod"),
+    ("gfx950", "backward", "gfx950", 128, "softcap, dropout"),
+    ("gfx950", "forward", "gfx950", 128, "softcap, dropout"),
+    ("gfx950", "forward", "gfx950", 192, "block mask, dropout"),
+    *(pytest.param("sm_80", "backward", "generic", 64, form, marks=needs_ptxas) for form in ("plain", "packed")),
 ]
 
 
-@pytest.mark.parametrize(("arch", "form"), CROWDED)
-def test_committed_builds_spill_nothing(arch, form):
-    found = registers.count(registers.Case(arch, "backward", "generic", 64, True, form))
-    assert len(found) == 3 and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+@pytest.mark.parametrize(("arch", "name", "kernel", "head_dim", "form"), CROWDED)
+def test_committed_builds_spill_nothing(arch, name, kernel, head_dim, form):
+    found = registers.count(registers.Case(arch, name, kernel, head_dim, True, form))
+    assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
 
 
 def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):

@@ -78,6 +78,32 @@ AMD_CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
     ),
     "one query": ({"queries": [1], "keys": [290], "head_dim": 64}, False, lambda i: {}),
     "chunks": ({"queries": [70], "keys": [100], "head_dim": 128}, True, lambda i: {"attention_chunk": 30}),
+    "chunks, dropout": (
+        {"queries": [70], "keys": [100], "head_dim": 64},
+        False,
+        lambda i: {"attention_chunk": 30, "dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "softcap in a window": (
+        {"queries": [70, 40], "keys": [100, 50], "packed": True, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        False,
+        lambda i: {"softcap": 3.0, "window_size": (20, 5)},
+    ),
+    "softcap, dropout": (
+        {"queries": [70], "keys": [80], "heads": 2, "kv_heads": 1, "head_dim": 128},
+        True,
+        lambda i: {"softcap": 3.0, "dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "slopes": (
+        {"queries": [70], "keys": [290], "head_dim": 128},
+        True,
+        lambda i: {"alibi_slopes": i.floats(2).abs()},
+    ),
+    "a bias of scores": ({"queries": [70], "keys": [290], "head_dim": 128}, True, FEATURES["bias"]),
+    "a mask's function, causal": (
+        {"queries": [70], "keys": [80], "head_dim": 128},
+        True,
+        lambda i: {"mask_mod": stripes},
+    ),
 }
 
 

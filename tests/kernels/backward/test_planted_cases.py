@@ -136,7 +136,7 @@ BUGS = (
         "every tile of queries has the first one's dropped weights",
         bwd._KeyBlock,
         "take_in",
-        "lse, hide, first_query) => lse, hide, fly.i32(0))",
+        "lse, hide, first_query, scarce => lse, hide, fly.i32(0), scarce",
         "dropout",
         "wrong",
     ),

@@ -49,6 +49,14 @@ def test_lengths(queries, keys, head_dim, dtype, causal, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_every_score(causal, seed):
+    """At the head dimension at which every tile makes a bias' rows again."""
+    given = Inputs([70], [140], head_dim=128, seed=seed)
+    report = compare(*given.tensors(), causal, 1, **FEATURES["bias"](given))
+    assert report.ok, f"seed {seed}: {report}"
+
+
 @pytest.mark.parametrize("name", [name for name in FEATURES if not any(out in name for out in LEFT_OUT)])
 def test_a_feature(name, seed):
     """Each once, in forms, masks and head dimensions by turns."""

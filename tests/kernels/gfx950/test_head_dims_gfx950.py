@@ -57,13 +57,22 @@ def test_results(dims, dtype, causal, splits, form, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
-FEATURED = [("bias", (104, 104)), ("window both", (192, 192)), ("alibi heads", (168, 168)), ("dropout", (24, 24))]
+FEATURED = [
+    (("bias",), (104, 104)),
+    (("window both",), (192, 192)),
+    (("window left", "softcap"), (192, 192)),
+    (("alibi heads",), (168, 168)),
+    (("dropout",), (24, 24)),
+    (("dropout",), (192, 192)),
+    (("dropout", "softcap"), (128, 128)),
+]
 
 
-@pytest.mark.parametrize(("feature", "dims"), FEATURED)
-def test_a_feature(feature, dims, seed):
+@pytest.mark.parametrize(("features", "dims"), FEATURED, ids=lambda x: "-".join(map(str, x)))
+def test_features(features, dims, seed):
     inputs = Inputs([40], [210], head_dim=dims[0], head_dim_v=dims[1], seed=seed)
-    report = compare(*inputs.tensors(), True, 1, **FEATURES[feature](inputs))
+    options = {name: value for feature in features for name, value in FEATURES[feature](inputs).items()}
+    report = compare(*inputs.tensors(), True, 1, **options)
     assert report.ok, f"seed {seed}: {report}"
 
 
