@@ -67,3 +67,12 @@ def test_the_deterministic_form_asks_for_such_a_build(form):
 def test_the_bias_of_8_bit_inputs_has_the_outputs_dtype():
     bindings = registers.bindings_of(registers.Case("gfx950", "forward", "gfx950_fp8", 128, True, "bias"))
     assert bindings[0].specs[-1].dtype == "bf16"
+
+
+@needs_ptxas
+@pytest.mark.parametrize(
+    ("head_dim", "form"), [(96, "softcap"), (128, "window"), (256, "plain")], ids=lambda value: str(value)
+)
+def test_forward_builds_before_hopper_spill_nothing(head_dim, form):
+    found = registers.count(registers.Case("sm_80", "forward", "generic", head_dim, True, form))
+    assert len(found) == 1 and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
