@@ -60,14 +60,18 @@ class Build:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a window, chunks or dropout."""
-        features = self.features
-        return not self.by_head and (features.windowed or features.ends_early or features.drops)
+        """Whether there is a window, or chunks."""
+        return not self.by_head and (self.features.windowed or self.features.ends_early)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether there is dropout."""
+        return not self.by_head and self.features.drops
 
     @property
     def mixed(self) -> bool:
         """Whether scores get a cap, or a bias of keys, and weights are dropped."""
-        return self.capped and self.features.drops
+        return self.capped and self.dropped
 
     @property
     def lists_and_drops(self) -> bool:
@@ -111,6 +115,7 @@ IN_TURN: tuple[Row, ...] = (
     Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
     Row(88, 96, lambda b: b.mixed, _AGAIN),
     Row(104, 128, lambda b: b.capped, _AGAIN),
+    Row(112, 128, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
     Row(112, 128, lambda b: b.limited, _AGAIN),
     Row(120, 128, lambda b: b.by_head, Thrift(roles=True)),
     Row(120, 128, lambda b: b.packed, _AGAIN),
