@@ -150,7 +150,7 @@ def flash_attn_sm90_bwd(
             again,
         )
         working = (consumer or _consumer_of(options))(*what)
-        working.write(dk, dv)
+        working.write(dk, dv, work.written)
         if dq is not None:
             working.round(dq)
     if exchange is not None:

@@ -146,9 +146,8 @@ class Consumer:
         softmax_scale: Any = self.scale_log2 * (1 / LOG2_E)
         return self.given.scale_kept(softmax_scale)
 
-    def write(self, dk: fly.Tensor, dv: fly.Tensor) -> None:
-        """dK and dV of the consumer's keys."""
-        count = self.work.written
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count` (`written`)."""
         sum_k, sum_v = self.run()
         self.write_values(dv, sum_v, count)
         self.write_keys(dk, sum_k, count)

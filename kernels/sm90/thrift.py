@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..problem.features import Features
+from ..problem.features import NO_FEATURES, Features
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,18 @@ IN_TURN: tuple[Row, ...] = (
 )
 
 
+# consumers apart (`flash_attn_sm90_bwd_wide`); the other head dimensions were not counted
+APART: tuple[Row, ...] = (
+    Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
+    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, Thrift(roles=True)),
+    # the causal build without packing, and the packed one without a mask
+    Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
+)
+APART_IN_TURN: tuple[Row, ...] = (Row(248, 256, lambda b: b.packed or b.biased or b.dropped, _AGAIN),)
+
+
 def thrift_of(build: Build) -> Thrift:
     """What a build does."""
-    rows = () if build.apart else IN_TURN if build.ordered else TOGETHER
+    together, in_turn = (APART, APART_IN_TURN) if build.apart else (TOGETHER, IN_TURN)
+    rows = in_turn if build.ordered else together
     return next((row.thrift for row in rows if row.has(build)), Thrift())

@@ -9,7 +9,7 @@ import pytest
 from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90.backward import Sm90BackwardOptions
-from kernels.sm90.thrift import IN_TURN, TOGETHER, Thrift
+from kernels.sm90.thrift import APART, APART_IN_TURN, IN_TURN, TOGETHER, Thrift
 from tests.kernels.backward.fused_calls import Options, wrong
 from tests.kernels.backward.planted import forget
 from tests.kernels.backward.test_block_mask_gradients import uneven
@@ -62,6 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
         lambda i: {"window_size": (40, 20), **dropped(i)},
     ),
     "a function with a tensor, in turn": (TOKENS, 128, True, True, FEATURES["score_mod aux"]),
+    "dropout, apart": (TOKENS, 256, True, False, dropped),
+    "causal, in clusters": (TOKENS, 160, True, False, lambda i: {}),
+    "packed, in clusters": (PACKED, 160, False, False, lambda i: {}),
+    "a function with a tensor, apart": (TOKENS, 256, True, False, FEATURES["score_mod aux"]),
+    "a bias, apart, in turn": (TOKENS, 256, False, True, biased),
 }
 
 
@@ -88,8 +93,9 @@ def builds(monkeypatch):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_references(name, builds, seed):
+def test_gradients_are_the_references(name, builds, monkeypatch, seed):
     sizes, head_dim, causal, in_turn, options_of = CASES[name]
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90" if head_dim <= 128 else "sm90_wide")
     inputs = Inputs(**sizes, head_dim=head_dim, seed=seed)
     options = options_of(inputs)
     if "mask" in options:
@@ -101,7 +107,7 @@ def test_gradients_are_the_references(name, builds, seed):
 
 def test_every_row_has_a_case():
     ways = {(in_turn, head_dim) for _, head_dim, _, in_turn, _ in CASES.values()}
-    for rows, in_turn in ((TOGETHER, False), (IN_TURN, True)):
+    for rows, in_turn in ((TOGETHER, False), (APART, False), (IN_TURN, True), (APART_IN_TURN, True)):
         assert {(in_turn, row.most) for row in rows} <= ways
 
 
