@@ -18,7 +18,7 @@ import torch
 from fly_attention.problem.dropout import scale as scale_of_kept
 from fly_attention.problem.dropout import threshold
 from fly_attention.problem.dropout_mask import dropout_mask
-from tests.kernels.fp8_reference import E4M3, FNUZ, rounded
+from tests.kernels.fp8_reference import E4M3, FNUZ, roundings
 from tests.kernels.reference import (
     MAX_SCORES,
     Reference,
@@ -245,10 +245,11 @@ def feature_reference(
     with exact_products():
         out, lse, used = feature_attention(q, k, v, causal, **options)
         if q.dtype in (E4M3, FNUZ):
-            plain = feature_attention(q, k, v, causal, weights=rounded, **options)[0].to(torch.bfloat16)
+            by_weights = [feature_attention(q, k, v, causal, weights=w, **options)[0] for w in roundings(q.device)]
+            plains = [plain.to(torch.bfloat16) for plain in by_weights]
     if q.dtype not in (E4M3, FNUZ):
-        plain, *_ = feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})
-    return FeatureReference(out, lse, max_difference(plain, out), used)
+        plains = [feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})[0]]
+    return FeatureReference(out, lse, max(max_difference(plain, out) for plain in plains), used)
 
 
 def check_used(out: torch.Tensor, ref: FeatureReference, lse: torch.Tensor | None = None) -> Report:
