@@ -389,8 +389,8 @@ class Consumer:
         if self.options.thrift.places:
             first_key = anew(first_key, first_query)
         if self.options.thrift.lengths:
-            lengths = {name: anew(getattr(place.keys, name), first_query) for name in ("queries", "keys")}
-            place = replace(place, keys=replace(place.keys, **lengths))
+            lengths = [anew(length, first_query) for length in (place.keys.queries, place.keys.keys)]
+            place = replace(place, keys=replace(place.keys, queries=lengths[0], keys=lengths[1]))
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
         if self.options.crowded and self.block.queries.bounded:
