@@ -27,7 +27,6 @@ import fly
 from fly.backends.nvvm import cluster
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
-    anew,
     elect_one,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -39,30 +38,23 @@ from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
-from .problem.mask import QueryRange, TileRange
 from .sm90 import turns
-from .sm90.backward import (
-    ALONG,
-    BLOCK_M,
-    REGISTERS,
-    Sm90BackwardOptions,
-)
+from .sm90.backward import ALONG, BLOCK_M, REGISTERS, Sm90BackwardOptions
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.consumer import Consumer
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.exchange import Exchange
-from .sm90.key_block import Block, Buffers, produce
+from .sm90.key_block import Buffers, produce
+from .sm90.key_work import KeyBlocks, Place, with_shape_anew
 from .sm90.later import Behind, Later
-from .sm90.turns import Neighbours, Turns
-from .sm90.walk import Walk
+from .sm90.turns import Turns
 from .work.query_tiles import tiles_of_all
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
-from .work.sequences import Sequence as Tokens
 from .work.sequences import tokens_of
 from .work.sink_gradients import sink_gradients
 from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import BY_KEYS
-from .work.tile_scheduler import fold_grid, head_of_block
+from .work.tile_scheduler import fold_grid
 
 
 @fly.kernel
@@ -100,70 +92,67 @@ def flash_attn_sm90_bwd(
     """
     fly.occupancy(min_blocks=1)
     given = options.features.bind(operands)
-    rank: Any = 0
     if options.blocks > 1:
         cluster.declare(options.blocks)
-        rank = fly.block_id.x % options.blocks
-    if counts is None:
-        kv_head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
-        number = fly.block_id.x // options.blocks
-    else:
-        kv_head, batch, exists = turns.head_of_block(dk.shape[-2], sequences, options.blocks)
-        slice_ = batch * dk.shape[-2] + kv_head
-        number = turns.taken(counts, dq_sums, slice_, exists, options.blocks, rank)
-    keys = Tokens.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
-    queries = Tokens.of(tokens, cu_seqlens_q, batch, given.get("seqused_q"))
-    first_key = number * options.span  # of the cluster, whose blocks see the same tiles
-    here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
-    seen = given.key_range(queries.length, keys.length, options.causal)
-    inverse = QueryRange.of(seen, open_end=not options.features.modifies)
-    tiles = inverse.tiles(first_key, options.span, BLOCK_M)
-    # keys past the end would have weights: in the block with any, all tiles are masked
-    end = fly.select(here, tiles.end, tiles.first)
-    tail = first_key + options.span > keys.length
-    tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
-    block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
+    blocks = KeyBlocks(
+        options,
+        given,
+        tokens=(tokens, tokens_of(dk, cu_seqlens_kv)),
+        offsets=(cu_seqlens_q, cu_seqlens_kv),
+        kv_heads=dk.shape[-2],
+        sequences=sequences,
+        group=group,
+        folded=folded,
+    )
+    rank, head, in_turn = blocks.rank, blocks.head(in_turn=counts is not None), None
+    if counts is not None:
+        kv_head, batch, exists = head
+        apart = with_shape_anew(dq_sums, fly.thread_id.x) if options.thrift.roles else dq_sums
+        ticket = turns.taken(counts, apart, batch * dk.shape[-2] + kv_head, exists, options.blocks, rank)
+        blocks = replace(blocks, ticket=ticket)
+    early = None if options.thrift.roles else blocks.work(head)
     buffers = Buffers.allocate(options)
-
-    def neighbours(number: fly.Value) -> Neighbours:
-        return Neighbours.of(number, keys.length, inverse, options.span)
-
-    in_turn = None if counts is None else Turns.allocate(counts, rank, options)
-    if in_turn is not None:
-        # made apart: consumers would keep for the end what it is made of
-        in_turn.note(neighbours(anew(number, fly.thread_id.x)))
+    if counts is not None:
+        in_turn = Turns.allocate(counts, rank, options)
+        in_turn.note(early.near_again(fly.thread_id.x) if early else blocks.again(Place.NOTE).near)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])
     if exchange is not None:
         cluster.sync()
     warpgroup = warpgroup_id()
-    heads = kv_head * group, kv_head * group + group
-    lists = options.features.block_size is not None
-    walk = Walk(tiles.mirrored() if options.ordered else tiles, options.ordered, here if lists else None)
-    sums = Sums(dq_sums, queries, batch, options, in_turn)
+    early = None if early is None else early.begun()
     with fly.when(warpgroup == 0):
         setmaxnreg_dec(REGISTERS[0])
+        work = early or blocks.again(Place.PRODUCER)
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            produce(maps, buffers, options, walk, block, given, heads)
+            produce(maps, buffers, options, work.walk, work.block, given, work.heads)
         if in_turn is not None:
-            near = neighbours(number)
+            sums, near = Sums.of(dq_sums, work, in_turn), work.near
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
                 with fly.when((fly.wave_id() == warp) & elect_one()):
-                    sums.each_turn(act, near, walk, heads)
+                    sums.each_turn(act, near, work.walk, work.heads)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
-        dtype = dtype_of(q.spec.dtype)
-        what = options, buffers, given, seen, inverse, tiles, walk, block, warpgroup - 1
-        working = (consumer or _consumer_of(options))(*what, scale_log2, dtype, sums, exchange)
-        # where no block waits for its turn, one without keys has no row below their number either
-        spare = options.crowded and exists is None
-        working.write(heads, dk, dv, keys.length if spare else fly.select(here, keys.length, 0))
+        work, dtype = early or blocks.again(Place.CONSUMERS), dtype_of(q.spec.dtype)
+        sums, again = Sums.of(dq_sums, work, in_turn), blocks.again if options.thrift.heads else None
+        what = (
+            options,
+            buffers,
+            given,
+            work,
+            warpgroup - 1,
+            scale_log2,
+            dtype,
+            sums,
+            exchange,
+            again,
+        )
+        working = (consumer or _consumer_of(options))(*what)
+        working.write(dk, dv, work.written)
         if dq is not None:
-            near = neighbours(number)
-            for piece in range(options.dq_pieces):
-                sums.round(dq, working.factor, heads, near.last_of(tiles), working.piece(piece))
+            working.round(dq)
     if exchange is not None:
         cluster.sync()  # nobody reaches into a block that has ended
 
@@ -185,7 +174,14 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         features = replace(features, block_size=(features.block_size[1], features.block_size[0]))
     ordered, apart = request.deterministic, consumer is not None
     options = Sm90BackwardOptions(
-        *dims, request.causal, packed=packed, features=features, ordered=ordered, apart=apart
+        *dims,
+        request.causal,
+        packed=packed,
+        features=features,
+        ordered=ordered,
+        apart=apart,
+        bias_by_query=request.bias_by_query,
+        loads=request.aux_tensors > 0,
     )
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))

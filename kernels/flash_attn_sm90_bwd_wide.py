@@ -51,14 +51,16 @@ STORED = 5  # named barrier: dS of the block's keys is
 class Halves(Consumer):
     """One of two consumers of the same keys."""
 
-    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        """What the consumer sums up of dK and dV, as far as it is of the sequence's first `count` keys."""
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """What the consumer sums up of dK and dV, as far as it is of the first `count` keys."""
         weights = fly.alloc_shared("weights", self.options.weight_bytes, 128)
         kept = {field.name: getattr(self, field.name) for field in fields(Consumer)}
         kinds = (_OfValuesInCluster, _OfKeysInCluster) if self.options.blocks > 1 else (_OfValues, _OfKeys)
         for number, kind in enumerate(kinds):
+            if self.again is not None:
+                kept["index"] = number  # no register is kept for it
             with fly.when(self.index == number):
-                kind(**kept, weights=weights).write(heads, dk, dv, count)
+                kind(**kept, weights=weights).write(dk, dv, count)
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class _OfValues(_Half):
     def zeros(self) -> tuple[fly.Value, ...]:
         return super().zeros[1:]
 
-    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        (values,) = self.run(heads)
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        (values,) = self.run()
         self.write_values(dv, values, count)
 
     def step(self, step: Step, state: State) -> State:
@@ -125,8 +127,8 @@ class _OfKeys(_Half):
     def zeros(self) -> tuple[fly.Value, ...]:
         return super().zeros[:1]
 
-    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        (values,) = self.run(heads)
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        (values,) = self.run()
         self.write_keys(dk, values, count)
 
     def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:

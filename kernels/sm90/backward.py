@@ -11,6 +11,7 @@ from fly.backends.target import target
 from fly.errors import ShapeError
 
 from ..problem.features import NO_FEATURES, Features
+from .thrift import Build, Thrift, thrift_of
 
 CONSUMERS = 2  # warpgroups
 BLOCK_M = 64  # queries of a tile, and keys that a consumer works on
@@ -31,7 +32,8 @@ class Sm90BackwardOptions:
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
     are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `apart`: one consumer sums up dV and the other dK, of the
-    same keys (`flash_attn_sm90_bwd_wide`).
+    same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
+    `loads`: functions on scores have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -46,6 +48,8 @@ class Sm90BackwardOptions:
     features: Features = NO_FEATURES
     ordered: bool = False
     apart: bool = False
+    bias_by_query: bool = False
+    loads: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_bytes > _MOST_SHARED:
@@ -67,6 +71,12 @@ class Sm90BackwardOptions:
     def span(self) -> int:
         """Keys of a cluster."""
         return self.block_n * self.blocks
+
+    @property
+    def thrift(self) -> Thrift:
+        """What is done again or later for want of registers."""
+        dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
+        return thrift_of(Build(dim, self.causal, self.packed, *given, self.ordered, self.apart))
 
     @property
     def crowded(self) -> bool:

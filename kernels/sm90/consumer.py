@@ -18,25 +18,33 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_sync, fence_async_shared, store_matrices
+from fly.backends.nvvm.intrinsics import (
+    WARPGROUP,
+    anew,
+    barrier_sync,
+    fence_async_shared,
+    store_matrices,
+    warpgroup_id,
+)
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
 
+from ..problem.dropout_tile import DecidedTile
 from ..problem.features import BoundFeatures
 from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
-from ..problem.mask import KeyRange, QueryRange, TileRange
 from ..problem.scores import LOG2_E
 from ..work.fragments import row_numbers
 from ..work.kept_pairs import KeptPairs
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 from .dq_sums import Sums
-from .dropout import kept_weights, remade
+from .dropout import made_again, remade
 from .exchange import Exchange
 from .key_block import Block, Buffers
+from .key_work import KeyWork, Place
 from .producer import Slots, clear_tail
 from .stores import store_runs
 from .walk import Walk
@@ -81,25 +89,40 @@ class Step:
 
 @dataclass(frozen=True)
 class Consumer:
-    """One consumer warpgroup of a block; `seen_tiles`: that its keys see, but for a block mask; `sums`: of dQ.
+    """One consumer warpgroup of a block; `work`: the block's; `sums`: of dQ.
 
-    `exchange`: with the other block of a cluster. `held`: its keys of K and V in registers, once they are there.
+    `exchange`: with the other block of a cluster. `again`: makes the work again, for want of registers to keep it in
+    over all tiles (`KeyBlocks.again`). `held`: its keys of K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
     buffers: Buffers
     given: BoundFeatures
-    seen: KeyRange
-    inverse: QueryRange
-    seen_tiles: TileRange
-    walk: Walk
-    block: Block
+    work: KeyWork
     index: fly.Value
     scale_log2: fly.Value
     dtype: fly.DType
     sums: Sums
     exchange: Exchange | None
+    again: Callable[[Any], KeyWork] | None
     held: Mapping[str, tuple[fly.Value, ...]] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def block(self) -> Block:
+        """The keys."""
+        return self.work.block
+
+    @property
+    def walk(self) -> Walk:
+        """The tiles, as they pass by; with a block mask, without its lists."""
+        return self.work.walk
+
+    def remade(self, step: Any) -> Self:
+        """The same, with its work made again for what follows `step` (i32), where it is."""
+        if self.again is None:
+            return self
+        work = self.again(step)
+        return replace(self, work=work, sums=Sums.of(self.sums.sums, work, self.sums.turns))
 
     @property
     def layout(self) -> fly.AccumulatorLayout:
@@ -123,25 +146,45 @@ class Consumer:
         softmax_scale: Any = self.scale_log2 * (1 / LOG2_E)
         return self.given.scale_kept(softmax_scale)
 
-    def write(self, heads: tuple[fly.Value, fly.Value], dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count`."""
-        sum_k, sum_v = self.run(heads)
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        """dK and dV of the consumer's keys, as far as they are among the sequence's first `count` (`written`)."""
+        sum_k, sum_v = self.run()
         self.write_values(dv, sum_v, count)
         self.write_keys(dk, sum_k, count)
 
     def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dV, from its sums."""
-        view, first = self.block.keys.matrix(dv, self.block.kv_head), self.block.first_key + self.first_row
-        runs = wgmma.runs(self.given.scale_kept(values).to(self.dtype))
-        store_runs(view, first, count, runs, self.options.head_dim_v)
+        rows = self._rows(dv, Place.VALUES, count)
+        store_runs(*rows, wgmma.runs(self.given.scale_kept(values).to(self.dtype)), self.options.head_dim_v)
 
     def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dK, from its sums."""
-        view, first = self.block.keys.matrix(dk, self.block.kv_head), self.block.first_key + self.first_row
-        store_runs(view, first, count, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+        rows = self._rows(dk, Place.KEYS, count)
+        store_runs(*rows, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
 
-    def run(self, heads: tuple[fly.Value, fly.Value]) -> tuple[fly.Value, ...]:
-        """The sums over all tiles of these heads."""
+    def _rows(self, results: fly.Tensor, place: Place, count: fly.Value) -> tuple[fly.Tensor, Any, fly.Value]:
+        """(S, D) of the key head, the first of the consumer's rows there, and how many of all are written."""
+        last = self._behind(place)
+        work = last.work
+        view, first = work.block.keys.matrix(results, work.block.kv_head), work.block.first_key + last.first_row
+        return view, first, count if self.again is None else work.written
+
+    def round(self, dq: fly.Tensor) -> None:
+        """In turn, behind all tiles: dq of those to which nobody adds behind the block (`Sums.round`)."""
+        last = self._behind(Place.ROUNDED)
+        near, tiles = last.work.near, last.work.tiles
+        for piece in range(self.options.dq_pieces):
+            last.sums.round(dq, last.factor, last.work.heads, near.last_of(tiles), last.piece(piece))
+
+    def _behind(self, place: Place) -> Self:
+        """The same behind all tiles: where work is made again, nothing is kept for it, `index` neither."""
+        if self.again is None:
+            return self
+        with fly.reread_ids():
+            return replace(self.remade(place), index=warpgroup_id() - 1)
+
+    def run(self) -> tuple[fly.Value, ...]:
+        """The sums over all tiles of all query heads."""
         zeros = self.zeros
 
         def all_heads() -> tuple[fly.Value, ...]:
@@ -150,9 +193,10 @@ class Consumer:
                 if self.block.keys.bounded:
                     clear_tail(tile, memory, self.block.keys.length - first_key, CLEARED, self.index)
             working = replace(self, held=self._registers()) if self.options.held else self
-            carry = (zeros, Position.start(), Position.start(), working.begin(heads))
-            for head, state in (loop := fly.range(*heads, carry=carry)):
-                loop.next(*working.head(head, *state))
+            carry = (zeros, Position.start(), Position.start(), working.begin())
+            for number, state in (loop := fly.range(*self._numbers_of_heads, carry=carry)):
+                here = working.remade(number)
+                loop.next(*here.head(here._head_of(number), *state))
             sums: tuple[fly.Value, ...] = loop.results[0]
             working.end(loop.results[-1])
             return sums
@@ -160,7 +204,16 @@ class Consumer:
         result: tuple[fly.Value, ...] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
         return result
 
-    def begin(self, heads: tuple[fly.Value, fly.Value]) -> Any:
+    @property
+    def _numbers_of_heads(self) -> tuple[Any, Any]:
+        """Of the query heads, from the first of all on, or from the block's first where work is made again."""
+        return self.work.heads if self.again is None else (0, self.work.group)
+
+    def _head_of(self, number: Any) -> Any:
+        """The query head of such a number."""
+        return number if self.again is None else self.work.heads[0] + number
+
+    def begin(self) -> Any:
         """`State.slot` of the first tile."""
         return fly.i32(0)
 
@@ -178,7 +231,7 @@ class Consumer:
 
     def _ends_of(self, head: fly.Value) -> tuple[Step, Step]:
         """A query head's first step and its last."""
-        block, place = self.block, HeadOfKeys(self.block.batch, head, self.seen)
+        block, place = self.block, HeadOfKeys(self.block.batch, head, self.work.seen)
         walk = self.walk.of_head(
             self.given, (block.batch, head), block.first_key, block.queries.length, fly.first_lane
         )
@@ -265,9 +318,12 @@ class Consumer:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         q, dout = self.buffers.q, self.buffers.dout
         j, listed = self._tile(step.walk, step.number, state.q_at), step.walk.listed
+        late = self.options.thrift.is_late(step.masked)
+        decided = self._decided(j, step) if self.options.thrift.decides else None
         (raw,) = wgmma.wait(0, state.product)
-        started = self.excess(state.dout_at, j)
-        made, p, kept = self._weighed(raw, state.q_at, j, step)
+        started = None if late else self.excess(state.dout_at, j)
+        made, p, kept = self._weighed(raw, state.q_at, j, step, decided)
+        started = self.excess(state.dout_at, j) if started is None else started
         dk, dv = state.sums
         dv = self._onto_values(p, state.dout_at, dv)
         (excess,) = wgmma.wait(1, started)
@@ -287,17 +343,26 @@ class Consumer:
         return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
 
     def _weighed(
-        self, raw: fly.Value, at: Position, j: fly.Value, step: Step
+        self, raw: fly.Value, at: Position, j: fly.Value, step: Step, decided: DecidedTile | None = None
     ) -> tuple[Weights, tuple[fly.Value, ...], KeptPairs | None]:
-        """`weigh`; also the A operand of dV, and what dropout keeps."""
+        """`weigh`; also the A operand of dV, and what dropout keeps; `decided`: `_decided`, if it was before."""
         made = self.weigh(raw, at, j, step, drops=False)
-        first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
-        p = self._narrow(made.weights)
-        if dropout is None:
+        if decided is not None:
+            kept = KeptPairs.of(made_again(decided, j), self.layout)
+            return made, kept.only(self._narrow(made.weights)), kept
+        p, decided = self._narrow(made.weights), self._decided(j, step)
+        if decided is None:
             return made, p, None
-        # made again by every tile, as loops have no registers for what random numbers start from
-        kept = kept_weights(remade(dropout, j), self.layout, anew(first_key, j), j * BLOCK_M, "columns")
+        kept = KeptPairs.of(decided, self.layout)
         return made, kept.only(p), kept
+
+    def _decided(self, j: fly.Value, step: Step) -> DecidedTile | None:
+        """What dropout decides on a tile's weights, where there is any."""
+        first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
+        if dropout is None:
+            return None
+        # made again by every tile, as loops have no registers for what random numbers start from
+        return remade(dropout, j).decided(self.layout, anew(first_key, j), j * BLOCK_M, "columns")
 
     def _pulled(
         self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
@@ -321,6 +386,11 @@ class Consumer:
         """P of tile j from its scores; statistics are in slot `at`, `drops` as in `weights`."""
         place, given, masked, listed = step.place, step.given, step.masked, step.walk.listed
         first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
+        if self.options.thrift.places:
+            first_key = anew(first_key, first_query)
+        if self.options.thrift.lengths:
+            lengths = [anew(length, first_query) for length in (place.keys.queries, place.keys.keys)]
+            place = replace(place, keys=replace(place.keys, queries=lengths[0], keys=lengths[1]))
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
         queries = row_numbers(fragment.layout, 1, first_query)
         if self.options.crowded and self.block.queries.bounded:
@@ -332,7 +402,7 @@ class Consumer:
             if listed is None:
                 return given.mask(self._limit(scores, first_query), queries, first_key, place) if masked else scores
             limited: fly.Fragment = fly.cond(
-                self.seen_tiles.sees_whole(j), lambda: scores, lambda: self._limit(scores, first_query)
+                self.work.tiles.sees_whole(j), lambda: scores, lambda: self._limit(scores, first_query)
             )
             if not masked:
                 return limited
@@ -382,9 +452,9 @@ class Consumer:
         count = self.block.keys.length
         start = self.block.first_key + self.first_row
         keys = row_numbers(self.layout, 1, start)
-        if self.options.remakes_keys:
+        if self.options.remakes_keys or (self.options.causal and self.options.thrift.places):
             keys = keys.map(lambda key: anew(key, first_query))
-        limited = self.inverse.apply(transposed(scores), keys, first_query)
+        limited = self.work.inverse.apply(transposed(scores), keys, first_query)
         return transposed(limited.map(lambda x, r, c: fly.select(limited.spread(keys, r) < count, x, float("-inf"))))
 
     def _narrow(self, fragment: fly.Fragment) -> tuple[fly.Value, ...]:
@@ -402,6 +472,8 @@ class Consumer:
         """The consumer's keys of dS to shared memory."""
         tile = self.options.ds_tile
         lane, warp = fly.lane_id(), fly.thread_id.x % WARPGROUP // 32
+        if self.options.thrift.places:
+            lane = anew(lane, slot)
         row_in = lane % 8
         row = self.first_row + warp * 16 + lane // 8 % 2 * 8 + row_in
         line = slot * tile.bytes + row * tile.swizzle

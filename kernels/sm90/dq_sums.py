@@ -16,6 +16,7 @@ from ..problem.scores import LOG2_E
 from ..work.query_tiles import queries_of_block, tile_of_all
 from ..work.sequences import Sequence
 from .backward import BLOCK_M, Sm90BackwardOptions
+from .key_work import KeyWork
 from .stores import store_runs
 from .turns import Act, Neighbours, Turns, count_of
 from .walk import Walk
@@ -61,6 +62,11 @@ class Sums:
     batch: Any
     options: Sm90BackwardOptions
     turns: Turns | None = None
+
+    @staticmethod
+    def of(sums: fly.Tensor, work: KeyWork, in_turn: Turns | None) -> Sums:
+        """Of what a block works on."""
+        return Sums(sums, work.block.queries, work.block.batch, work.options, in_turn)
 
     def _of_thread(self, head: Any, tile: Any, index: Any) -> fly.Pointer:
         entry, number = numbered(self.queries, self.batch, tile)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from dataclasses import replace
 from typing import Any
 
 import fly
 from fly.backends.nvvm.intrinsics import anew
 
-from ..problem.dropout_tile import Dropout, Side, as_word
+from ..problem.dropout_tile import DecidedTile, Dropout, Side, as_word
 from ..work.kept_pairs import KeptPairs
 
 _SIGNS = as_word(0x80808080)
@@ -36,3 +37,8 @@ def made(kept: KeptPairs | None) -> list[fly.Value]:
 def remade(dropout: Dropout, step: fly.Value) -> Dropout:
     """The same, made again where `step` is: what Philox adds to the seed alone takes 13 registers over a loop."""
     return dropout.made_by(lambda word: anew(word, step))
+
+
+def made_again(decided: DecidedTile, step: fly.Value) -> DecidedTile:
+    """The same decisions; what follows from them is not made before `step` is."""
+    return replace(decided, words={index: anew(word, step) for index, word in decided.words.items()})

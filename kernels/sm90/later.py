@@ -47,12 +47,12 @@ class Pending:
 class Later(Consumer):
     """dQ of the tile before is started before a tile's dV; `State.slot` is what is `Pending`."""
 
-    def begin(self, heads: tuple[fly.Value, fly.Value]) -> Pending:
+    def begin(self) -> Pending:
         """Zeros, as if they were dS of a tile before the first one: what they make is added to that one's dQ."""
         at = Position.start()
         zeros = fly.broadcast(fly.f32(0.0), self.layout.values).to(self.dtype)
         self._publish(tuple(zeros[i : i + 8] for i in range(0, len(zeros), 8)), at)
-        return Pending(at, fly.first_lane(heads[0]), fly.first_lane(fly.i32(0) + self.walk.tiles.first))
+        return Pending(at, fly.first_lane(self.work.heads[0]), fly.first_lane(fly.i32(0) + self.walk.tiles.first))
 
     def end(self, slot: Pending) -> None:
         self._wait_for(slot)

@@ -13,6 +13,7 @@ from ..work.tile_scheduler import fold_grid, slice_of_block
 
 TRANSPOSE_THREADS = 128
 KEYS, DIMS = 16, 16  # that a thread transposes, 16 bytes each
+BLOCKS = {64: 5}  # on a multiprocessor, by head dimension: ptxas fits six there, and spills a register for it
 TRANSPOSED_DIMS = (64, 128, 256)  # whose rows are shared by one, two or all of a block's warps
 
 
@@ -29,6 +30,8 @@ def transpose_values(v: fly.Tensor, transposed: fly.Tensor, *, head_dim: int, fo
     `keys_of_block`, Hkv, B), or `folded`. A thread has 16 keys by 16 dimensions in registers; 32 threads load 64
     bytes of each key, and store 128 of each dimension.
     """
+    if head_dim in BLOCKS:
+        fly.occupancy(min_blocks=BLOCKS[head_dim])
     first, head, batch, exists = fly.block_id.x * keys_of_block(head_dim), fly.block_id.y, fly.block_id.z, None
     if folded:
         slice_, exists = slice_of_block(v.shape[2] * v.shape[0])

@@ -77,8 +77,10 @@ def head_of_block(heads: Any, sequences: Any, blocks: int) -> tuple[fly.Value, f
     return slice_ - sequence * heads, sequence, place < slices
 
 
-def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value, blocks: int, rank: Any) -> fly.Value:
-    """The number of a cluster's keys, by its ticket, for all of its threads.
+def taken(
+    counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value, blocks: int, rank: Any
+) -> fly.SharedMemory:
+    """A cluster's ticket, in the shared memory of each of its blocks: the number of its keys, see `number_of`.
 
     `slice_`: the key head's number among those of all sequences; `exists`: whether the block has any. The first block
     of a cluster takes the ticket, and tells the other one.
@@ -95,7 +97,7 @@ def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value, 
         with fly.when(fly.thread_id.x == 0):
             take()
         fly.barrier()
-        return fly.first_lane(ticket.load(0))
+        return ticket
     told = Mbarriers.allocate("told", 1, 1)
     init_all([told])
     cluster.sync()
@@ -108,6 +110,11 @@ def taken(counts: fly.Tensor, sums: fly.Tensor, slice_: Any, exists: fly.Value, 
     fly.barrier()
     with fly.when(rank != 0):
         told.wait(0, 0)
+    return ticket
+
+
+def number_of(ticket: fly.SharedMemory) -> fly.Value:
+    """What a ticket says, by all threads of a warp."""
     return fly.first_lane(ticket.load(0))
 
 

@@ -28,6 +28,17 @@ def test_committed_builds_spill_nothing(arch, name, kernel, head_dim, form):
     assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
 
 
+# what is found again for want of registers: kernels/sm90/thrift.py
+THRIFTY = [("sm90", 128, "softcap, dropout"), ("sm90", 128, "packed, deterministic"), ("sm90_wide", 160, "plain")]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("kernel", "head_dim", "form"), THRIFTY)
+def test_thrifty_builds_spill_nothing(kernel, head_dim, form):
+    found = registers.count(registers.Case("sm_90a", "backward", kernel, head_dim, True, form))
+    assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+
+
 def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):
     case = registers.Case("gfx942", "backward", "generic", 64, True, "plain")
     found = [registers.Counted(case, name, Resources(250, 8, 60, n, 0)) for name, n in (("full", 3), ("lean", 0))]

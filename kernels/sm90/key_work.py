@@ -1,0 +1,149 @@
+"""What a block of the Hopper backward kernel works on: its keys, and the tiles of queries that pass by."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import fly
+from fly.backends.nvvm.intrinsics import anew
+
+from ..problem.features import BoundFeatures
+from ..problem.mask import KeyRange, QueryRange, TileRange
+from ..work.sequences import Sequence as Tokens
+from ..work.tile_scheduler import head_of_block
+from . import turns
+from .backward import BLOCK_M, Sm90BackwardOptions
+from .key_block import Block
+from .turns import Neighbours
+from .walk import Walk
+
+Head = tuple[Any, Any, Any]  # a key head, its sequence, and whether there is such a one; None: there is
+
+
+class Place(enum.IntEnum):
+    """Where in the kernel a block's work is found out again; at two places nothing is kept from one for the other."""
+
+    NOTE = 1
+    PRODUCER = 2
+    CONSUMERS = 3
+    VALUES = 4
+    KEYS = 5
+    ROUNDED = 6
+
+
+@dataclass(frozen=True)
+class KeyWork:
+    """The keys of a `block`, which of the queries see them, and the `tiles` of these.
+
+    `number`: the cluster's among those of the sequence's keys; `group`: query heads of the key head; `here`: whether
+    it has any keys; `exists`: whether there is such a head, None: there is. Once `begun`, `heads` are the first of
+    the query heads and one past the last, of each of which the tiles pass by in a `walk`.
+    """
+
+    options: Sm90BackwardOptions
+    number: Any
+    group: Any
+    block: Block
+    seen: KeyRange
+    inverse: QueryRange
+    tiles: TileRange
+    here: Any
+    exists: Any
+    heads: tuple[Any, Any] = (None, None)
+    walk: Walk = field(default_factory=lambda: Walk(TileRange(0, 0, 0, 0)))
+
+    def begun(self) -> KeyWork:
+        """The same, with its query heads and its walk over tiles."""
+        first, ordered = self.block.kv_head * self.group, self.options.ordered
+        heads = first, first + self.group
+        lists = self.options.features.block_size is not None
+        walk = Walk(self.tiles.mirrored() if ordered else self.tiles, ordered, self.here if lists else None)
+        return replace(self, heads=heads, walk=walk)
+
+    @property
+    def near(self) -> Neighbours:
+        """The blocks of keys next to it."""
+        return Neighbours.of(self.number, self.block.keys.length, self.inverse, self.options.span)
+
+    def near_again(self, step: fly.Value) -> Neighbours:
+        """The same, made apart for what follows `step` (i32): nothing that it is made of is kept for later."""
+        return replace(self, number=anew(self.number, step)).near
+
+    @property
+    def written(self) -> Any:
+        """How many of the sequence's keys the block may write results of."""
+        keys = self.block.keys.length
+        # where no block waits for its turn, one without keys has no row below their number either
+        spare = self.options.crowded and self.exists is None
+        return keys if spare else fly.select(self.here, keys, 0)
+
+
+@dataclass(frozen=True)
+class KeyBlocks:
+    """The blocks of a launch, by its parameters: see `flash_attn_sm90_bwd`.
+
+    `tokens`: of all queries and of all keys, `offsets`: of packed ones; `kv_heads`: how many there are. `ticket`: of
+    blocks in turn, the cluster's.
+    """
+
+    options: Sm90BackwardOptions
+    given: BoundFeatures
+    tokens: tuple[Any, Any]
+    offsets: tuple[fly.Tensor | None, fly.Tensor | None]
+    kv_heads: Any
+    sequences: Any
+    group: Any
+    folded: bool
+    ticket: fly.SharedMemory | None = None
+
+    @property
+    def rank(self) -> Any:
+        """This block's in its cluster."""
+        return fly.block_id.x % self.options.blocks if self.options.blocks > 1 else 0
+
+    def head(self, *, in_turn: bool) -> Head:
+        """Of this block."""
+        if in_turn:
+            return turns.head_of_block(self.kv_heads, self.sequences, self.options.blocks)
+        return head_of_block(self.kv_heads, self.sequences, folded=self.folded)
+
+    def work(self, head: Head) -> KeyWork:
+        """This block's, which has such a head; by all threads of a warp."""
+        options, given, rank = self.options, self.given, self.rank
+        kv_head, batch, exists = head
+        number = fly.block_id.x // options.blocks if self.ticket is None else turns.number_of(self.ticket)
+        keys = Tokens.of(self.tokens[1], self.offsets[1], batch, given.get("seqused_kv"))
+        queries = Tokens.of(self.tokens[0], self.offsets[0], batch, given.get("seqused_q"))
+        first_key = number * options.span  # of the cluster, whose blocks see the same tiles
+        here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
+        seen = given.key_range(queries.length, keys.length, options.causal)
+        inverse = QueryRange.of(seen, open_end=not options.features.modifies)
+        tiles = inverse.tiles(first_key, options.span, BLOCK_M)
+        # keys past the end would have weights: in the block with any, all tiles are masked
+        end = fly.select(here, tiles.end, tiles.first)
+        tail = first_key + options.span > keys.length
+        tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
+        block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
+        return KeyWork(options, number, self.group, block, seen, inverse, tiles, here, exists)
+
+    def again(self, step: Any) -> KeyWork:
+        """This block's, from ids and parameters alone: nothing is kept from before for what follows `step` (i32)."""
+        step = fly.i32(0) + step
+
+        def parameter(number: Any) -> Any:
+            return anew(number, step) if isinstance(number, fly.Value) else number
+
+        tokens, numbers = tuple(map(parameter, self.tokens)), map(parameter, (self.kv_heads, self.sequences))
+        with fly.reread_ids():
+            kv_heads, sequences = numbers
+            blocks = replace(self, tokens=tokens, kv_heads=kv_heads, sequences=sequences)
+            work = blocks.work(blocks.head(in_turn=self.ticket is not None))
+            return work.begun()
+
+
+def with_shape_anew(tensor: fly.Tensor, step: Any) -> fly.Tensor:
+    """The same tensor; nothing that is made of its shape behind `step` (i32) is kept for others."""
+    shape = tuple(anew(n, step) if isinstance(n, fly.Value) else n for n in tensor.shape)
+    return fly.Tensor(tensor.pointer, tensor.dtype, shape, tensor.stride, tensor.alignment)

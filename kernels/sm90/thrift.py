@@ -1,0 +1,141 @@
+"""What builds of the Hopper backward kernel do again or later for want of registers.
+
+Each row is for builds in which `ptxas` spills otherwise (`python -m benchmarks.registers`); all others keep what they
+have found once. The producer's threads have 24 registers, and consumers' 240 beside 63 uniform ones, which addresses
+of products nearly fill: so what the three warpgroups have in common is what is spilled first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..problem.features import NO_FEATURES, Features
+
+
+@dataclass(frozen=True)
+class Thrift:
+    """`roles`: each of the producer and the consumers finds out itself which keys and tiles the block works on.
+
+    `heads`: consumers do so again for every query head, and behind the last one. `decides`: what dropout drops of a
+    tile is decided before its scores are there. `late`: dP of "masked" tiles, or of "all", is started behind P and
+    not before. `places`: which keys a lane has, and where its part of dS goes, is made again by every tile;
+    `lengths`: so are the lengths that a bias's queries and keys are cut to.
+    """
+
+    roles: bool = False
+    heads: bool = False
+    decides: bool = False
+    late: str | None = None
+    places: bool = False
+    lengths: bool = False
+
+    def is_late(self, masked: bool) -> bool:
+        """Whether dP of a tile, `masked` or not, is."""
+        return self.late == "all" or (self.late == "masked" and masked)
+
+
+@dataclass(frozen=True)
+class Build:
+    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension."""
+
+    dim: int
+    causal: bool
+    packed: bool
+    features: Features
+    biased: bool
+    loads: bool
+    ordered: bool
+    apart: bool
+
+    @property
+    def by_head(self) -> bool:
+        """Whether scores take numbers of a query head, loaded for all of its tiles: these are better kept."""
+        return self.loads or "alibi_slopes" in self.features.operands
+
+    @property
+    def capped(self) -> bool:
+        """Whether scores get a cap, or a bias of keys."""
+        return not self.by_head and bool({"softcap", "bias"} & {*self.features.operands})
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a window, or chunks."""
+        return not self.by_head and (self.features.windowed or self.features.ends_early)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether there is dropout."""
+        return not self.by_head and self.features.drops
+
+    @property
+    def mixed(self) -> bool:
+        """Whether scores get a cap, or a bias of keys, and weights are dropped."""
+        return self.capped and self.dropped
+
+    @property
+    def lists_and_drops(self) -> bool:
+        """Whether there are a block mask and dropout."""
+        return self.features.drops and self.features.block_size is not None
+
+
+@dataclass(frozen=True)
+class Row:
+    """`thrift` of builds of head dimensions above `above` and up to `most` that fulfil `when`."""
+
+    above: int
+    most: int
+    when: Callable[[Build], bool]
+    thrift: Thrift
+
+    def has(self, build: Build) -> bool:
+        """Whether it is a build's."""
+        return self.above < build.dim <= self.most and self.when(build)
+
+
+_AGAIN = Thrift(roles=True, heads=True)
+_MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
+
+# in order: the first that a build has
+TOGETHER: tuple[Row, ...] = (
+    # an address for each of a tile's elements of a bias, beside dP in registers
+    Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
+    Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
+    # P in two forms and dropout's words beside dP
+    Row(120, 128, lambda b: b.mixed, _MIXED),
+    Row(112, 120, lambda b: b.mixed and not b.causal, _MIXED),
+    # loops for part and for whole blocks of the list
+    Row(120, 128, lambda b: b.lists_and_drops, Thrift(roles=True, decides=True)),
+)
+# here all blocks have the turn's numbers besides
+IN_TURN: tuple[Row, ...] = (
+    Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True, lengths=True)),
+    Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
+    Row(56, 64, lambda b: b.biased, _AGAIN),
+    Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
+    Row(88, 96, lambda b: b.mixed, _AGAIN),
+    Row(104, 128, lambda b: b.capped, _AGAIN),
+    Row(112, 128, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
+    Row(112, 128, lambda b: b.limited, _AGAIN),
+    Row(120, 128, lambda b: b.by_head, Thrift(roles=True)),
+    Row(120, 128, lambda b: b.packed, _AGAIN),
+    Row(104, 120, lambda b: b.packed and b.causal, _AGAIN),
+    Row(72, 96, lambda b: b.packed, Thrift(roles=True)),
+)
+
+
+# consumers apart (`flash_attn_sm90_bwd_wide`); the other head dimensions were not counted
+APART: tuple[Row, ...] = (
+    Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
+    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, Thrift(roles=True)),
+    # the causal build without packing, and the packed one without a mask
+    Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
+)
+APART_IN_TURN: tuple[Row, ...] = (Row(248, 256, lambda b: b.packed or b.biased or b.dropped, _AGAIN),)
+
+
+def thrift_of(build: Build) -> Thrift:
+    """What a build does."""
+    together, in_turn = (APART, APART_IN_TURN) if build.apart else (TOGETHER, IN_TURN)
+    rows = in_turn if build.ordered else together
+    return next((row.thrift for row in rows if row.has(build)), Thrift())

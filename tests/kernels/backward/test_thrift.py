@@ -1,0 +1,117 @@
+"""Builds of the Hopper backward kernel that do things again or later for want of registers, in the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels import flash_attn_sm90_bwd as sm90_bwd
+from kernels.problem.block_mask import create_block_mask
+from kernels.sm90.backward import Sm90BackwardOptions
+from kernels.sm90.thrift import APART, APART_IN_TURN, IN_TURN, TOGETHER, Thrift
+from tests.kernels.backward.fused_calls import Options, wrong
+from tests.kernels.backward.planted import forget
+from tests.kernels.backward.test_block_mask_gradients import uneven
+from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
+from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.feature_cases import FEATURES, Inputs
+
+TOKENS: dict[str, Any] = {"queries": [100], "keys": [140], "heads": 2, "kv_heads": 1}
+PACKED: dict[str, Any] = {"queries": [0, 90, 20], "keys": [20, 140, 0], "heads": 2, "kv_heads": 1, "packed": True}
+
+
+def dropped(inputs: Inputs) -> dict[str, Any]:
+    return {"dropout_p": 0.3, "rng_state": state_of(inputs.seed)}
+
+
+def biased(inputs: Inputs) -> dict[str, Any]:
+    return {"bias": inputs.floats(1, 2, 100, 140)}
+
+
+def capped_and_dropped(inputs: Inputs) -> dict[str, Any]:
+    return {"softcap": 3.0, **dropped(inputs)}
+
+
+def listed_and_dropped(inputs: Inputs) -> dict[str, Any]:
+    mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", (64, 128))
+    return {"mask": mask, **dropped(inputs)}
+
+
+# sizes, head dimension, causal, in turn, the call's options
+CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
+    "softcap, in turn": (TOKENS, 128, True, True, lambda i: {"softcap": 3.0}),
+    "a bias": (TOKENS, 128, True, False, biased),
+    "a bias, narrower": (TOKENS, 96, True, False, biased),
+    "softcap and dropout": (TOKENS, 128, True, False, capped_and_dropped),
+    "packed, softcap and dropout": (PACKED, 120, False, False, capped_and_dropped),
+    "a block mask and dropout": (TOKENS, 128, False, False, listed_and_dropped),
+    "a bias, in turn": (TOKENS, 128, True, True, biased),
+    "a bias, in turn, narrower": (TOKENS, 96, False, True, biased),
+    "a bias, in turn, narrow": (TOKENS, 64, True, True, biased),
+    "softcap and dropout, in turn": (TOKENS, 128, False, True, capped_and_dropped),
+    "softcap and dropout, in turn, narrower": (TOKENS, 96, True, True, capped_and_dropped),
+    "packed, in turn": (PACKED, 128, True, True, lambda i: {}),
+    "packed, in turn, narrow": (PACKED, 120, True, True, lambda i: {}),
+    "packed, in turn, narrower": (PACKED, 96, False, True, lambda i: {}),
+    "dropout in a window, in turn": (
+        TOKENS,
+        128,
+        False,
+        True,
+        lambda i: {"window_size": (40, 20), **dropped(i)},
+    ),
+    "a function with a tensor, in turn": (TOKENS, 128, True, True, FEATURES["score_mod aux"]),
+    "dropout, apart": (TOKENS, 256, True, False, dropped),
+    "causal, in clusters": (TOKENS, 160, True, False, lambda i: {}),
+    "packed, in clusters": (PACKED, 160, False, False, lambda i: {}),
+    "a function with a tensor, apart": (TOKENS, 256, True, False, FEATURES["score_mod aux"]),
+    "a bias, apart, in turn": (TOKENS, 256, False, True, biased),
+}
+
+
+@pytest.fixture(autouse=True)
+def sm90(emulate, monkeypatch):
+    emulate("sm_90a", "")
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Options of the kernels that calls bind."""
+    forget(monkeypatch)
+    found: list[Sm90BackwardOptions] = []
+    bound = sm90_bwd.bind_kernel
+
+    def bind(*arguments: Any, **named: Any) -> Any:
+        found.extend(x["options"] for x in arguments if isinstance(x, dict) and "options" in x)
+        return bound(*arguments, **named)
+
+    monkeypatch.setattr(sm90_bwd, "bind_kernel", bind)
+    return found
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_references(name, builds, monkeypatch, seed):
+    sizes, head_dim, causal, in_turn, options_of = CASES[name]
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90" if head_dim <= 128 else "sm90_wide")
+    inputs = Inputs(**sizes, head_dim=head_dim, seed=seed)
+    options = options_of(inputs)
+    if "mask" in options:
+        assert not wrong_with_mask(inputs, causal, **options), f"seed {seed}"
+    else:
+        assert not wrong(inputs, causal, in_turn, **options), f"seed {seed}"
+    assert builds and all(options.thrift != Thrift() for options in builds)
+
+
+def test_every_row_has_a_case():
+    ways = {(in_turn, head_dim) for _, head_dim, _, in_turn, _ in CASES.values()}
+    for rows, in_turn in ((TOGETHER, False), (APART, False), (IN_TURN, True), (APART_IN_TURN, True)):
+        assert {(in_turn, row.most) for row in rows} <= ways
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_builds_without_features_do_nothing_again(head_dim, in_turn):
+    assert Sm90BackwardOptions(head_dim, head_dim, True, ordered=in_turn).thrift == Thrift()
