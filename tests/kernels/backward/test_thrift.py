@@ -66,7 +66,10 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "causal, in clusters": (TOKENS, 160, True, False, lambda i: {}),
     "packed, in clusters": (PACKED, 160, False, False, lambda i: {}),
     "a function with a tensor, apart": (TOKENS, 256, True, False, FEATURES["score_mod aux"]),
+    "a bias, apart": (TOKENS, 256, True, False, biased),
     "a bias, apart, in turn": (TOKENS, 256, False, True, biased),
+    "dropout, apart, in turn": (TOKENS, 256, True, True, dropped),
+    "packed, apart, in turn": (PACKED, 256, True, True, lambda i: {}),
 }
 
 
