@@ -31,6 +31,7 @@ from .needs import (
     pages_in_runs,
     unless_filled,
     unless_paged,
+    unless_wide_fp8,
 )
 from .problem.catalogue import BY_NAME, EVERYWHERE
 from .problem.contract import DQ_SUMS, HEAD_DIMS, Prepare, Request
@@ -110,6 +111,7 @@ FLOAT32_SUMS = Need("sums of q's gradient in float32", _in_float32)
 INPUTS_ALONE = Need("gradients of q, k, v and sinks alone", _of_operands)
 UNLISTED_IN_TURN = Need("no block mask where gradients are the same bits every time", _listed_in_turn)
 PAGES = pages_in_runs(16)  # where rows of one page are copied together
+FP8_BLOCKS = unless_wide_fp8(mask_blocks(64, 64), mask_blocks(128, 64))  # the others have no build of one consumer
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         tuning={},
         reason="the sm90 kernel on 8-bit products",
-        needs=(aligned(16), mask_blocks(64, 64), PAGES),
+        needs=(aligned(16), FP8_BLOCKS, PAGES),
     ),
     Kernel(
         name="sm90_fp8_cache",

@@ -106,6 +106,20 @@ def unless_paged(need: Need, paged: Need) -> Need:
     )
 
 
+def unless_wide_fp8(need: Need, wide: Need) -> Need:
+    """`wide` is for head dimensions above 128 and for `fp8_accumulate="fast"`."""
+
+    def refuses(request: Request) -> str | None:
+        is_wide = request.head_dim > 128 or request.static_features.fp8_accumulate is not None
+        return (wide if is_wide else need).refuses(request)
+
+    return Need(
+        f"{need.what} ({wide.what} at head_dims above 128 and with fp8_accumulate='fast')",
+        refuses,
+        by_length=need.by_length,
+    )
+
+
 def unless_filled(need: Need, filled: Need) -> Need:
     """`filled` is for head dimensions that are no multiples of 64: their rows get columns of zeros."""
 

@@ -370,6 +370,26 @@ def test_the_table_has_a_kernel_for_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "sums", "size", "accepted"),
+    [
+        (128, None, (32, 64), (64, 64)),
+        (128, "fast", (64, 64), (128, 64)),
+        (192, None, (64, 128), (128, 64)),
+        (256, None, (64, 64), (128, 64)),
+    ],
+)
+def test_blocks_of_a_mask_that_no_build_has(head_dim, sums, size, accepted):
+    """Those of 64 queries are for one consumer, which wide heads and `fp8_accumulate="fast"` have no build for."""
+    features = replace(DESCALED, fp8_accumulate=sums, block_size=size)
+    asked = replace(REQUEST, head_dim=head_dim, features=("descale", "block_mask"), static_features=features)
+    text = f"BLOCK_SIZE is a multiple of {accepted}, not {size}: build it with such blocks, or pass its mask_mod"
+    with pytest.raises(UnsupportedError, match=re.escape(text)):
+        dispatch.choose("sm_90a", asked)
+    larger = replace(features, block_size=(128, 64))
+    assert dispatch.choose("sm_90a", replace(asked, static_features=larger)).name == "sm90_fp8"
+
+
+@pytest.mark.parametrize(
     ("scale", "error", "text"),
     [
         (1.0, ArgumentTypeError, "k_descale must be a torch.Tensor, got float"),
