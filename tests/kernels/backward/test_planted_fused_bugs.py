@@ -234,7 +234,7 @@ BUGS = (
         "whole blocks are not cut by causality",
         bwd.Consumer,
         "weigh",
-        "self.seen_tiles.sees_whole(j) => step.number >= 0",
+        "self.work.tiles.sees_whole(j) => step.number >= 0",
         "whole blocks",
         "wrong",
     ),

@@ -250,7 +250,7 @@ BUGS = (
     Bug(
         "every tile has the first one's dropped weights",
         consumer.Consumer,
-        "_weighed",
+        "_decided",
         'j * BLOCK_M, "columns" => fly.i32(0), "columns"',
         "dropout, sm90",
         "wrong",
