@@ -120,6 +120,14 @@ def plain(
     return out
 
 
+def distances(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> list[float]:
+    """Root mean square of out minus plain attention's, to that of out: with `rounded_lazily`, and with `rounded`."""
+    exact, scale = out.double(), q.shape[-1] ** -0.5
+    found = [plain(q.float(), k.float(), v.float(), causal, scale, how).double() for how in (rounded_lazily, rounded)]
+    size = exact.square().mean().sqrt()
+    return [((x - exact).square().mean().sqrt() / size).item() for x in found]
+
+
 def references(parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], **options: Any) -> Reference:
     """`reference` of sequences (1, S, H, D), packed: out (total, H, D), lse (H, total).
 

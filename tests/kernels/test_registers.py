@@ -8,7 +8,18 @@ from benchmarks import registers
 from fly.backends.artefact import Resources
 from tests.backends.builds import needs_ptxas
 
-# those with all registers in use: scalar ones on AMD
+# those with all registers in use; Hopper's find things again for want of them (kernels/sm90/thrift.py)
+CROWDED_FOR_PTXAS = [
+    ("sm_80", "backward", "generic", 64, "plain"),
+    ("sm_80", "backward", "generic", 64, "packed"),
+    ("sm_80", "forward", "generic", 96, "softcap"),
+    ("sm_80", "forward", "generic", 128, "window"),
+    ("sm_80", "forward", "generic", 256, "plain"),
+    ("sm_90a", "backward", "sm90", 128, "softcap, dropout"),
+    ("sm_90a", "backward", "sm90", 128, "packed, deterministic"),
+    ("sm_90a", "backward", "sm90_wide", 160, "plain"),
+]
+# the same, and of scalar ones on AMD
 CROWDED = [
     ("gfx942", "backward", "generic", 64, "softcap, dropout"),
     ("gfx942", "backward", "gfx942", 64, "softcap, dropout"),
@@ -18,25 +29,15 @@ CROWDED = [
     ("gfx950", "backward", "gfx950", 128, "softcap, dropout"),
     ("gfx950", "forward", "gfx950", 128, "softcap, dropout"),
     ("gfx950", "forward", "gfx950", 192, "block mask, dropout"),
-    *(pytest.param("sm_80", "backward", "generic", 64, form, marks=needs_ptxas) for form in ("plain", "packed")),
+    *(pytest.param(*build, marks=needs_ptxas) for build in CROWDED_FOR_PTXAS),
 ]
 
 
 @pytest.mark.parametrize(("arch", "name", "kernel", "head_dim", "form"), CROWDED)
 def test_committed_builds_spill_nothing(arch, name, kernel, head_dim, form):
     found = registers.count(registers.Case(arch, name, kernel, head_dim, True, form))
-    assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
-
-
-# what is found again for want of registers: kernels/sm90/thrift.py
-THRIFTY = [("sm90", 128, "softcap, dropout"), ("sm90", 128, "packed, deterministic"), ("sm90_wide", 160, "plain")]
-
-
-@needs_ptxas
-@pytest.mark.parametrize(("kernel", "head_dim", "form"), THRIFTY)
-def test_thrifty_builds_spill_nothing(kernel, head_dim, form):
-    found = registers.count(registers.Case("sm_90a", "backward", kernel, head_dim, True, form))
-    assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+    kernels = {"forward": 1, "backward": 3}[name]
+    assert len(found) == kernels and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
 
 
 def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):
@@ -78,12 +79,3 @@ def test_the_deterministic_form_asks_for_such_a_build(form):
 def test_the_bias_of_8_bit_inputs_has_the_outputs_dtype():
     bindings = registers.bindings_of(registers.Case("gfx950", "forward", "gfx950_fp8", 128, True, "bias"))
     assert bindings[0].specs[-1].dtype == "bf16"
-
-
-@needs_ptxas
-@pytest.mark.parametrize(
-    ("head_dim", "form"), [(96, "softcap"), (128, "window"), (256, "plain")], ids=lambda value: str(value)
-)
-def test_forward_builds_before_hopper_spill_nothing(head_dim, form):
-    found = registers.count(registers.Case("sm_80", "forward", "generic", head_dim, True, form))
-    assert len(found) == 1 and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
