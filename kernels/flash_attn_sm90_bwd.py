@@ -182,6 +182,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         apart=apart,
         bias_by_query=request.bias_by_query,
         loads=request.aux_tensors > 0,
+        bias_in_float32=request.bias_by_query and tensors["bias"].dtype is torch.float32,
     )
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))

@@ -65,6 +65,7 @@ class Sm90Options:
     takes_late: bool = False
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
+    keys_alone: ClassVar[Mapping[str, Mapping[Key, int]]] = KEYS_ALONE  # keys of tiles, see `cost.py`
 
     def __post_init__(self) -> None:
         if self.block_n > self.most_keys:
@@ -386,7 +387,7 @@ def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
     what = asked.alone
     if what == "dropout" and (options.consumers < 3 or options.head_dim == 64):
         return min(options.block_n, _DROPOUT[options.consumers])
-    alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
+    alone = _of_length({} if what is None else options.keys_alone.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
 
 

@@ -73,6 +73,13 @@ DECODING: Mapping[int, Mapping[str, Any]] = {
     192: {**_ONCE, "stages": 2},
     256: {**_ONCE, "stages": 2},
 }
+# Of `cost.KEYS_ALONE`, what is so many keys that P of 8 bits is whole operands (`UNIT`), and that `ptxas` has registers
+# for. Not measured on 8 bits.
+UNIT = 32
+ALONE: Mapping[str, Mapping[Key, int]] = {
+    "bias": {(64, 64, False, 1, None): 128, (64, 64, True, 1, None): 128},
+    "function": {(128, 128, False, 2, None): 128},
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class Fp8Options(Sm90Options):
     first_rows: bool = False
     most_unchained: ClassVar[int] = 128  # keys of a tile: of more, sums in a product's accumulators lose too much
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
+    keys_alone: ClassVar[Mapping[str, Mapping[Key, int]]] = ALONE
 
     def __post_init__(self) -> None:
         super().__post_init__()

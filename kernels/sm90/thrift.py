@@ -37,7 +37,7 @@ class Thrift:
 
 @dataclass(frozen=True)
 class Build:
-    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension."""
+    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension; `in_float32`: a bias is."""
 
     dim: int
     causal: bool
@@ -47,6 +47,7 @@ class Build:
     loads: bool
     ordered: bool
     apart: bool
+    in_float32: bool
 
     @property
     def by_head(self) -> bool:
@@ -57,6 +58,20 @@ class Build:
     def capped(self) -> bool:
         """Whether scores get a cap, or a bias of keys."""
         return not self.by_head and bool({"softcap", "bias"} & {*self.features.operands})
+
+    @property
+    def added(self) -> bool:
+        """Whether scores get a bias."""
+        return "bias" in self.features.operands
+
+    @property
+    def changes_little(self) -> bool:
+        """Whether there are no packed sequences and no dropout, but a cap, a bias, a window, a sink or a function."""
+        of = self.features
+        windowed = self.limited and "attention_chunk" not in of.operands
+        function = of.score_mod is not None and not self.by_head
+        any_of = self.capped or windowed or function or of.operands == ("sink",)
+        return any_of and not (self.packed or of.drops)
 
     @property
     def limited(self) -> bool:
@@ -93,7 +108,9 @@ class Row:
         return self.above < build.dim <= self.most and self.when(build)
 
 
+_ROLES = Thrift(roles=True)
 _AGAIN = Thrift(roles=True, heads=True)
+_DECIDES = Thrift(roles=True, decides=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
 # in order: the first that a build has
@@ -124,14 +141,30 @@ IN_TURN: tuple[Row, ...] = (
 )
 
 
-# consumers apart (`flash_attn_sm90_bwd_wide`); the other head dimensions were not counted
+# consumers apart (`flash_attn_sm90_bwd_wide`); head dimensions between these were not counted
 APART: tuple[Row, ...] = (
+    Row(248, 256, lambda b: b.mixed, _DECIDES),
     Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
-    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, Thrift(roles=True)),
+    Row(248, 256, lambda b: b.in_float32, Thrift(roles=True, heads=True, places=True)),
+    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, _ROLES),
+    Row(184, 224, lambda b: b.dropped, _DECIDES),
+    Row(216, 224, lambda b: b.biased, _ROLES),
+    Row(184, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
+    Row(184, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
     # the causal build without packing, and the packed one without a mask
     Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
+    Row(152, 160, lambda b: b.causal and b.changes_little, _ROLES),
+    Row(152, 160, lambda b: not (b.causal or b.packed) and (b.limited or (b.added and not b.biased)), _ROLES),
 )
-APART_IN_TURN: tuple[Row, ...] = (Row(248, 256, lambda b: b.packed or b.biased or b.dropped, _AGAIN),)
+APART_IN_TURN: tuple[Row, ...] = (
+    Row(152, 256, lambda b: b.dropped, _DECIDES),
+    Row(248, 256, lambda b: b.packed or b.biased, _AGAIN),
+    Row(248, 256, lambda b: b.causal and b.features == NO_FEATURES, _ROLES),
+    Row(216, 224, lambda b: b.capped and b.causal and not b.biased, _ROLES),
+    Row(184, 224, lambda b: b.packed or b.biased, _AGAIN),
+    Row(152, 160, lambda b: b.packed, _AGAIN),
+    Row(152, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),
+)
 
 
 def thrift_of(build: Build) -> Thrift:
