@@ -127,7 +127,8 @@ def flash_attn_sm90_bwd(
         work = early or blocks.again(Place.PRODUCER)
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            produce(maps, buffers, options, work.walk, work.block, given, work.heads)
+            tiles = blocks.tiles_again if options.thrift.tiles else None
+            produce(maps, buffers, options, work.walk, work.block, given, work.heads, tiles)
         if in_turn is not None:
             sums, near = Sums.of(dq_sums, work, in_turn), work.near
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):

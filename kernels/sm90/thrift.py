@@ -8,7 +8,7 @@ of products nearly fill: so what the three warpgroups have in common is what is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.features import NO_FEATURES, Features
 
@@ -20,7 +20,9 @@ class Thrift:
     `heads`: consumers do so again for every query head, and behind the last one. `decides`: what dropout drops of a
     tile is decided before its scores are there. `late`: dP of "masked" tiles, or of "all", is started behind P and
     not before. `places`: which keys a lane has, and where its part of dS goes, is made again by every tile;
-    `lengths`: so are the lengths that a bias's queries and keys are cut to.
+    `lengths`: so are the lengths that a bias's queries and keys are cut to. `turned`: of blocks in turn, which see tiles
+    from the last one on, the last step says that its tile is the first; not of clusters. `tiles`: the producer finds
+    out once more which keys and tiles there are when K and V are on their way; not of blocks in turn.
     """
 
     roles: bool = False
@@ -29,6 +31,8 @@ class Thrift:
     late: str | None = None
     places: bool = False
     lengths: bool = False
+    turned: bool = False
+    tiles: bool = False
 
     def is_late(self, masked: bool) -> bool:
         """Whether dP of a tile, `masked` or not, is."""
@@ -109,8 +113,10 @@ class Row:
 
 
 _ROLES = Thrift(roles=True)
+_TILES = Thrift(roles=True, tiles=True)
 _AGAIN = Thrift(roles=True, heads=True)
 _DECIDES = Thrift(roles=True, decides=True)
+_BIASED = Thrift(roles=True, heads=True, late="all", places=True, lengths=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
 # in order: the first that a build has
@@ -126,8 +132,10 @@ TOGETHER: tuple[Row, ...] = (
 )
 # here all blocks have the turn's numbers besides
 IN_TURN: tuple[Row, ...] = (
-    Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True, lengths=True)),
+    Row(112, 128, lambda b: b.biased and not b.causal, replace(_BIASED, turned=True)),
+    Row(104, 128, lambda b: b.biased, _BIASED),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
+    Row(56, 64, lambda b: b.biased and b.causal, Thrift(roles=True, heads=True, places=True)),
     Row(56, 64, lambda b: b.biased, _AGAIN),
     Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
     Row(88, 96, lambda b: b.mixed, _AGAIN),
@@ -150,6 +158,7 @@ APART: tuple[Row, ...] = (
     Row(184, 224, lambda b: b.dropped, _DECIDES),
     Row(216, 224, lambda b: b.biased, _ROLES),
     Row(184, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
+    Row(184, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
     Row(184, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
     # the causal build without packing, and the packed one without a mask
     Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
@@ -157,10 +166,13 @@ APART: tuple[Row, ...] = (
     Row(152, 160, lambda b: not (b.causal or b.packed) and (b.limited or (b.added and not b.biased)), _ROLES),
 )
 APART_IN_TURN: tuple[Row, ...] = (
-    Row(152, 256, lambda b: b.dropped, _DECIDES),
+    Row(248, 256, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
+    Row(152, 224, lambda b: b.dropped, _DECIDES),
+    Row(248, 256, lambda b: b.biased and b.causal, replace(_AGAIN, turned=True)),
     Row(248, 256, lambda b: b.packed or b.biased, _AGAIN),
     Row(248, 256, lambda b: b.causal and b.features == NO_FEATURES, _ROLES),
     Row(216, 224, lambda b: b.capped and b.causal and not b.biased, _ROLES),
+    Row(216, 224, lambda b: b.packed, _ROLES),
     Row(184, 224, lambda b: b.packed or b.biased, _AGAIN),
     Row(152, 160, lambda b: b.packed, _AGAIN),
     Row(152, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),
