@@ -311,6 +311,11 @@ class Build:
         return of.windowed or of.masks_every_tile or bool({"seqused_q", "seqused_kv"} & {*of.operands})
 
     @property
+    def listed(self) -> bool:
+        """Whether there is a block mask."""
+        return self.features.block_size is not None
+
+    @property
     def caps_in_window(self) -> bool:
         """Whether there are a softcap and a window."""
         return self.features.windowed and "softcap" in self.features.operands
@@ -322,8 +327,8 @@ CROWDED_ON_HOPPER: tuple[tuple[Callable[[Build], bool], Mapping[str, Any]], ...]
     (lambda b: b.packed and not b.has_limits, {"block_n": 48, "lazy": True}),
     (lambda b: b.causal and b.caps_in_window and not b.packed, {"block_n": 48, "lazy": True}),
     # their tiles divide blocks
-    (lambda b: b.features.drops and b.features.block_size is not None and not b.causal, {"block_n": 32, "lazy": True}),
-    (lambda b: b.features.block_size is not None and b.causal, {"lazy": True}),
+    (lambda b: b.listed and b.features.drops and not b.causal, {"block_n": 32, "lazy": True}),
+    (lambda b: b.listed and b.causal, {"lazy": True}),
 )
 
 

@@ -73,8 +73,8 @@ DECODING: Mapping[int, Mapping[str, Any]] = {
     192: {**_ONCE, "stages": 2},
     256: {**_ONCE, "stages": 2},
 }
-# Of `cost.KEYS_ALONE`, what is so many keys that P of 8 bits is whole operands (`UNIT`), and that `ptxas` has registers
-# for. Not measured on 8 bits.
+# Of `cost.KEYS_ALONE`, what is so many keys that P of 8 bits is whole operands (`UNIT`), and that `ptxas` has
+# registers for. Not measured on 8 bits.
 UNIT = 32
 ALONE: Mapping[str, Mapping[Key, int]] = {
     "bias": {(64, 64, False, 1, None): 128, (64, 64, True, 1, None): 128},

@@ -20,9 +20,9 @@ class Thrift:
     `heads`: consumers do so again for every query head, and behind the last one. `decides`: what dropout drops of a
     tile is decided before its scores are there. `late`: dP of "masked" tiles, or of "all", is started behind P and
     not before. `places`: which keys a lane has, and where its part of dS goes, is made again by every tile;
-    `lengths`: so are the lengths that a bias's queries and keys are cut to. `turned`: of blocks in turn, which see tiles
-    from the last one on, the last step says that its tile is the first; not of clusters. `tiles`: the producer finds
-    out once more which keys and tiles there are when K and V are on their way; not of blocks in turn.
+    `lengths`: so are the lengths that a bias's queries and keys are cut to. `turned`: of blocks in turn, which see
+    tiles from the last one on, the last step says that its tile is the first; not of clusters. `tiles`: the producer
+    finds out once more which keys and tiles there are when K and V are on their way; not of blocks in turn.
     """
 
     roles: bool = False
