@@ -33,6 +33,7 @@ Key = tuple[Any, ...]
 RESCALES = ("always", "rows", "scaled rows", "wave")
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # as many rows as a consumer has hold whole queries of any
 DECODE_ROWS = 64  # of one consumer
+OF_KEYS = "bias of keys"  # in a table of keys of tiles: where it has that, "bias" is of biases of every score
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def build_for(
         block_n = invariant_keys(request, table)
         options = replace(options, rescale=kind.rescale, combines=False)
     elif asked.elementwise:
-        block_n = elementwise_keys(options, asked, request.seq_len_kv)
+        block_n = elementwise_keys(options, asked, request.seq_len_kv, request.bias_by_query)
     else:
         block_n = options.block_n
     if asked.block_size is not None:
@@ -375,16 +376,19 @@ _DROPOUT = {1: 128, 2: 128, 3: 96}
 _ELEMENTWISE_DECODING = 128
 
 
-def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
+def elementwise_keys(options: Sm90Options, asked: Features, keys: int, by_query: bool = True) -> int:
     """Keys of a tile of a build, made for a plain call of `keys` keys, with code for every score alone.
 
-    Builds for decoding, which memory bounds, keep the number that they all have.
+    Builds for decoding, which memory bounds, keep the number that they all have. `by_query`: a bias, if there is one,
+    is of every score, and not of keys.
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     rows = rows_for(options.head_dim, options.head_dim_v, options.causal)
     build = next(row[:4] for row in rows if row[3] == options.consumers)
     what = asked.alone
+    if what == "bias" and not by_query and OF_KEYS in options.keys_alone:
+        what = OF_KEYS
     if what == "dropout" and (options.consumers < 3 or options.head_dim == 64):
         return min(options.block_n, _DROPOUT[options.consumers])
     alone = _of_length({} if what is None else options.keys_alone.get(what, {}), keys)
