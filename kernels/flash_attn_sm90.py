@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import fly
-from fly.backends.nvvm import wgmma
+from fly.backends.nvvm import cluster, wgmma
 from fly.backends.nvvm.intrinsics import (
     WARPGROUP,
     barrier_arrive,
@@ -146,11 +146,16 @@ def run_block(
         given=given,
         page_size=options.page_size,
         takes_late=options.takes_late,
+        together=options.blocks,
     )
     buffers = Buffers.allocate(options)
     if fill is not None:
         fill(buffers)
+    if options.blocks > 1:
+        cluster.declare(options.blocks)
     init_all(buffers.rings)
+    if options.blocks > 1:
+        cluster.sync()
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
@@ -178,6 +183,8 @@ def run_block(
             ends = (out, lse), (whole_out, whole_lse), pack, options.head_dim_v, CLEARED
             combination = Combination(schedule, given, *ends)
         role.run(out, lse, combination)
+    if options.blocks > 1:
+        cluster.sync()  # nobody reaches into a block that has ended
 
 
 @dataclass(frozen=True)
