@@ -219,7 +219,7 @@ class Role(Warps):
         self.block.make_mbarrier(place, self.uniform(m, arrivals, "a count"), (party.component, party.now))
 
     def _each_mbarrier(self, m: Mask, address: Any, rank: Any = None) -> Iterator[tuple[Mbarrier, int, int]]:
-        """(mbarrier, warp, lanes) of each warp of the mask; with a `rank` in blocks of the cluster, each lane's own."""
+        """(mbarrier, warp, lanes) of each warp of the mask; with a `rank`, of each block that its lanes name."""
         for warp in self.active_warps(m):
             inside = self.inside_warp(m, warp)
             place = self.uniform(inside, address, "an mbarrier's address")

@@ -46,8 +46,8 @@ class Sm90Options:
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
     what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself;
     `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to.
-    `blocks` of a cluster have neighbouring tiles of queries, and each loads its part of the rows of every key tile for
-    all of them. A block mask's blocks divide into tiles.
+    `blocks` of a cluster have neighbouring tiles of queries, and each loads its part of every key tile's rows for all
+    of them. A block mask's blocks divide into tiles.
     """
 
     head_dim: int
@@ -70,6 +70,8 @@ class Sm90Options:
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
 
     def __post_init__(self) -> None:
+        if self.blocks not in (1, TOGETHER):
+            raise ShapeError(f"blocks is {self.blocks}; expected 1 or {TOGETHER}")
         if self.block_n > self.most_keys:
             raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
         if self.rescale not in RESCALES:
@@ -86,8 +88,6 @@ class Sm90Options:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
         if self.pack_gqa > 1 and self.features.drops:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected 1 with dropout, whose masks are by head")
-        if self.blocks not in (1, TOGETHER):
-            raise ShapeError(f"blocks is {self.blocks}; expected 1 or {TOGETHER}")
         if self.blocks > 1 and (self.features != NO_FEATURES or self.block_n % (8 * self.blocks)):
             got = f"blocks is {self.blocks} with tiles of {self.block_n} keys and {self.features}"
             raise ShapeError(f"{got}; expected 1, or parts of a multiple of 8 keys and no features")

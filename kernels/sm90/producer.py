@@ -137,7 +137,15 @@ class Producer:
             works_at = works.publish(works_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at, pages = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.tiles.first, here), works_at, pages, None if number is None else early)
+            tiles.next(
+                following,
+                q_at,
+                k_at,
+                self._load_v(v_at, work, work.tiles.first, here),
+                works_at,
+                pages,
+                None if number is None else early,
+            )
         schedule.finish()
 
     def _open(self, work: Work, q_at: Position, k_at: Position) -> Opened:

@@ -32,8 +32,8 @@ class Schedule:
 
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
-    a row block side by side. `together` blocks of a cluster have neighbouring row blocks, one each, and go through the
-    same key tiles. `given`: lengths, windows, entries of the batch and pages among a call's features;
+    a row block side by side. `together` blocks of a cluster have neighbouring row blocks, one each, and go through
+    the same key tiles. `given`: lengths, windows, entries of the batch and pages among a call's features;
     `page_size`: keys of a page; `takes_late`: see `Sm90Options`.
     """
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fly.backends.nvvm import cluster
+
 from ..problem.contract import Request
 
 TOGETHER = 2  # blocks
@@ -58,3 +60,16 @@ def blocks_for(request: Request, queries: int, rows: Sequence[Row] = SHARED) -> 
     tiles = -(-request.seq_len // queries)
     plain = uneven and not request.features and tiles % TOGETHER == 0
     return TOGETHER if plain and any(row.has(request) for row in rows) else 1
+
+
+def begin_cluster(blocks: int) -> None:
+    """Behind the initialisation of mbarriers: blocks are in clusters of so many, if that is more than one."""
+    if blocks > 1:
+        cluster.declare(blocks)
+        cluster.sync()
+
+
+def end_cluster(blocks: int) -> None:
+    """The last thing that a block does: nobody reaches into one that has ended."""
+    if blocks > 1:
+        cluster.sync()

@@ -28,7 +28,7 @@ def test_a_block_copies_to_the_next_one_of_its_cluster(blocks):
 def test_blocks_load_boxes_for_their_whole_cluster(blocks):
     x = torch.arange(blocks * 8 * 32, dtype=torch.int32).view(-1, 32)
     out = torch.zeros(2 * blocks, x.numel(), dtype=torch.int32)
-    box = fly.tensor_map(x, (8, 32), swizzle=0)
+    box = fly.tensor_map(x, (8, 32))
     in_every_schedule(lambda: halved[2 * blocks, 128](box, out, blocks=blocks), out)
     assert torch.equal(out, x.flatten().expand(2 * blocks, -1))
 
@@ -161,7 +161,9 @@ def a_block_that_has_ended(g, right):
         cluster.sync()
 
 
-@mistake("mbarrier-bytes", "a copy of 8192 bytes completes on mbarrier arrived.0., whose phase 0 expects 4096", grid=2)
+@mistake(
+    "mbarrier-bytes", "a copy of 8192 bytes completes on mbarrier arrived.0., whose phase 0 expects 4096", grid=2
+)
 def a_box_for_all_that_a_block_expects_less_of(g, right):
     cluster.declare(2)
     tile, arrived = fly.alloc_shared("tile", TILE.bytes, 128), Mbarriers.allocate("arrived", 1, 2)

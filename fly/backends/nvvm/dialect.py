@@ -28,7 +28,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.copy_at` | start copying shared memory to block `rank`; its bytes arrive at an mbarrier there |
 | `hopper.tma_prefetch` | bring a tensor map into the cache that copies read it from |
 | `hopper.tma_load` | start copying a box to shared memory; its bytes arrive at an mbarrier |
-| `hopper.tma_load_to_all` | the same to one place in each of the cluster's first `blocks` blocks, and at their mbarriers |
+| `hopper.tma_load_to_all` | the same to this place and mbarrier in each of the cluster's first `blocks` blocks |
 | `hopper.tma_store` | start copying a box from shared memory |
 | `hopper.tma_commit` | close the thread's group of stores |
 | `hopper.tma_wait_read` | until all but the `newer` last groups have read their shared memory |
