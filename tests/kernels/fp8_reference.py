@@ -6,7 +6,7 @@ numbers of e4m3fnuz are half of e4m3fn's, so that either's rounding of probabili
 
 AMD's kernels, and Hopper's for `fp8_accumulate="fast"`, take a maximum in only once it has grown by over 2^LAZY
 (docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are measured
-from the last maximum. Plain attention is computed both ways there, and the bound is that of the larger error: of a few
+AMD's kernels, and Hopper's for fast sums, take a maximum in only once it has grown by more than 2^LAZY
 hundred random calls one has a row where the second is more than twice the first.
 """
 
