@@ -4,9 +4,9 @@ The rule is that of `tests.kernels.reference`, where plain attention is what suc
 scores of the values that the inputs stand for, probabilities rounded to 8 bits, the output rounded to bf16. The
 numbers of e4m3fnuz are half of e4m3fn's, so that either's rounding of probabilities is the other's.
 
-AMD's kernels, and Hopper's for `fp8_accumulate="fast"`, take a maximum in only once it has grown by over 2^LAZY
-(docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are measured
 AMD's kernels, and Hopper's for fast sums, take a maximum in only once it has grown by more than 2^LAZY
+(docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are measured
+from the last maximum. Plain attention is computed both ways there, and the bound is that of the larger error: of a few
 hundred random calls one has a row where the second is more than twice the first.
 """
 
