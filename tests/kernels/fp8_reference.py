@@ -5,9 +5,9 @@ scores of the values that the inputs stand for, probabilities rounded to 8 bits,
 numbers of e4m3fnuz are half of e4m3fn's, so that either's rounding of probabilities is the other's.
 
 AMD's kernels, and Hopper's for fast sums, take a maximum in only once it has grown by more than 2^LAZY
-(docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are measured
-from the last maximum. Plain attention is computed both ways there, and the bound is that of the larger error: of a few
-hundred random calls one has a row where the second is more than twice the first.
+(docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are
+measured from the last maximum. Plain attention is computed both ways there, and the bound is that of the larger
+error: of a few hundred random calls one has a row where the second is more than twice the first.
 """
 
 from __future__ import annotations
