@@ -59,6 +59,12 @@ class Build:
         return self.loads or "alibi_slopes" in self.features.operands
 
     @property
+    def sloped(self) -> bool:
+        """Whether scores get ALiBi's slopes, and there is nothing else."""
+        of = self.features
+        return of.operands == ("alibi_slopes",) and of.score_mod is None and of.mask_mod is None and not self.packed
+
+    @property
     def capped(self) -> bool:
         """Whether scores get a cap, or a bias of keys."""
         return not self.by_head and bool({"softcap", "bias"} & {*self.features.operands})
@@ -116,6 +122,7 @@ _ROLES = Thrift(roles=True)
 _TILES = Thrift(roles=True, tiles=True)
 _AGAIN = Thrift(roles=True, heads=True)
 _DECIDES = Thrift(roles=True, decides=True)
+_PLACES = Thrift(roles=True, heads=True, places=True)
 _BIASED = Thrift(roles=True, heads=True, late="all", places=True, lengths=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
@@ -135,13 +142,15 @@ IN_TURN: tuple[Row, ...] = (
     Row(112, 128, lambda b: b.biased and not b.causal, replace(_BIASED, turned=True)),
     Row(104, 128, lambda b: b.biased, _BIASED),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
-    Row(56, 64, lambda b: b.biased and b.causal, Thrift(roles=True, heads=True, places=True)),
+    Row(56, 64, lambda b: b.biased and b.causal, _PLACES),
     Row(56, 64, lambda b: b.biased, _AGAIN),
     Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
     Row(88, 96, lambda b: b.mixed, _AGAIN),
     Row(104, 128, lambda b: b.capped, _AGAIN),
     Row(112, 128, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
     Row(112, 128, lambda b: b.limited, _AGAIN),
+    Row(104, 128, lambda b: b.sloped and b.causal, _PLACES),
+    Row(112, 128, lambda b: b.sloped, replace(_PLACES, turned=True)),
     Row(120, 128, lambda b: b.by_head, Thrift(roles=True)),
     Row(120, 128, lambda b: b.packed, _AGAIN),
     Row(104, 120, lambda b: b.packed and b.causal, _AGAIN),
@@ -153,7 +162,7 @@ IN_TURN: tuple[Row, ...] = (
 APART: tuple[Row, ...] = (
     Row(248, 256, lambda b: b.mixed, _DECIDES),
     Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
-    Row(248, 256, lambda b: b.in_float32, Thrift(roles=True, heads=True, places=True)),
+    Row(248, 256, lambda b: b.in_float32, _PLACES),
     Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, _ROLES),
     Row(184, 224, lambda b: b.dropped, _DECIDES),
     Row(216, 224, lambda b: b.biased, _ROLES),

@@ -85,6 +85,8 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
         lambda i: {"softcap": 3.0, "window_size": (40, 20)},
     ),
     "a bias, in turn, full": (TOKENS, 128, False, True, biased),
+    "slopes, in turn": (TOKENS, 128, True, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "slopes, in turn, full": (TOKENS, 128, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
     "packed, in wider clusters, in turn": (PACKED, 192, True, True, lambda i: {}),
     "dropout, in clusters, in turn": (TOKENS, 160, False, True, dropped),
     "softcap in a window, in clusters": (
