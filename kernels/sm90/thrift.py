@@ -176,9 +176,12 @@ APART: tuple[Row, ...] = (
 )
 APART_IN_TURN: tuple[Row, ...] = (
     Row(248, 256, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
-    Row(152, 224, lambda b: b.dropped, _DECIDES),
+    Row(184, 224, lambda b: b.dropped, _DECIDES),
+    Row(152, 160, lambda b: b.dropped, _DECIDES),
     Row(248, 256, lambda b: b.biased and b.causal, replace(_AGAIN, turned=True)),
-    Row(248, 256, lambda b: b.packed or b.biased, _AGAIN),
+    Row(248, 256, lambda b: b.packed or b.biased or (b.sloped and b.causal), _AGAIN),
+    Row(184, 224, lambda b: b.sloped and b.causal, _ROLES),
+    Row(152, 160, lambda b: b.sloped, _ROLES),
     Row(248, 256, lambda b: b.causal and b.features == NO_FEATURES, _ROLES),
     Row(216, 224, lambda b: b.capped and b.causal and not b.biased, _ROLES),
     Row(216, 224, lambda b: b.packed, _ROLES),

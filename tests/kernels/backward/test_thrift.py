@@ -71,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "dropout, apart, in turn": (TOKENS, 256, True, True, dropped),
     "packed, apart, in turn": (PACKED, 256, True, True, lambda i: {}),
     "a bias, apart, in turn, causal": (TOKENS, 256, True, True, biased),
+    "slopes, apart, in turn": (TOKENS, 256, True, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
     "a bias in float32, apart": (TOKENS, 256, False, False, biased),
     "softcap and dropout, apart": (TOKENS, 256, False, False, capped_and_dropped),
     "dropout, apart, narrower": (TOKENS, 224, True, False, dropped),
