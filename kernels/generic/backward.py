@@ -22,7 +22,7 @@ class BackwardOptions:
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
     block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
-    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`,
+    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see `Tiling`. `adds_bias`: of `dq`,
     whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after
     the operands.
 
@@ -44,6 +44,7 @@ class BackwardOptions:
     min_blocks: int | None = None
     waves_per_eu: int | None = None
     rereads: bool = False
+    power_of_two: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -71,7 +72,7 @@ class BackwardOptions:
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored transposed as well."""
-        dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)
+        dim, dim_v = padded(self.head_dim, self.power_of_two), padded(self.head_dim_v, self.power_of_two)
         tiles = 2 * self.stages * self.block_n * (dim + dim_v)
         if self.resident == "shared":
             # dV alone needs no V
@@ -84,7 +85,7 @@ class BackwardOptions:
     @property
     def tiling(self) -> Tiling:
         """Of what passes by."""
-        return Tiling(self.block_n, self.stages, self.vector)
+        return Tiling(self.block_n, self.stages, self.vector, power_of_two=self.power_of_two)
 
 
 def query_block(
@@ -106,12 +107,16 @@ def query_block(
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row of the tables, of `dkdv` and of `dq`; `dv`: of the launch for dV alone. `vector`: of copies."""
+    """A row of the tables, of `dkdv` and of `dq`; `dv`: of the launch for dV alone. `vector`: of copies.
+
+    `power_of_two`: whether tiles have so many columns (`Tiling`).
+    """
 
     dkdv: Tiles
     dq: Tiles
     dv: Tiles | None = None
     vector: int = 8
+    power_of_two: bool = False
 
     def tiles(self, kernel: str, results: tuple[str, ...]) -> Tiles:
         """Of a build of a kernel."""
@@ -163,6 +168,8 @@ _AMD = {
     224: _Rows((128, 32, 4), (128, 32, 4), vector=4),
     256: _Rows((128, 32, 4), (128, 32, 4)),
 }
+# Where no load transposes a tile, threads would turn single elements of it, and LLVM would have them twice in the loop.
+_GFX942 = _AMD | {224: _Rows((128, 32, 4), (128, 32, 4), power_of_two=True)}
 NARROWEST = 16  # rows of what passes by, of a matrix instruction
 TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
 _LENGTHS = {"seqused_q", "seqused_kv"}
@@ -300,12 +307,13 @@ def options_for(
             results=results,
             features=given,
             rereads=nvidia and built.rereads,
+            power_of_two=rows.power_of_two,
             waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         if not nvidia:
-            return made(_AMD[dim], kernel, results)
+            return made((_GFX942 if target.arch == "gfx942" else _AMD)[dim], kernel, results)
         apart = next((rows[dim] for holds, rows in first if holds and dim in rows), None)
         for rows in (*([apart] if apart else []), *_NVIDIA[dim]):
             options = made(rows, kernel, results)
