@@ -22,7 +22,8 @@ class BackwardOptions:
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
     block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
-    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see `Tiling`. `adds_bias`: of `dq`,
+    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see `Tiling`. `masks_in_parts`: whether the scores of a masked
+    tile are, 32 rows of what passes by after the other (`tile_by_tile`). `adds_bias`: of `dq`,
     whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after
     the operands.
 
@@ -45,6 +46,7 @@ class BackwardOptions:
     waves_per_eu: int | None = None
     rereads: bool = False
     power_of_two: bool = False
+    masks_in_parts: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -236,6 +238,21 @@ class _Build:
             return True
         return self.arch == "sm_80" and ("window_left" if self.causal else "alibi_slopes") in features.operands
 
+    @property
+    def masks_in_parts(self) -> bool:
+        """Whether AMD's scalar registers are too few for the comparisons of a masked tile of 64 rows at once."""
+        features = self.features
+        listed, of_keys = features.block_size is not None, self.kernel == "dkdv"
+        if listed and (self.causal or not of_keys):
+            return True
+        if self.arch == "gfx950":
+            dropping = listed and features.drops and self.dim == 32
+            return dropping or (of_keys and self.causal and features.mask_mod is not None and "dk" in self.results)
+        if listed or not of_keys or not self.causal:
+            return False
+        plain = not (features.per_score or features.elementwise or features.windowed)
+        return features.mask_mod is not None or (self.dim == 32 and (plain or self.loads))
+
 
 def options_for(
     target: Target,
@@ -292,8 +309,10 @@ def options_for(
         vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
         # modified scores are kept for their derivatives, beside dQ's sums
         crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
-        # with a block mask and dropout at D=64 LLVM spills scalar registers if it may have all vector registers
-        alone = ("dv" in results and not (dim == 64 and listed and features.drops)) or dim > TOGETHER or crowded
+        in_parts = not nvidia and block_n == 64 and built.masks_in_parts
+        # if it may have all vector registers, LLVM spills scalar ones with a block mask and dropout at D=64, or here
+        sparing = (dim == 64 and listed and features.drops) or (dim == 32 and in_parts)
+        alone = ("dv" in results and not sparing) or dim > TOGETHER or crowded
         return BackwardOptions(
             head_dim,
             head_dim_v,
@@ -308,6 +327,7 @@ def options_for(
             features=given,
             rereads=nvidia and built.rereads,
             power_of_two=rows.power_of_two,
+            masks_in_parts=in_parts,
             waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 
