@@ -92,7 +92,10 @@ class _KeyBlock:
         of_q = Stream("q", link, views[0], options.tiling, across=True, along=wants_k)
         of_dout = Stream("dout", link, views[1], options.tiling, across=wants_k, along=wants_v)
         listed, tiles = self._listed(given, place)
-        tile_of = None if listed is None else listed.tile
+        # a few more instructions; where both kinds of steps end is not kept in scalar registers
+        tile_of = None
+        if listed is not None:
+            tile_of = (lambda step: listed.remade().tile(step)) if options.masks_in_parts else listed.tile
         runs = [fly.SharedVector.ring(x, options.block_n, fly.f32, options.stages) for x in ("lse", "delta")]
 
         def copied() -> tuple[fly.TileRing, int]:

@@ -69,7 +69,7 @@ class BackwardOptions:
 
     def is_scarce(self) -> bool:
         """Whether the target's scalar registers are too few for dropout: AMD's at head dimensions 96, 160 and 224."""
-        odd = padded(self.head_dim) % 64 != 0 and self.head_dim > 64
+        odd = padded(self.head_dim) % 64 != 0 and (self.head_dim > 64 or self.masks_in_parts)
         return odd and self.features.drops and fly.target().backend == "rocdl"
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:

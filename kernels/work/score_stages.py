@@ -84,11 +84,12 @@ class ScoreStages:
     def mask(self, scores: fly.Fragment, tile: Any, masked: bool, in_parts: bool = False) -> fly.Fragment:
         """All masks of a tile of a loop that is `masked`; of others, what cuts a list's whole blocks.
 
-        `in_parts`: by `tile_by_tile`.
+        `in_parts`: by `tile_by_tile`, and a part's comparisons with limits before those of a `mask_mod`.
         """
+        between = fly.sched_barrier if in_parts else None
 
         def both(part: fly.Fragment, column: int) -> fly.Fragment:
-            return self.hide(self.limit(part, tile, column=column), tile, column=column)
+            return self.hide(self.limit(part, tile, between, column), tile, column=column)
 
         if masked:
             return tile_by_tile(scores, both) if in_parts else both(scores, 0)
