@@ -441,6 +441,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         of_operands,
         "packed" in request.features,
         request.aux_tensors > 0,
+        dbias is not None and dbias.dim() == 3,
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]

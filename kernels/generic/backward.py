@@ -180,9 +180,10 @@ _BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 @dataclass(frozen=True)
 class _Build:
-    """What decides whether ptxas spills in a build of `kernel`, as far as it is known from walking all of them.
+    """What decides whether ptxas or LLVM spills in a build of `kernel`, as far as walks of all of them have told.
 
-    `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors.
+    `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors;
+    `sums`: of `dq`, whether it adds up gradients of such elements, or of a bias over its queries.
     """
 
     arch: str
@@ -192,6 +193,7 @@ class _Build:
     causal: bool
     packed: bool
     loads: bool
+    sums: bool
     features: Features
 
     @property
@@ -220,6 +222,9 @@ class _Build:
     def needs_half(self) -> bool:
         """Whether it spills all the same, unless what passes by comes in tiles of half the rows."""
         features = self.features
+        if self.arch == "gfx950":
+            modified = features.modifies and (features.windowed or features.drops)
+            return self.kernel == "dq" and self.dim == 96 and (modified or self.sums)
         if self.kernel == "dkdv" and self.dim == 256 and "dk" in self.results:
             if self.arch == "sm_90a":
                 return self.causal and (features.score_mod is not None or "bias" in features.operands)
@@ -263,11 +268,13 @@ def options_for(
     of_operands: bool = False,
     packed: bool = False,
     loads: bool = False,
+    by_key: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
     """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
 
     `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well;
-    `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors.
+    `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors; `by_key`: whether
+    a bias' gradient is summed over queries.
 
     Raises:
         UnsupportedError: blocks of a block mask that tiles do not divide.
@@ -293,9 +300,12 @@ def options_for(
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
-        built = _Build(target.arch, kernel, results, dim, causal, packed, loads, features)
-        if nvidia and tiles[1] > NARROWEST and built.needs_half:
+        sums = (of_operands and loads) or by_key
+        built, vector = _Build(target.arch, kernel, results, dim, causal, packed, loads, sums, features), rows.vector
+        if tiles[1] > NARROWEST and built.needs_half:
             tiles = (tiles[0], tiles[1] // 2, tiles[2])
+            if not nvidia:
+                vector //= 2  # threads have a piece of the columns that are copied together
         if features.block_size is not None:
             queries, keys = features.block_size
             blocks = (keys, queries) if by_keys else (queries, keys)
@@ -306,7 +316,7 @@ def options_for(
             given = replace(features, block_size=blocks)
         block_m, block_n, waves = tiles
         # every thread has a piece of the narrower tiles too
-        vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
+        vector = min(vector, block_n * narrowest // (waves * target.wave_size))
         # modified scores are kept for their derivatives, beside dQ's sums
         crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
         in_parts = not nvidia and block_n == 64 and built.masks_in_parts
