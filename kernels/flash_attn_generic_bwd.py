@@ -92,10 +92,7 @@ class _KeyBlock:
         of_q = Stream("q", link, views[0], options.tiling, across=True, along=wants_k)
         of_dout = Stream("dout", link, views[1], options.tiling, across=wants_k, along=wants_v)
         listed, tiles = self._listed(given, place)
-        # a few more instructions; where both kinds of steps end is not kept in scalar registers
-        tile_of = None
-        if listed is not None:
-            tile_of = (lambda step: listed.remade().tile(step)) if options.masks_in_parts else listed.tile
+        tile_of = None if listed is None else listed.tile
         runs = [fly.SharedVector.ring(x, options.block_n, fly.f32, options.stages) for x in ("lse", "delta")]
 
         def copied() -> tuple[fly.TileRing, int]:
@@ -124,12 +121,14 @@ class _KeyBlock:
             lse = fly.RowVector(transposed_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
             queries = lse.rows().map(lambda row: row + first_query)
 
+            between = fly.sched_barrier if options.masks_in_parts and masked else None
+
             def limit(scores: fly.Fragment, query: int = 0) -> fly.Fragment:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
                     first = first_query + query if query else first_query
-                    return transposed(inverse.apply(transposed(scores), keys, first))
+                    return transposed(inverse.apply(transposed(scores), keys, first, between=between))
 
             def hidden(part: fly.Fragment, query: int) -> fly.Fragment:
                 mine = fly.RowVector(queries.layout, (queries.values[query // layout.columns],))

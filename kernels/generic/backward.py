@@ -109,16 +109,12 @@ def query_block(
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row of the tables, of `dkdv` and of `dq`; `dv`: of the launch for dV alone. `vector`: of copies.
-
-    `power_of_two`: whether tiles have so many columns (`Tiling`).
-    """
+    """A row of the tables, of `dkdv` and of `dq`; `dv`: of the launch for dV alone. `vector`: of copies."""
 
     dkdv: Tiles
     dq: Tiles
     dv: Tiles | None = None
     vector: int = 8
-    power_of_two: bool = False
 
     def tiles(self, kernel: str, results: tuple[str, ...]) -> Tiles:
         """Of a build of a kernel."""
@@ -170,8 +166,6 @@ _AMD = {
     224: _Rows((128, 32, 4), (128, 32, 4), vector=4),
     256: _Rows((128, 32, 4), (128, 32, 4)),
 }
-# Where no load transposes a tile, threads would turn single elements of it, and LLVM would have them twice in the loop.
-_GFX942 = _AMD | {224: _Rows((128, 32, 4), (128, 32, 4), power_of_two=True)}
 NARROWEST = 16  # rows of what passes by, of a matrix instruction
 TOGETHER = 128  # head dimensions up to here have dK and dV in one launch
 _LENGTHS = {"seqused_q", "seqused_kv"}
@@ -244,6 +238,23 @@ class _Build:
         return self.arch == "sm_80" and ("window_left" if self.causal else "alibi_slopes") in features.operands
 
     @property
+    def power_of_two(self) -> bool:
+        """Whether it spills unless tiles have a power of two of columns: so it may where no load transposes them.
+
+        Threads turn single elements of 32 x 224 then, and LLVM has registers of all that the loop carries twice.
+        """
+        features = self.features
+        listed = features.block_size is not None
+        small = features.block_size is not None and min(features.block_size) < 128
+        if self.arch != "gfx942" or self.dim != 224 or features.masks_every_tile or small:
+            return False
+        masked = self.causal or features.windowed or features.ends_early
+        if self.kernel == "dq" or "dk" in self.results:
+            return self.kernel == "dq" or masked or features.modifies or listed
+        modified = features.modifies and features.operands != ("alibi_slopes",)
+        return not (features.drops or listed) and (masked or modified)
+
+    @property
     def masks_in_parts(self) -> bool:
         """Whether AMD's scalar registers are too few for the comparisons of a masked tile of 64 rows at once."""
         features = self.features
@@ -302,6 +313,8 @@ def options_for(
         given, by_keys = features, kernel == "dkdv"
         sums = (of_operands and loads) or by_key
         built, vector = _Build(target.arch, kernel, results, dim, causal, packed, loads, sums, features), rows.vector
+        if built.power_of_two:
+            vector = 8
         if tiles[1] > NARROWEST and built.needs_half:
             tiles = (tiles[0], tiles[1] // 2, tiles[2])
             if not nvidia:
@@ -336,14 +349,14 @@ def options_for(
             results=results,
             features=given,
             rereads=nvidia and built.rereads,
-            power_of_two=rows.power_of_two,
+            power_of_two=built.power_of_two,
             masks_in_parts=in_parts,
             waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 
     def build(kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         if not nvidia:
-            return made((_GFX942 if target.arch == "gfx942" else _AMD)[dim], kernel, results)
+            return made(_AMD[dim], kernel, results)
         apart = next((rows[dim] for holds, rows in first if holds and dim in rows), None)
         for rows in (*([apart] if apart else []), *_NVIDIA[dim]):
             options = made(rows, kernel, results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import fly
@@ -91,14 +91,6 @@ class TileList:
         whole_steps = fly.i32(0) if whole is None else whole.count * per_block
         steps = whole_steps + partial.count * per_block
         return TileList(whole, partial, per_block, fly.ceil_div(keys, block_n), whole_steps, steps, uniform)
-
-    def remade(self) -> TileList:
-        """The same, of counts that are `fly.remade`: where kinds of steps end is not kept over a loop."""
-        whole = None if self.whole is None else replace(self.whole, count=fly.remade(self.whole.count))
-        partial = replace(self.partial, count=fly.remade(self.partial.count))
-        whole_steps = self.whole_steps if whole is None else whole.count * self.per_block
-        steps = whole_steps + partial.count * self.per_block
-        return replace(self, whole=whole, partial=partial, whole_steps=whole_steps, steps=steps)
 
     def tile(self, step: Any) -> fly.Value:
         """The key tile of a step; one without keys past the list's end, and perhaps at the end of a last block."""
