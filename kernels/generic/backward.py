@@ -22,9 +22,10 @@ class BackwardOptions:
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
     block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
-    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see `Tiling`. `masks_in_parts`: whether the scores of a masked
-    tile are, 32 rows of what passes by after the other (`tile_by_tile`). `adds_bias`: of `dq`,
-    whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after
+    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see
+    `Tiling`. `masks_in_parts`: whether the scores of a masked tile are masked for 32 rows of what passes by after the
+    other (`tile_by_tile`). `adds_bias`: of `dq`, whether several blocks have an element of the bias;
+    `aux_gradients`: which auxiliary tensors' gradients come after
     the operands.
 
     Raises:

@@ -101,8 +101,8 @@ class SharedRows:
 class Tiling:
     """Tiles of `rows` rows and how they travel: `stages` slots each, `vector` elements a copy.
 
-    With one stage, tiles go through registers, or straight to shared memory by turns if they `alternate`. `power_of_two`:
-    tiles have a power of two of columns, so that threads copy several elements at a time where they transpose too.
+    With one stage, tiles go through registers, or straight to shared memory by turns if they `alternate`.
+    `power_of_two`: tiles have so many columns, so that threads that transpose copy several elements at a time.
     """
 
     rows: int

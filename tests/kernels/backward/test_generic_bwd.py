@@ -84,7 +84,11 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
         True,
         lambda i: {"attention_chunk": 30},
     ),
-    "columns that tiles lack": ({"queries": [40], "keys": [70], "head_dim": 208, "head_dim_v": 216}, True, lambda i: {}),
+    "columns that tiles lack": (
+        {"queries": [40], "keys": [70], "head_dim": 208, "head_dim_v": 216},
+        True,
+        lambda i: {},
+    ),
 }
 
 
