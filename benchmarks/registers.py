@@ -119,6 +119,7 @@ FORMS: Mapping[str, Form] = {
     "deterministic": Form({}, deterministic=True),
     "packed, deterministic": Form({"packed": True}, deterministic=True),
     "softcap, deterministic": _features("softcap", deterministic=True),
+    "alibi, deterministic": _features("alibi", deterministic=True),
     "bias, deterministic": _features("bias", deterministic=True),
     "dropout, deterministic": _features("dropout", deterministic=True),
     "softcap, dropout, deterministic": _features("softcap", "dropout", deterministic=True),

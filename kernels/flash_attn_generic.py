@@ -23,7 +23,7 @@ computed while the tile before it goes through the softmax:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,10 +308,52 @@ CROWDED: Mapping[int, Mapping[str, Any]] = {
 }
 
 
-def _crowded(target: Target, dim: int, features: Features) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class Build:
+    """Of a call of D=256 on Hopper, what decides what spills."""
+
+    features: Features
+    causal: bool
+    packed: bool
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether rows or tiles have limits of their own beside causality: packed builds with them have room."""
+        of = self.features
+        return of.windowed or of.masks_every_tile or bool({"seqused_q", "seqused_kv"} & {*of.operands})
+
+    @property
+    def listed(self) -> bool:
+        """Whether there is a block mask."""
+        return self.features.block_size is not None
+
+    @property
+    def caps_in_window(self) -> bool:
+        """Whether there are a softcap and a window."""
+        return self.features.windowed and "softcap" in self.features.operands
+
+
+# in order, the first that a build has; others are as `CROWDED` says. What takes fewer keys was not timed
+CROWDED_ON_HOPPER: tuple[tuple[Callable[[Build], bool], Mapping[str, Any]], ...] = (
+    (lambda b: b.packed and not b.has_limits and b.features.drops, {"block_n": 48}),
+    (lambda b: b.packed and not b.has_limits, {"block_n": 48, "lazy": True}),
+    (lambda b: b.causal and b.caps_in_window and not b.packed, {"block_n": 48, "lazy": True}),
+    # their tiles divide blocks
+    (lambda b: b.listed and b.features.drops and not b.causal, {"block_n": 32, "lazy": True}),
+    (lambda b: b.listed and b.causal, {"lazy": True}),
+)
+
+
+def _crowded(target: Target, dim: int, features: Features, causal: bool, packed: bool) -> Mapping[str, Any]:
     """What a build has instead where it spills. Without features only D=256 does, before Hopper; pages have room."""
     if target.backend != "nvvm" or "block_table" in features.operands:
         return {}
+    # rows of batch-invariant calls are added up alike, packed or not
+    if dim == 256 and target.hopper and not features.invariant:
+        build = Build(features, causal, packed)
+        found = next((tiles for has, tiles in CROWDED_ON_HOPPER if has(build)), None)
+        if found is not None:
+            return found
     takes_more = features.per_score or features.drops or features.windowed
     return CROWDED.get(dim, {}) if takes_more or (dim == 256 and not target.hopper) else {}
 
@@ -326,10 +368,11 @@ def options_for(
     features: Features = NO_FEATURES,
     page_size: int | None = None,
     converts: bool = False,
+    packed: bool = False,
 ) -> GenericOptions:
     """The build for a target: tile sizes, and copies as wide as q's, k's and v's `alignment` (bytes) allows.
 
-    `converts`: k and v have 8 bits, and q has 16.
+    `converts`: k and v have 8 bits, and q has 16. `packed`: sequences are.
 
     The table is by backend and padded head dimension (the larger one of q's and v's), full and causal alike. AMD's
     tiles go through registers; two waves a SIMD have 256 of them each, one has 512.
@@ -342,7 +385,7 @@ def options_for(
         # what is converted on its way goes through registers
         tiles = dict(UNALIGNED_TILES[dim])
     elif asynchronous and alignment in target.async_copy_bytes:
-        tiles |= {"vector": alignment // 2, **_crowded(target, dim, features)}
+        tiles |= {"vector": alignment // 2, **_crowded(target, dim, features, causal, packed)}
     elif asynchronous:
         # no asynchronous copy is that narrow: 16-byte pieces go through registers, loaded in parts
         tiles = dict(UNALIGNED_TILES[dim])
@@ -378,6 +421,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         request.static_features,
         request.page_size,
         "fp8_cache" in request.features,
+        "packed" in request.features,
     )
     return bind_forward(
         flash_attn_generic,

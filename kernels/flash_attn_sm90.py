@@ -47,6 +47,7 @@ from .sm90.helpers import HelperOf
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Producer, clear_tail
 from .sm90.schedule import PackedRows, Schedule, query_of
+from .sm90.sharing import begin_cluster, end_cluster
 from .sm90.stores import store_runs
 from .work.fragments import row_numbers, store_lse
 from .work.kept_pairs import KeptPairs
@@ -146,11 +147,13 @@ def run_block(
         given=given,
         page_size=options.page_size,
         takes_late=options.takes_late,
+        together=options.blocks,
     )
     buffers = Buffers.allocate(options)
     if fill is not None:
         fill(buffers)
     init_all(buffers.rings)
+    begin_cluster(options.blocks)
     warpgroup = warpgroup_id()
     producer, consumer = options.registers
     with fly.when(warpgroup == 0):
@@ -175,9 +178,10 @@ def run_block(
         combination = None
         if options.combines:
             assert lse is not None and whole_out is not None
-            ends = (out, lse), (whole_out, whole_lse), pack, options.head_dim_v, CLEARED
-            combination = Combination(schedule, given, *ends)
+            parts = (out, lse), (whole_out, whole_lse)
+            combination = Combination(schedule, given, *parts, pack, options.head_dim_v, CLEARED)
         role.run(out, lse, combination)
+    end_cluster(options.blocks)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def flash_attn_sm90_bwd(
         work = early or blocks.again(Place.PRODUCER)
         with fly.when((fly.wave_id() == 0) & elect_one()):
             maps = (q, k, v, dout, lse2, delta)
-            produce(maps, buffers, options, work.walk, work.block, given, work.heads)
+            tiles = blocks.tiles_again if options.thrift.tiles else None
+            produce(maps, buffers, options, work.walk, work.block, given, work.heads, tiles)
         if in_turn is not None:
             sums, near = Sums.of(dq_sums, work, in_turn), work.near
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
@@ -182,6 +183,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         apart=apart,
         bias_by_query=request.bias_by_query,
         loads=request.aux_tensors > 0,
+        bias_in_float32=request.bias_by_query and tensors["bias"].dtype is torch.float32,
     )
     sequences, heads = request.batch, request.num_heads
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))

@@ -37,12 +37,14 @@ from fly.backends.nvvm.mbarrier import Position
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
+from .problem.dropout_tile import DecidedTile
 from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.consumer import WRITTEN, Consumer, State, Step
 from .sm90.dq_sums import PIECE, load, put
-from .sm90.dropout import remade
+from .sm90.dropout import made_again, remade
 from .sm90.walk import Walk
+from .work.kept_pairs import KeptPairs
 
 WEIGHED = 4  # named barrier: P is in shared memory
 STORED = 5  # named barrier: dS of the block's keys is
@@ -90,17 +92,23 @@ class _OfValues(_Half):
         (values,) = self.run()
         self.write_values(dv, values, count)
 
+    def _of_values(self, made: Weights, j: fly.Value, decided: DecidedTile | None) -> tuple[fly.Value, ...]:
+        """P of tile j as the A operand of dV; `decided`: what dropout does to it, if `made` does not know."""
+        p = self._narrow(made.of_values)
+        return p if decided is None else KeptPairs.of(made_again(decided, j), self.layout).only(p)
+
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         options, q, dout = self.options, self.buffers.q, self.buffers.dout
         j = step.walk.tile(step.number)
+        decided = self._decided(j, step) if self.options.thrift.decides else None
         (raw,) = wgmma.wait(0, state.product)
-        made = self.weigh(raw, state.q_at, j, step)
+        made = self.weigh(raw, state.q_at, j, step, drops=decided is None)
         q.ring.release(state.q_at)
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
         barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
-        p = self._narrow(made.of_values)
+        p = self._of_values(made, j, decided)
         self._arrived(dout, state.dout_at, lambda: j)
         dv = self._onto_values(p, state.dout_at, *state.sums)
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
@@ -230,15 +238,16 @@ class _OfValuesInCluster(_InCluster, _OfValues):
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         q, dout = self.buffers.q, self.buffers.dout
         j, before = step.walk.tile(step.number), state.q_at.before(self.options.stages)
+        decided = self._decided(j, step) if self.options.thrift.decides else None
         (raw,) = wgmma.wait(0, state.product)
-        made = self.weigh(raw, state.q_at, j, step)
+        made = self.weigh(raw, state.q_at, j, step, drops=decided is None)
         q.ring.release(state.q_at)
         if not step.first:
             self.meet_before()
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
         barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
-        p = self._narrow(made.of_values)
+        p = self._of_values(made, j, decided)
         self._arrived(dout, state.dout_at, lambda: j)
         dv = self._onto_values(p, state.dout_at, *state.sums)
         part = None if step.first else self._dq_of_both(before)

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip tests marked `exhaustive` unless they are asked for; then they have more time."""
     asked = config.getoption("--exhaustive")
     left_out = sampling.mark_left_out(items)
-    if left_out and not config.getoption("lf") and not any("::" in argument for argument in config.args):
+    if left_out and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("\n".join(left_out))
     for item in items:
         if item.get_closest_marker("exhaustive"):

@@ -219,15 +219,20 @@ class Role(Warps):
         self.block.make_mbarrier(place, self.uniform(m, arrivals, "a count"), (party.component, party.now))
 
     def _each_mbarrier(self, m: Mask, address: Any, rank: Any = None) -> Iterator[tuple[Mbarrier, int, int]]:
-        """(mbarrier, warp, lanes) of each warp of the mask; in another block of the cluster with a `rank`."""
+        """(mbarrier, warp, lanes) of each warp of the mask; with a `rank`, of each block that its lanes name."""
         for warp in self.active_warps(m):
             inside = self.inside_warp(m, warp)
-            place, block = self.uniform(inside, address, "an mbarrier's address"), self.block
-            if rank is not None:
-                block = block.cluster.block(self.uniform(inside, rank, "a rank"))
-                place = self.block.shared.same_place(place, block.shared)
-                block.reach(self.party(warp, None), self.place)
-            yield block.mbarrier(place, self.clocks[warp, 0]), warp, int(np.count_nonzero(inside))
+            place = self.uniform(inside, address, "an mbarrier's address")
+            if rank is None:
+                yield self.block.mbarrier(place, self.clocks[warp, 0]), warp, int(np.count_nonzero(inside))
+                continue
+            ranks = np.broadcast_to(rank, self.lanes)[inside]
+            for number in np.unique(ranks).tolist():
+                block = self.block.cluster.block(number)
+                there = self.block.shared.same_place(place, block.shared)
+                if block is not self.block:
+                    block.reach(self.party(warp, None), self.place)
+                yield block.mbarrier(there, self.clocks[warp, 0]), warp, int(np.count_nonzero(ranks == number))
 
     def mbarrier_arrive(self, node: Node, m: Mask, address: Any, rank: Any = None) -> Waiting:
         yield from self.pause()
@@ -266,21 +271,40 @@ class Role(Warps):
         self, node: Node, m: Mask, destination: Any, tensor_map: TensorMap, mbarrier: Any, *at: Any
     ) -> Waiting:
         yield from self.pause()
-        warp, block = self._one_lane(m), self.block
+        place, arrives = (self.uniform(m, x, "an operand of a copy") for x in (destination, mbarrier))
+        self._load_box(m, self.block, place, tensor_map, arrives, at)
+
+    def tma_load_to_all(
+        self, node: Node, m: Mask, destination: Any, tensor_map: TensorMap, mbarrier: Any, *at: Any, blocks: int
+    ) -> Waiting:
+        yield from self.pause()
+        own, party = self.block, self.party(self._one_lane(m), None)
+        places = [self.uniform(m, x, "an operand of a copy") for x in (destination, mbarrier)]
+        for rank in range(blocks):
+            other = own.cluster.block(rank)
+            if other is not own:
+                other.reach(party, self.place)
+            place, arrives = (own.shared.same_place(x, other.shared) for x in places)
+            self._load_box(m, other, place, tensor_map, arrives, at)
+
+    def _load_box(
+        self, m: Mask, block: Block, place: int, tensor_map: TensorMap, arrives: int, at: tuple[Any, ...]
+    ) -> None:
+        """Start a copy to a block of the cluster, whose mbarrier may not expect the bytes of another one's yet."""
+        warp, own = self._one_lane(m), self.block
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
-        place = self.uniform(m, destination, "a destination")
         clocks = self.clocks[warp].copy()
-        barrier = block.mbarrier(self.uniform(m, mbarrier, "an mbarrier's address"), clocks[0])
+        barrier = block.mbarrier(arrives, clocks[0])
         barrier.check_visible(clocks)
-        words = self._box(tensor_map, place, corner)
+        words = self._box(block, tensor_map, place, corner)
         phase = barrier.phase + 1
-        block.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})
+        own.counts.update({"bulk copies": 1, "bytes": tensor_map.bytes})
         block.shared.announce(words, clocks[0], clocks[1], barrier.component, phase)
 
         def land() -> None:
-            data = tensor_map.fetch(block.memory, corner, clocks[0])
+            data = tensor_map.fetch(own.memory, corner, clocks[0])
             block.shared.chunks[tensor_map.chunks(place)] = data.ravel().view(np.complex128)
-            barrier.landed(tensor_map.bytes, clocks)
+            barrier.landed(tensor_map.bytes, clocks, early=block is not own)
             barrier.advance()
 
         self._start_copy(land)
@@ -327,12 +351,12 @@ class Role(Warps):
 
         self._start_copy(land)
 
-    def _box(self, tensor_map: TensorMap, place: int, corner: list[int]) -> slice:
-        """The words of shared memory that a box at a place takes."""
+    def _box(self, block: Block, tensor_map: TensorMap, place: int, corner: list[int]) -> slice:
+        """The words of a block's shared memory that a box at a place takes."""
         if place % 128:
-            raise Finding("misaligned", f"a bulk copy at {self.block.shared.named(place)}; expected 128 bytes")
+            raise Finding("misaligned", f"a bulk copy at {block.shared.named(place)}; expected 128 bytes")
         tensor_map.check(corner)
-        self.block.shared.buffer(place, place + tensor_map.bytes)
+        block.shared.buffer(place, place + tensor_map.bytes)
         return words_between(place, place + tensor_map.bytes)
 
     def tma_store(self, node: Node, m: Mask, source: Any, tensor_map: TensorMap, *at: Any) -> Waiting:
@@ -340,7 +364,7 @@ class Role(Warps):
         warp, block = self._one_lane(m), self.block
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
         place = self.uniform(m, source, "a source")
-        words = self._box(tensor_map, place, corner)
+        words = self._box(block, tensor_map, place, corner)
         block.shared.check_read(words, self.clocks[warp, 0], self.clocks[warp, 1])
         component = block.components.stores(self.first_warp + warp)
         number = self.stored[warp].issue(int(self.indices(m)[0]), self.place)

@@ -72,6 +72,7 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.cluster_sync": ("cluster_sync", ()),
     "hopper.copy_at": ("copy_at", ()),
     "hopper.tma_load": ("tma_load", ()),
+    "hopper.tma_load_to_all": ("tma_load_to_all", ("blocks",)),
     "hopper.tma_store": ("tma_store", ()),
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }

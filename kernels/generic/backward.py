@@ -25,8 +25,7 @@ class BackwardOptions:
     where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see
     `Tiling`. `masks_in_parts`: whether the scores of a masked tile are masked for 32 rows of what passes by after the
     other (`tile_by_tile`). `adds_bias`: of `dq`, whether several blocks have an element of the bias;
-    `aux_gradients`: which auxiliary tensors' gradients come after
-    the operands.
+    `aux_gradients`: which auxiliary tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.

@@ -32,8 +32,8 @@ class Sm90BackwardOptions:
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
     are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `apart`: one consumer sums up dV and the other dK, of the
-    same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
-    `loads`: functions on scores have tensors.
+    same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
+    `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -50,6 +50,7 @@ class Sm90BackwardOptions:
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
+    bias_in_float32: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_bytes > _MOST_SHARED:
@@ -76,7 +77,7 @@ class Sm90BackwardOptions:
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
-        return thrift_of(Build(dim, self.causal, self.packed, *given, self.ordered, self.apart))
+        return thrift_of(Build(dim, self.causal, self.packed, *given, self.ordered, self.apart, self.bias_in_float32))
 
     @property
     def crowded(self) -> bool:

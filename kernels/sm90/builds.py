@@ -25,6 +25,7 @@ from ..problem.features import NO_FEATURES, Features
 from ..work.tile_scheduler import automatic_splits
 from .cost import KEYS_ALONE, NARROW, decode_splits, rounds
 from .counters import MAX_ARRIVALS
+from .sharing import TOGETHER, blocks_for
 from .tiles import TILES
 
 Key = tuple[Any, ...]
@@ -33,6 +34,7 @@ Key = tuple[Any, ...]
 RESCALES = ("always", "rows", "scaled rows", "wave")
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # as many rows as a consumer has hold whole queries of any
 DECODE_ROWS = 64  # of one consumer
+OF_KEYS = "bias of keys"  # in a table of keys of tiles: where it has that, "bias" is of biases of every score
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class Sm90Options:
     tile's exponentials come before the wait for the last one's product. `pack_gqa` (a
     power of two) query heads that share a key head are rows of one tile: row r is query r // pack_gqa. `features`:
     what the operands are; `page_size`: of keys in pages; `combines`: the kernel puts split keys together itself;
-    `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to. A
-    block mask's blocks divide into tiles.
+    `takes_late`: blocks take a tile's number when they have loaded the last one's keys, and not when they begin to.
+    `blocks` of a cluster have neighbouring tiles of queries, and each loads its part of every key tile's rows for all
+    of them. A block mask's blocks divide into tiles.
     """
 
     head_dim: int
@@ -63,10 +66,14 @@ class Sm90Options:
     page_size: int | None = None
     combines: bool = False
     takes_late: bool = False
+    blocks: int = 1
     most_keys: ClassVar[int] = 256  # of a tile: columns that one product makes
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = {}  # fields that decoding has of its own, by head dimension
+    keys_alone: ClassVar[Mapping[str, Mapping[Key, int]]] = KEYS_ALONE  # keys of tiles, see `cost.py`
 
     def __post_init__(self) -> None:
+        if self.blocks not in (1, TOGETHER):
+            raise ShapeError(f"blocks is {self.blocks}; expected 1 or {TOGETHER}")
         if self.block_n > self.most_keys:
             raise ShapeError(f"block_n is {self.block_n}; expected at most {self.most_keys}")
         if self.rescale not in RESCALES:
@@ -83,6 +90,9 @@ class Sm90Options:
             raise ShapeError(f"tiles of {self.block_n} keys do not divide into pages of {self.page_size}")
         if self.pack_gqa > 1 and self.features.drops:
             raise ShapeError(f"pack_gqa is {self.pack_gqa}; expected 1 with dropout, whose masks are by head")
+        if self.blocks > 1 and (self.features != NO_FEATURES or self.block_n % (8 * self.blocks)):
+            got = f"blocks is {self.blocks} with tiles of {self.block_n} keys and {self.features}"
+            raise ShapeError(f"{got}; expected 1, or parts of a multiple of 8 keys and no features")
         if self.features.block_size is not None:
             rows, keys = self.features.block_size
             if self.pack_gqa > 1 or self.consumers == 3:
@@ -110,7 +120,8 @@ class Sm90Options:
     @property
     def key_rows(self) -> int:
         """Keys that one bulk copy moves."""
-        return self.block_n if self.page_size is None else min(self.block_n, self.page_size)
+        keys = self.block_n // self.blocks
+        return keys if self.page_size is None else min(keys, self.page_size)
 
     @property
     def boxes(self) -> tuple[tuple[int, ...], ...]:
@@ -295,7 +306,7 @@ def build_for(
         block_n = invariant_keys(request, table)
         options = replace(options, rescale=kind.rescale, combines=False)
     elif asked.elementwise:
-        block_n = elementwise_keys(options, asked, request.seq_len_kv)
+        block_n = elementwise_keys(options, asked, request.seq_len_kv, request.bias_by_query)
     else:
         block_n = options.block_n
     if asked.block_size is not None:
@@ -355,7 +366,10 @@ def _plain_build_for(
     splits = request.num_kv_splits or automatic_splits(blocks, -(-request.seq_len_kv // 128), units)
     key = key_for(*dims, request.causal, request.seq_len, keys, heads * splits, units, table, packing)
     options = options_of(key, table[key], kind)
-    return replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key)), splits
+    options = replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key))
+    if kind is Sm90Options and splits == 1:
+        options = replace(options, blocks=blocks_for(request, options.queries))
+    return options, splits
 
 
 def keys_seen(request: Request, given: Mapping[str, Any]) -> int:
@@ -374,19 +388,22 @@ _DROPOUT = {1: 128, 2: 128, 3: 96}
 _ELEMENTWISE_DECODING = 128
 
 
-def elementwise_keys(options: Sm90Options, asked: Features, keys: int) -> int:
+def elementwise_keys(options: Sm90Options, asked: Features, keys: int, by_query: bool = True) -> int:
     """Keys of a tile of a build, made for a plain call of `keys` keys, with code for every score alone.
 
-    Builds for decoding, which memory bounds, keep the number that they all have.
+    Builds for decoding, which memory bounds, keep the number that they all have. `by_query`: a bias, if there is one,
+    is of every score, and not of keys.
     """
     if options.takes_late:
         return _power_of_two(min(options.block_n, _ELEMENTWISE_DECODING))
     rows = rows_for(options.head_dim, options.head_dim_v, options.causal)
     build = next(row[:4] for row in rows if row[3] == options.consumers)
     what = asked.alone
+    if what == "bias" and not by_query and OF_KEYS in options.keys_alone:
+        what = OF_KEYS
     if what == "dropout" and (options.consumers < 3 or options.head_dim == 64):
         return min(options.block_n, _DROPOUT[options.consumers])
-    alone = _of_length({} if what is None else KEYS_ALONE.get(what, {}), keys)
+    alone = _of_length({} if what is None else options.keys_alone.get(what, {}), keys)
     return min(options.block_n, next((alone[key] for key in alone if key[:-1] == build), NARROW))
 
 

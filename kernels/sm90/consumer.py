@@ -226,8 +226,14 @@ class Consumer:
         """All tiles of one query head."""
         first, last = self._ends_of(head)
         state = State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
-        state = self.step(last, self._through(first.number, last, state))
+        state = self.step(self._through_last(last), self._through(first.number, last, state))
         return state.sums, state.q_at, state.dout_at, state.slot
+
+    def _through_last(self, last: Step) -> Step:
+        """The last step, of blocks in turn that of the first tile: where that is said, no number is kept for it."""
+        if not self.options.thrift.turned:
+            return last
+        return replace(last, number=fly.i32(0) + last.walk.tiles.first, walk=replace(last.walk, downwards=False))
 
     def _ends_of(self, head: fly.Value) -> tuple[Step, Step]:
         """A query head's first step and its last."""

@@ -11,7 +11,7 @@ from fly.backends.nvvm.wgmma import PanelTile
 from fly.errors import ShapeError
 
 from ..problem.contract import Request
-from .builds import Key, Sm90Options
+from .builds import OF_KEYS, Key, Sm90Options
 
 OFFSET = 8  # probabilities are 2 ** OFFSET times what they are, below e4m3's largest number, 448
 MOST_LOG2 = 8.75  # of what probabilities with lazy maxima grow to
@@ -73,6 +73,15 @@ DECODING: Mapping[int, Mapping[str, Any]] = {
     192: {**_ONCE, "stages": 2},
     256: {**_ONCE, "stages": 2},
 }
+# Of `cost.KEYS_ALONE`, what is so many keys that P of 8 bits is whole operands (`UNIT`), and that `ptxas` has
+# registers for. Not measured on 8 bits.
+UNIT = 32
+_NARROW_HEADS: Mapping[Key, int] = {(64, 64, False, 1, None): 128, (64, 64, True, 1, None): 128}
+ALONE: Mapping[str, Mapping[Key, int]] = {
+    "bias": _NARROW_HEADS,
+    OF_KEYS: {**_NARROW_HEADS, (128, 128, True, 1, None): 128},
+    "function": {(128, 128, False, 2, None): 128},
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class Fp8Options(Sm90Options):
     first_rows: bool = False
     most_unchained: ClassVar[int] = 128  # keys of a tile: of more, sums in a product's accumulators lose too much
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
+    keys_alone: ClassVar[Mapping[str, Mapping[Key, int]]] = ALONE
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -115,8 +115,9 @@ def produce(
     block: Block,
     given: BoundFeatures,
     heads: tuple[Any, Any],
+    again: Callable[[], tuple[Walk, Block, tuple[Any, Any]]] | None = None,
 ) -> None:
-    """The one thread that fills shared memory."""
+    """The one thread that fills shared memory; `again`: `walk`, `block` and `heads` for what follows K and V."""
     q, k, v, dout, lse2, delta = maps
     first = block.queries.start
 
@@ -147,6 +148,9 @@ def produce(
     with fly.when(walk.exists):
         for index, kept in enumerate(buffers.kept(options, block)):
             keep(index, *kept)
+        if again is not None:
+            walk, block, heads = again()
+            first = block.queries.start
         start = Position.start(), Position.start()
         for head, places in (all_heads := fly.range(*heads, carry=start)):
             here = walk.of_head(given, (block.batch, head), block.first_key, block.queries.length, alone)

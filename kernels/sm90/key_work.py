@@ -31,6 +31,7 @@ class Place(enum.IntEnum):
     VALUES = 4
     KEYS = 5
     ROUNDED = 6
+    TILES = 7
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class KeyBlocks:
         tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
         block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
         return KeyWork(options, number, self.group, block, seen, inverse, tiles, here, exists)
+
+    def tiles_again(self) -> tuple[Walk, Block, tuple[Any, Any]]:
+        """The producer's walk, block and query heads, once K and V are on their way."""
+        work = self.again(Place.TILES)
+        return work.walk, work.block, work.heads
 
     def again(self, step: Any) -> KeyWork:
         """This block's, from ids and parameters alone: nothing is kept from before for what follows `step` (i32)."""

@@ -40,6 +40,9 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     counters = counters_of(device, MAX_ARRIVALS if options.combines else 0)
     blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
     grid = min(units, blocks * sets * splits)
+    if options.blocks > 1:
+        rows = queries * options.blocks
+        grid = min(units // options.blocks, -(-q.shape[1] // rows) * len(q) * sets * splits) * options.blocks
     copied = (q if pack == 1 else unflattened(q, 2, (sets, pack)), k, v)
     own: dict[str, Any] = {
         name: fly.tensor_map(tensor, box, swizzle=tile.swizzle)

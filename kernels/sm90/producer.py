@@ -69,12 +69,12 @@ class Buffers:
         warps, making = options.consumers * WARPGROUP // 32, options.helper_warps
         raw_k, raw_v, stages = options.raw_key_tile, options.raw_tile, options.stages
         # (tile, stages, warps that empty a slot, warps that fill it or 0 for a thread through TMA)
-        rings: dict[str, tuple[PanelTile | None, int, int, int]] = {
-            "q": (q_tile, options.q_stages, warps, 0),
-            "k": (k_tile, options.k_stages, warps, 0 if raw_k is None else making),
-            "v": (v_tile, options.v_stages, warps, 0 if raw_v is None else making),
-            "raw_k": (raw_k, stages, making, 0),
-            "raw_v": (raw_v, stages, making, 0),
+        rings: dict[str, tuple[PanelTile | None, int, int, int, int]] = {
+            "q": (q_tile, options.q_stages, warps, 0, 1),
+            "k": (k_tile, options.k_stages, warps, 0 if raw_k is None else making, options.blocks),
+            "v": (v_tile, options.v_stages, warps, 0 if raw_v is None else making, options.blocks),
+            "raw_k": (raw_k, stages, making, 0, 1),
+            "raw_v": (raw_v, stages, making, 0, 1),
         }
         tiles = {name: tile for name, (tile, *_) in rings.items() if tile is not None}
         # all tiles before all barriers, behind which a tile would be moved to its alignment
@@ -122,9 +122,11 @@ class Producer:
         work = schedule.find(fly.block_id.x)
         works_at = works.publish(Position.start(), work, schedule)
         q_at, k_at, pages = self._open(work, Position.start(), Position.start())
-        carry = (work, q_at, k_at, Position.start(), works_at, pages)
-        for work, q_at, k_at, v_at, works_at, pages in (tiles := fly.while_(carry, lambda c: c[0].exists)):
-            early = None if schedule.takes_late else schedule.take()  # it is needed only after the loads
+        number = fly.block_id.x if schedule.together > 1 else None
+        carry = (work, q_at, k_at, Position.start(), works_at, pages, number)
+        for work, q_at, k_at, v_at, works_at, pages, number in (tiles := fly.while_(carry, lambda c: c[0].exists)):
+            # it is needed only after the loads
+            early = schedule.take_early(number)
             rest = work.tiles.end - work.tiles.first
             for i, (k_at_, v_at_, (here, ahead)) in (loop := fly.range(1, rest, carry=(k_at, v_at, pages))):
                 j = work.tiles.end - 1 - i
@@ -135,7 +137,15 @@ class Producer:
             works_at = works.publish(works_at, following, schedule)
             # a tile's first K comes before the last V of the tile before
             q_at, k_at, pages = self._open(following, q_at, k_at)
-            tiles.next(following, q_at, k_at, self._load_v(v_at, work, work.tiles.first, here), works_at, pages)
+            tiles.next(
+                following,
+                q_at,
+                k_at,
+                self._load_v(v_at, work, work.tiles.first, here),
+                works_at,
+                pages,
+                None if number is None else early,
+            )
         schedule.finish()
 
     def _open(self, work: Work, q_at: Position, k_at: Position) -> Opened:
@@ -197,7 +207,10 @@ class Producer:
         """A tile in equal pieces, one above the other, which begin at `places`, all coordinates but the last, and
         `column`; `note` stores what consumers are to read beside it."""
         barrier = slots.ring.acquire(at, slots.tile.bytes, note)
-        copy_tile(tensor_map, slots.tile, slots.at(at), places, barrier, column)
+        if slots.ring.blocks == 1:
+            copy_tile(tensor_map, slots.tile, slots.at(at), places, barrier, column)
+        else:
+            copy_part(tensor_map, slots.tile, slots.at(at), places[0], barrier, slots.ring.blocks)
         return slots.ring.next(at)
 
 
@@ -218,6 +231,26 @@ def copy_tile(
         for panel in range(tile.panels):
             corner = (*place, column + panel * tile.panel_columns)
             tma.load(tensor_map, memory.offset(panel * tile.panel_bytes + i * piece_bytes), corner, barrier)
+
+
+def copy_part(
+    tensor_map: fly.TensorMap,
+    tile: PanelTile,
+    memory: fly.Pointer,
+    place: tuple[Any, ...],
+    barrier: fly.Value,
+    blocks: int,
+) -> None:
+    """One thread starts the copies of this block's part of a tile's rows to all `blocks` of its cluster.
+
+    Their bytes arrive at `barrier` in each. The tile begins at `place`: an entry of the batch, a row and a head.
+    """
+    rank, rows = fly.block_id.x % blocks, tile.rows // blocks
+    entry, row, head = place
+    for panel in range(tile.panels):
+        part = memory.offset(panel * tile.panel_bytes + rank * (rows * tile.swizzle))
+        corner = entry, row + rank * rows, head, panel * tile.panel_columns
+        tma.load(tensor_map, part, corner, barrier, blocks)
 
 
 def clear_tail(

@@ -32,7 +32,8 @@ class Schedule:
 
     A tile has `block_m` queries, of one head or of each head of a packed set; `heads` counts sets then. `section`
     heads at a time, row block after row block, the longest first; packed sequences one after the other, all heads of
-    a row block side by side. `given`: lengths, windows, entries of the batch and pages among a call's features;
+    a row block side by side. `together` blocks of a cluster have neighbouring row blocks, one each, and go through
+    the same key tiles. `given`: lengths, windows, entries of the batch and pages among a call's features;
     `page_size`: keys of a page; `takes_late`: see `Sm90Options`.
     """
 
@@ -51,6 +52,7 @@ class Schedule:
     given: BoundFeatures = NOTHING
     page_size: int | None = None
     takes_late: bool = False
+    together: int = 1
 
     @property
     def packed(self) -> bool:
@@ -93,8 +95,28 @@ class Schedule:
         if self.packed:
             tiles = (self.seq_len // self.block_m + self.batch) * self.heads * self.splits
         else:
-            tiles = fly.ceil_div(self.seq_len, self.block_m) * self.heads * self.batch * self.splits
+            tiles = self._row_blocks() * self.together * self.heads * self.batch * self.splits
         return tiles
+
+    def _row_blocks(self) -> fly.Value:
+        """Of a slice, those of a cluster together counted as one; the last of these may have no query."""
+        blocks: fly.Value = fly.ceil_div(self.seq_len, self.block_m * self.together)
+        return blocks
+
+    def _first_row(self, block: fly.Value, rank: fly.Value | int) -> fly.Value:
+        """Of row block `block` of a slice, and of its part for the block of that rank."""
+        of_rank: fly.Value = block if self.together == 1 else block * self.together + rank
+        return of_rank * self.block_m
+
+    def take_early(self, number: fly.Value | None) -> fly.Value | None:
+        """The number of the tile behind the one that is about to be loaded, or None where blocks take it late.
+
+        `number`: of that one where blocks are in clusters, which take turns: all of one have to know it at once.
+        """
+        if number is not None:
+            following: fly.Value = number + fly.grid_dim.x
+            return following
+        return None if self.takes_late else self.take()
 
     def take(self) -> fly.Value:
         """A number that no other block has had, by one thread; its answer takes as long as a key tile."""
@@ -102,6 +124,8 @@ class Schedule:
 
     def finish(self) -> None:
         """By one thread of each block at its end: the last one leaves the counters as it found them."""
+        if self.together > 1:
+            return
         ended = self.counters.at(1)
         with fly.when(fly.fetch_wrap(fly.grid_dim.x - 1, ended) == fly.grid_dim.x - 1):
             self.counters.store(fly.i32(0), 0)
@@ -150,7 +174,10 @@ class Schedule:
     def _dense(self, number: fly.Value) -> Coordinates:
         if self.lists:
             number = fly.minimum(number, self.total - 1)  # lists are read for what it gives
-        slices, blocks = self.heads * self.batch * self.splits, fly.ceil_div(self.seq_len, self.block_m)
+        rank: Any = 0
+        if self.together > 1:
+            number, rank = number // self.together, number % self.together
+        slices, blocks = self.heads * self.batch * self.splits, self._row_blocks()
         first_slice = number // (self.section * blocks) * self.section
         beside = fly.minimum(self.section, slices - first_slice)
         inside = number - first_slice * blocks
@@ -160,7 +187,7 @@ class Schedule:
             head_of_batch // self.heads,
             head_of_batch % self.heads,
             # a list is not known to be short or long, but many a mask shows later queries more
-            (blocks - 1 - block if self.causal or self.lists else block) * self.block_m,
+            self._first_row(blocks - 1 - block if self.causal or self.lists else block, rank),
             slice_ % self.splits,
         )
 
@@ -220,6 +247,10 @@ class Schedule:
             steps=steps,
         )
         tiles = work.tiles
+        if self.together > 1:
+            # blocks of a cluster load the same key tiles, all that the last of their rows sees
+            rows, keys = self.block_m * self.together, self.given.key_range(queries.length, kv.length, self.causal)
+            tiles = replace(tiles, end=keys.tiles(place[2] // rows * rows, rows, self.block_n).end)
         return replace(work, tiles=replace(tiles, end=fly.maximum(tiles.end, tiles.first + 1)))
 
     def rows_of(self, work: Work, tensor: fly.Tensor, pack: int) -> fly.Tensor | PackedRows:

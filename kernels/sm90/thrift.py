@@ -8,7 +8,7 @@ of products nearly fill: so what the three warpgroups have in common is what is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.features import NO_FEATURES, Features
 
@@ -20,7 +20,9 @@ class Thrift:
     `heads`: consumers do so again for every query head, and behind the last one. `decides`: what dropout drops of a
     tile is decided before its scores are there. `late`: dP of "masked" tiles, or of "all", is started behind P and
     not before. `places`: which keys a lane has, and where its part of dS goes, is made again by every tile;
-    `lengths`: so are the lengths that a bias's queries and keys are cut to.
+    `lengths`: so are the lengths that a bias's queries and keys are cut to. `turned`: of blocks in turn, which see
+    tiles from the last one on, the last step says that its tile is the first; not of clusters. `tiles`: the producer
+    finds out once more which keys and tiles there are when K and V are on their way; not of blocks in turn.
     """
 
     roles: bool = False
@@ -29,6 +31,8 @@ class Thrift:
     late: str | None = None
     places: bool = False
     lengths: bool = False
+    turned: bool = False
+    tiles: bool = False
 
     def is_late(self, masked: bool) -> bool:
         """Whether dP of a tile, `masked` or not, is."""
@@ -37,7 +41,7 @@ class Thrift:
 
 @dataclass(frozen=True)
 class Build:
-    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension."""
+    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension; `in_float32`: a bias is."""
 
     dim: int
     causal: bool
@@ -47,6 +51,7 @@ class Build:
     loads: bool
     ordered: bool
     apart: bool
+    in_float32: bool
 
     @property
     def by_head(self) -> bool:
@@ -54,9 +59,29 @@ class Build:
         return self.loads or "alibi_slopes" in self.features.operands
 
     @property
+    def sloped(self) -> bool:
+        """Whether scores get ALiBi's slopes, and there is nothing else."""
+        of = self.features
+        return of.operands == ("alibi_slopes",) and of.score_mod is None and of.mask_mod is None and not self.packed
+
+    @property
     def capped(self) -> bool:
         """Whether scores get a cap, or a bias of keys."""
         return not self.by_head and bool({"softcap", "bias"} & {*self.features.operands})
+
+    @property
+    def added(self) -> bool:
+        """Whether scores get a bias."""
+        return "bias" in self.features.operands
+
+    @property
+    def changes_little(self) -> bool:
+        """Whether there are no packed sequences and no dropout, but a cap, a bias, a window, a sink or a function."""
+        of = self.features
+        windowed = self.limited and "attention_chunk" not in of.operands
+        function = of.score_mod is not None and not self.by_head
+        any_of = self.capped or windowed or function or of.operands == ("sink",)
+        return any_of and not (self.packed or of.drops)
 
     @property
     def limited(self) -> bool:
@@ -93,7 +118,12 @@ class Row:
         return self.above < build.dim <= self.most and self.when(build)
 
 
+_ROLES = Thrift(roles=True)
+_TILES = Thrift(roles=True, tiles=True)
 _AGAIN = Thrift(roles=True, heads=True)
+_DECIDES = Thrift(roles=True, decides=True)
+_PLACES = Thrift(roles=True, heads=True, places=True)
+_BIASED = Thrift(roles=True, heads=True, late="all", places=True, lengths=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
 # in order: the first that a build has
@@ -109,14 +139,18 @@ TOGETHER: tuple[Row, ...] = (
 )
 # here all blocks have the turn's numbers besides
 IN_TURN: tuple[Row, ...] = (
-    Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True, lengths=True)),
+    Row(112, 128, lambda b: b.biased and not b.causal, replace(_BIASED, turned=True)),
+    Row(104, 128, lambda b: b.biased, _BIASED),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
+    Row(56, 64, lambda b: b.biased and b.causal, _PLACES),
     Row(56, 64, lambda b: b.biased, _AGAIN),
     Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
     Row(88, 96, lambda b: b.mixed, _AGAIN),
     Row(104, 128, lambda b: b.capped, _AGAIN),
     Row(112, 128, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
     Row(112, 128, lambda b: b.limited, _AGAIN),
+    Row(104, 128, lambda b: b.sloped and b.causal, _PLACES),
+    Row(112, 128, lambda b: b.sloped, replace(_PLACES, turned=True)),
     Row(120, 128, lambda b: b.by_head, Thrift(roles=True)),
     Row(120, 128, lambda b: b.packed, _AGAIN),
     Row(104, 120, lambda b: b.packed and b.causal, _AGAIN),
@@ -124,14 +158,34 @@ IN_TURN: tuple[Row, ...] = (
 )
 
 
-# consumers apart (`flash_attn_sm90_bwd_wide`); the other head dimensions were not counted
+# consumers apart (`flash_attn_sm90_bwd_wide`); head dimensions between these were not counted
 APART: tuple[Row, ...] = (
+    Row(248, 256, lambda b: b.mixed, _DECIDES),
     Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
-    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, Thrift(roles=True)),
+    Row(248, 256, lambda b: b.in_float32, _PLACES),
+    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, _ROLES),
+    Row(184, 224, lambda b: b.dropped, _DECIDES),
+    Row(216, 224, lambda b: b.biased, _ROLES),
+    Row(184, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
+    Row(184, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
+    Row(184, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
     # the causal build without packing, and the packed one without a mask
     Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
+    Row(152, 160, lambda b: b.causal and b.changes_little, _ROLES),
+    Row(152, 160, lambda b: not (b.causal or b.packed) and (b.limited or (b.added and not b.biased)), _ROLES),
 )
-APART_IN_TURN: tuple[Row, ...] = (Row(248, 256, lambda b: b.packed or b.biased or b.dropped, _AGAIN),)
+APART_IN_TURN: tuple[Row, ...] = (
+    Row(248, 256, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
+    Row(152, 224, lambda b: b.dropped, _DECIDES),
+    Row(248, 256, lambda b: b.biased and b.causal, replace(_AGAIN, turned=True)),
+    Row(248, 256, lambda b: b.packed or b.biased, _AGAIN),
+    Row(248, 256, lambda b: b.causal and b.features == NO_FEATURES, _ROLES),
+    Row(216, 224, lambda b: b.capped and b.causal and not b.biased, _ROLES),
+    Row(216, 224, lambda b: b.packed, _ROLES),
+    Row(184, 224, lambda b: b.packed or b.biased, _AGAIN),
+    Row(152, 160, lambda b: b.packed, _AGAIN),
+    Row(152, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),
+)
 
 
 def thrift_of(build: Build) -> Thrift:

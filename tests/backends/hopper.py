@@ -228,6 +228,26 @@ def passed_on(x: fly.Tensor, out: fly.Tensor, *, blocks: int):
 
 
 @fly.kernel
+def halved(box: fly.TensorMap, out: fly.Tensor, *, blocks: int):
+    """out[b] = the tensor's first `blocks` boxes, each loaded by one block of a cluster for all; b is the block."""
+    cluster.declare(blocks)
+    rows, columns = box.spec.box
+    parts = fly.SharedMemory("parts", fly.i32, blocks * rows * columns, align=128)
+    arrived = Mbarriers.allocate("arrived", 1, 1)
+    init_all([arrived])
+    cluster.sync()
+    rank, nbytes = fly.block_id.x % blocks, 4 * rows * columns
+    with fly.when(fly.thread_id.x == 0):
+        arrived.arrive_expecting(0, blocks * nbytes)
+        tma.load(box, parts.pointer.offset(rank * nbytes), (rank * rows, 0), arrived.at(0), blocks)
+    arrived.wait(0, 0)
+    for i in range(blocks * rows * columns // WARPGROUP):
+        place = fly.thread_id.x + i * WARPGROUP
+        out[fly.block_id.x, :].store(parts.load(place), place)
+    cluster.sync()
+
+
+@fly.kernel
 def counted(counters: fly.Tensor, groups: fly.Tensor, last: fly.i32):
     """One thread of every warp counts, up and in a circle; every thread says which warpgroup it is in."""
     with fly.when(elect_one()):

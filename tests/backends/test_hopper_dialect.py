@@ -163,6 +163,13 @@ OPERATIONS = {
         '"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4}], [$2];", '
         '"r,l,r,r,r,~{memory}" %arg2, %{{.*}}, %[[J:.*]], %arg2, %[[J]] : (i32, !llvm.ptr, i32, i32, i32) -> ()',
     ),
+    "tma_load_to_all": (
+        '"hopper.tma_load_to_all"(%i, %map, %j, %i, %j) {blocks = 2} : (i32, !llvm.ptr, i32, i32, i32) -> ()',
+        r'"{\0A.reg .b16 all;\0Amov.b16 all, 3;\0A'
+        r"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        r'[$0], [$1, {$3, $4}], [$2], all;\0A}", '
+        '"r,l,r,r,r,~{memory}" %arg2, %{{.*}}, %[[J:.*]], %arg2, %[[J]] : (i32, !llvm.ptr, i32, i32, i32) -> ()',
+    ),
     "tma_store": (
         '"hopper.tma_store"(%i, %map, %j) : (i32, !llvm.ptr, i32) -> ()',
         '"cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [$1, {$2}], [$0];", "r,l,r,~{memory}" %arg2, %{{.*}}',

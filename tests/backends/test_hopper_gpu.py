@@ -9,7 +9,18 @@ import fly
 from fly.backends.nvvm.wgmma import PanelTile
 from fly.runtime.compile import compile_kernel
 from fly.runtime.prepared import bind
-from tests.backends.hopper import Product, asked, copy_box, counted, handshake, passed_on, product, ring_sum, shifted
+from tests.backends.hopper import (
+    Product,
+    asked,
+    copy_box,
+    counted,
+    halved,
+    handshake,
+    passed_on,
+    product,
+    ring_sum,
+    shifted,
+)
 
 
 def _is_hopper() -> bool:
@@ -180,6 +191,14 @@ def test_blocks_of_a_cluster_copy_to_each_other(blocks):
     out = torch.zeros_like(x)
     passed_on[300 * blocks, 128](x, out, blocks=blocks)
     assert torch.equal(out.view(300, blocks, 128), x.view(300, blocks, 128).roll(1, 1))
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+def test_blocks_load_boxes_for_their_whole_cluster(blocks):
+    x = torch.arange(blocks * 8 * 32, dtype=torch.int32, device="cuda").view(-1, 32)
+    out = torch.zeros(100 * blocks, x.numel(), dtype=torch.int32, device="cuda")
+    halved[100 * blocks, 128](fly.tensor_map(x, (8, 32)), out, blocks=blocks)
+    assert torch.equal(out, x.flatten().expand_as(out))
 
 
 def test_one_thread_of_each_warp_is_elected():

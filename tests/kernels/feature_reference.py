@@ -236,7 +236,12 @@ class FeatureReference(Reference):
 
 
 def feature_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = True,
+    fp8_accumulate: str | None = None,
+    **options: Any,
 ) -> FeatureReference:
     """Exact attention in float32 (see `feature_attention`) and the same in the input dtype's distance from it.
 
@@ -245,7 +250,8 @@ def feature_reference(
     with exact_products():
         out, lse, used = feature_attention(q, k, v, causal, **options)
         if q.dtype in (E4M3, FNUZ):
-            by_weights = [feature_attention(q, k, v, causal, weights=w, **options)[0] for w in roundings(q.device)]
+            ways = roundings(q.device, fp8_accumulate)
+            by_weights = [feature_attention(q, k, v, causal, weights=way, **options)[0] for way in ways]
             plains = [plain.to(torch.bfloat16) for plain in by_weights]
     if q.dtype not in (E4M3, FNUZ):
         plains = [feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})[0]]

@@ -4,10 +4,10 @@ The rule is that of `tests.kernels.reference`, where plain attention is what suc
 scores of the values that the inputs stand for, probabilities rounded to 8 bits, the output rounded to bf16. The
 numbers of e4m3fnuz are half of e4m3fn's, so that either's rounding of probabilities is the other's.
 
-AMD's kernels take a maximum in only once it has grown by more than 2^LAZY (docs/fp8.md), so that the largest weight
-of a row need not be a number of 8 bits, as it is where weights are measured from the last maximum. Plain attention is
-computed both ways there, and the bound is that of the larger error: of a few hundred random calls one has a row where
-the second is more than twice the first.
+AMD's kernels, and Hopper's for fast sums, take a maximum in only once it has grown by more than 2^LAZY
+(docs/fp8.md), so that the largest weight of a row need not be a number of 8 bits, as it is where weights are
+measured from the last maximum. Plain attention is computed both ways there, and the bound is that of the larger
+error: of a few hundred random calls one has a row where the second is more than twice the first.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def rounded_lazily(probabilities: torch.Tensor) -> torch.Tensor:
     return found * (probabilities.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0))
 
 
-def roundings(device: torch.device) -> Sequence[Rounding]:
+def roundings(device: torch.device, fp8_accumulate: str | None = None) -> Sequence[Rounding]:
     """Those of the kernels of what runs calls on `device`."""
-    is_amd = device_of(device).target.startswith("gfx")
-    return (rounded, rounded_lazily) if is_amd else (rounded,)
+    is_lazy = fp8_accumulate == "fast" or device_of(device).target.startswith("gfx")
+    return (rounded, rounded_lazily) if is_lazy else (rounded,)
 
 
 def plain(
@@ -151,6 +151,7 @@ def reference(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    fp8_accumulate: str | None = None,
 ) -> Reference:
     """Float32 attention on what e4m3 q, k, v stand for, and how far `plain` is from it."""
     sizes = (len(q), k.shape[2], q.device)
@@ -160,6 +161,6 @@ def reference(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with exact_products():
         out, lse = attention(q, k, v, causal=causal, softmax_scale=scale)
-        plains = [plain(q, k, v, causal, scale, rounding) for rounding in roundings(q.device)]
+        plains = [plain(q, k, v, causal, scale, rounding) for rounding in roundings(q.device, fp8_accumulate)]
         error = max(max_difference(found, out) for found in plains)
     return Reference(out, lse, error)

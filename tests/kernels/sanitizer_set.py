@@ -139,6 +139,14 @@ def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> Non
         flydsl_flash_attn_func(*inputs.tensors(), False, block_mask=mask)
 
 
+def together(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
+    """Key tiles that two blocks load for each other: more tiles than multiprocessors, and few."""
+    for dim, batch, length in ((72, 16, 700), (104, 1, 300), (216, 2, 900)):
+        q, k = (random(device, batch, length, heads, dim) for heads in (8, 2))
+        for causal in (False, True):
+            flydsl_flash_attn_func(q, k, k, causal, return_lse=True)
+
+
 def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
     """e4m3 inputs with scales of tensors, and of sequences and key heads; decoding from pages, and packed."""
     for dim in dims:
@@ -239,7 +247,7 @@ def appending(device: str) -> None:
 Section = Callable[[dispatch.Kernel, tuple[int, ...], str], None]
 # of every NVIDIA kernel: head dimensions, and what is called
 SETS: Mapping[str, tuple[tuple[int, ...], tuple[Section, ...]]] = {
-    "sm90": ((64, 128, 256), (plain, groups, pages, features)),
+    "sm90": ((64, 128, 256), (plain, groups, pages, features, together)),
     "sm90_fp8": ((64, 128, 256), (eight_bit,)),
     "generic": ((64, 128, 72), (plain, groups, pages, features)),
 }

@@ -16,9 +16,11 @@ CROWDED_FOR_PTXAS = [
     ("sm_80", "forward", "generic", 96, "softcap"),
     ("sm_80", "forward", "generic", 128, "window"),
     ("sm_80", "forward", "generic", 256, "plain"),
+    ("sm_90a", "forward", "generic", 256, "packed"),
     ("sm_90a", "backward", "sm90", 128, "softcap, dropout"),
     ("sm_90a", "backward", "sm90", 128, "packed, deterministic"),
     ("sm_90a", "backward", "sm90_wide", 160, "plain"),
+    ("sm_90a", "backward", "sm90_wide", 256, "dropout, deterministic"),
 ]
 # the same, and of scalar ones on AMD
 CROWDED = [
@@ -43,7 +45,44 @@ CROWDED = [
 def test_committed_builds_spill_nothing(arch, name, kernel, head_dim, form):
     found = registers.count(registers.Case(arch, name, kernel, head_dim, True, form))
     kernels = 1 if name == "forward" else 4 if kernel == "generic" and head_dim > TOGETHER else 3
+    if form == "dropout, deterministic":
+        kernels -= 1  # all queries see keys, so that nobody clears dq
     assert len(found) == kernels and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(
+    ("length", "head_dim", "form"),
+    [(512, 128, "bias"), (4096, 64, "score_mod"), (4096, 96, "bias"), (4096, 128, "bias")],
+)
+def test_calls_of_8_bits_with_code_for_every_score_have_builds(length, head_dim, form, monkeypatch):
+    """Long ones of 16 bits have tiles of 80 and 112 keys, which P of 8 bits is no whole operands of."""
+    monkeypatch.setattr(registers, "LENGTH", length)
+    monkeypatch.setattr(registers, "HEADS", 64)
+    found = registers.count(registers.Case("sm_90a", "forward", "sm90_fp8", head_dim, False, form))
+    assert found and all(map(registers.is_clean, found)), [registers.line(build) for build in found]
+
+
+@pytest.mark.parametrize(
+    ("form", "causal", "keys", "lazy"),
+    [
+        ("plain", True, 64, False),
+        ("packed", False, 48, True),
+        ("seqused", True, 64, False),
+        ("window", True, 64, True),
+        ("softcap, window", False, 64, True),
+        ("softcap, window", True, 48, True),
+        ("packed, window, softcap", True, 64, True),
+        ("block mask", False, 64, False),
+        ("block mask", True, 64, True),
+        ("block mask, dropout", False, 32, True),
+        ("block mask, dropout", True, 64, True),
+    ],
+)
+def test_generic_builds_that_have_room_on_hopper_stay_as_they_are(form, causal, keys, lazy):
+    bindings = registers.bindings_of(registers.Case("sm_90a", "forward", "generic", 256, causal, form))
+    (options,) = (b.statics["options"] for b in bindings if b.kernel.name == "flash_attn_generic")
+    assert (options.block_n, options.lazy) == (keys, lazy)
 
 
 def test_a_build_that_spills_is_listed_and_counted(monkeypatch, capsys):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import fly
-from fly.backends.nvvm import cluster
+from fly.backends.nvvm import cluster, tma
 from fly.backends.nvvm.intrinsics import fence_async_shared
 from fly.backends.nvvm.mbarrier import Mbarriers, init_all
 from fly.errors import LaunchError
-from tests.backends.hopper import passed_on
-from tests.simulating.mistakes import Mistakes, line, thread
+from tests.backends.hopper import halved, passed_on
+from tests.simulating.mistakes import TILE, Mistakes, line, thread
 from tests.simulating.schedules import in_every_schedule
 
 LINE = 128 * 4
@@ -22,6 +22,15 @@ def test_a_block_copies_to_the_next_one_of_its_cluster(blocks):
     x, out = torch.arange(3 * blocks * 128, dtype=torch.int32), torch.zeros(3 * blocks * 128, dtype=torch.int32)
     in_every_schedule(lambda: passed_on[3 * blocks, 128](x, out, blocks=blocks), out)
     assert torch.equal(out.view(3, blocks, 128), x.view(3, blocks, 128).roll(1, 1))
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_blocks_load_boxes_for_their_whole_cluster(blocks):
+    x = torch.arange(blocks * 8 * 32, dtype=torch.int32).view(-1, 32)
+    out = torch.zeros(2 * blocks, x.numel(), dtype=torch.int32)
+    box = fly.tensor_map(x, (8, 32))
+    in_every_schedule(lambda: halved[2 * blocks, 128](box, out, blocks=blocks), out)
+    assert torch.equal(out, x.flatten().expand(2 * blocks, -1))
 
 
 def test_a_grid_is_of_whole_clusters():
@@ -150,6 +159,22 @@ def a_block_that_has_ended(g, right):
         cluster.arrive(arrived, 0, 0)  #!
     if right:
         cluster.sync()
+
+
+@mistake(
+    "mbarrier-bytes", "a copy of 8192 bytes completes on mbarrier arrived.0., whose phase 0 expects 4096", grid=2
+)
+def a_box_for_all_that_a_block_expects_less_of(g, right):
+    cluster.declare(2)
+    tile, arrived = fly.alloc_shared("tile", TILE.bytes, 128), Mbarriers.allocate("arrived", 1, 2)
+    init_all([arrived])
+    cluster.sync()
+    with fly.when(thread() < 2):
+        arrived.arrive_expecting(0, TILE.bytes // 2 if right else TILE.bytes // 4)
+    with fly.when((thread() == 0) & (fly.block_id.x == 0)):
+        tma.load(g.source, tile, (0, 0), arrived.at(0), 2)  #!
+    arrived.wait(0, 0)
+    cluster.sync()
 
 
 @mistake("deadlock", "waits for its cluster, barrier 0, where 128 of 256 threads are", grid=2)

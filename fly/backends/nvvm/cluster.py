@@ -44,7 +44,7 @@ def arrive(barriers: Mbarriers, index: Any, rank: Any) -> None:
     threads are not ordered by it, but by `sync`: an order for the whole cluster would wait for all additions to
     global memory too.
     """
-    operation("mbarrier_arrive_at", [barriers.at(index), as_i32(rank, "rank")])
+    barriers.arrive_at(index, rank)
 
 
 def arrive_expecting(barriers: Mbarriers, index: Any, count: Any, rank: Any) -> None:

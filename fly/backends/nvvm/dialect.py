@@ -28,6 +28,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.copy_at` | start copying shared memory to block `rank`; its bytes arrive at an mbarrier there |
 | `hopper.tma_prefetch` | bring a tensor map into the cache that copies read it from |
 | `hopper.tma_load` | start copying a box to shared memory; its bytes arrive at an mbarrier |
+| `hopper.tma_load_to_all` | the same to this place and mbarrier in each of the cluster's first `blocks` blocks |
 | `hopper.tma_store` | start copying a box from shared memory |
 | `hopper.tma_commit` | close the thread's group of stores |
 | `hopper.tma_wait_read` | until all but the `newer` last groups have read their shared memory |
@@ -142,6 +143,13 @@ irdl.dialect @hopper {{
     %ptr = irdl.base "!llvm.ptr"
     %i32 = irdl.is i32
     irdl.operands(destination: %i32, map: %ptr, barrier: %i32, coordinates: variadic %i32)
+  }}
+  irdl.operation @tma_load_to_all {{
+    %ptr = irdl.base "!llvm.ptr"
+    %i32 = irdl.is i32
+    %int = irdl.base "#builtin.integer"
+    irdl.operands(destination: %i32, map: %ptr, barrier: %i32, coordinates: variadic %i32)
+    irdl.attributes {{ "blocks" = %int }}
   }}
   irdl.operation @tma_store {{
     %ptr = irdl.base "!llvm.ptr"

@@ -79,6 +79,12 @@ _COPIES = {
         "cp.async.bulk.tensor.<rank>d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[$0], [$1, {<coordinates>}], [$2];",
     ),
+    "tma_load_to_all": (
+        3,
+        "{\n.reg .b16 all;\nmov.b16 all, <mask>;\n"
+        "cp.async.bulk.tensor.<rank>d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[$0], [$1, {<coordinates>}], [$2], all;\n}",
+    ),
     "tma_store": (2, "cp.async.bulk.tensor.<rank>d.global.shared::cta.bulk_group [$1, {<coordinates>}], [$0];"),
 }
 
@@ -112,7 +118,10 @@ def _copy(others: int, text: str) -> Rule:
     def rule(op: ir.Operation, b: Builder) -> tuple[ir.Value, ...]:
         rank = len(op.operands) - others
         places = ", ".join(f"${others + i}" for i in range(rank))
-        return _issue(op, b, text.replace("<rank>", str(rank)).replace("<coordinates>", places))
+        filled = text.replace("<rank>", str(rank)).replace("<coordinates>", places)
+        if "blocks" in op.attributes:
+            filled = filled.replace("<mask>", str((1 << integer(op, "blocks")) - 1))
+        return _issue(op, b, filled)
 
     return rule
 

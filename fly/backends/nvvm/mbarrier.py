@@ -61,6 +61,10 @@ class Mbarriers:
         """This thread's arrival."""
         operation("mbarrier_arrive", [self.at(index)])
 
+    def arrive_at(self, index: Any, rank: Any) -> None:
+        """This thread's arrival in block `rank` of the cluster; see `cluster.arrive`."""
+        operation("mbarrier_arrive_at", [self.at(index), as_i32(rank, "rank")])
+
     def arrive_expecting(self, index: Any, count: Any) -> None:
         """This thread's arrival, and `count` more bytes (static or traced i32) that the phase waits for."""
         count = as_i32(count, "byte count")
@@ -105,18 +109,21 @@ class Ring:
     """`stages` buffers that one producer thread fills through TMA, or producing warps by stores, and warps empty.
 
     `full` completes when a slot's bytes have landed, or every producing warp has stored its part; `empty` when every
-    consuming warp has released it.
+    consuming warp has released it. `blocks`: of a cluster, each of which fills a part of the slot for all of them: it
+    is empty when consuming warps of all have released it.
     """
 
     full: Mbarriers
     empty: Mbarriers
+    blocks: int = 1
 
     @staticmethod
-    def allocate(name: str, stages: int, consumer_warps: int, producer_warps: int = 0) -> Ring:
+    def allocate(name: str, stages: int, consumer_warps: int, producer_warps: int = 0, blocks: int = 1) -> Ring:
         """Space for the barriers of a ring; `producer_warps` fill its slots, 0: one thread does, through TMA."""
         return Ring(
             Mbarriers.allocate(f"{name}_full", stages, max(1, producer_warps)),
-            Mbarriers.allocate(f"{name}_empty", stages, consumer_warps),
+            Mbarriers.allocate(f"{name}_empty", stages, consumer_warps * blocks),
+            blocks,
         )
 
     @property
@@ -155,9 +162,14 @@ class Ring:
         self.full.wait(at.index, at.phase)
 
     def release(self, at: Position) -> None:
-        """Consumer: this warp has read the slot; called by all of its threads, one of them arrives."""
-        with when(linear_thread() % 32 == 0):
-            self.empty.arrive(at.index)
+        """Consumer: this warp has read the slot; called by all of its threads, one of them arrives in each block."""
+        lane = linear_thread() % 32
+        if self.blocks == 1:
+            with when(lane == 0):
+                self.empty.arrive(at.index)
+            return
+        with when(lane < self.blocks):
+            self.empty.arrive_at(at.index, lane)
 
     def next(self, at: Position) -> Position:
         """The position one slot on."""

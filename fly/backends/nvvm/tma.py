@@ -31,10 +31,19 @@ def prefetch(tensor_map: TensorMap) -> None:
     operation("tma_prefetch", [tensor_map.pointer])
 
 
-def load(tensor_map: TensorMap, destination: Pointer, coordinates: Sequence[Any], barrier: Value) -> None:
-    """One thread starts the copy of a box to shared memory (aligned to 128 bytes); its bytes arrive at `barrier`."""
+def load(
+    tensor_map: TensorMap, destination: Pointer, coordinates: Sequence[Any], barrier: Value, blocks: int = 1
+) -> None:
+    """One thread starts the copy of a box to shared memory (aligned to 128 bytes); its bytes arrive at `barrier`.
+
+    `blocks`: of a cluster, all of which get the box, at this address and barrier of their own.
+    """
     at = _coordinates(tensor_map, coordinates)
-    operation("tma_load", [shared_address(destination), tensor_map.pointer, as_i32(barrier, "barrier"), *at])
+    operands = [shared_address(destination), tensor_map.pointer, as_i32(barrier, "barrier"), *at]
+    if blocks == 1:
+        operation("tma_load", operands)
+    else:
+        operation("tma_load_to_all", operands, attributes={"blocks": blocks})
 
 
 def store(tensor_map: TensorMap, source: Pointer, coordinates: Sequence[Any]) -> None:

@@ -70,6 +70,32 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "a bias, apart, in turn": (TOKENS, 256, False, True, biased),
     "dropout, apart, in turn": (TOKENS, 256, True, True, dropped),
     "packed, apart, in turn": (PACKED, 256, True, True, lambda i: {}),
+    "a bias, apart, in turn, causal": (TOKENS, 256, True, True, biased),
+    "a bias in float32, apart": (TOKENS, 256, False, False, biased),
+    "softcap and dropout, apart": (TOKENS, 256, False, False, capped_and_dropped),
+    "dropout, apart, narrower": (TOKENS, 224, True, False, dropped),
+    "a bias, apart, in turn, narrower": (TOKENS, 224, True, True, biased),
+    "softcap and dropout, in clusters": (TOKENS, 192, True, False, capped_and_dropped),
+    "packed, apart, in turn, narrower": (PACKED, 224, True, True, lambda i: {}),
+    "softcap in a window, in wider clusters": (
+        TOKENS,
+        192,
+        True,
+        False,
+        lambda i: {"softcap": 3.0, "window_size": (40, 20)},
+    ),
+    "a bias, in turn, full": (TOKENS, 128, False, True, biased),
+    "slopes, in turn": (TOKENS, 128, True, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "slopes, in turn, full": (TOKENS, 128, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "packed, in wider clusters, in turn": (PACKED, 192, True, True, lambda i: {}),
+    "dropout, in clusters, in turn": (TOKENS, 160, False, True, dropped),
+    "softcap in a window, in clusters": (
+        TOKENS,
+        160,
+        False,
+        False,
+        lambda i: {"softcap": 3.0, "window_size": (40, 20)},
+    ),
 }
 
 

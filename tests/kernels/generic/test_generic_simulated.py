@@ -101,6 +101,7 @@ NVIDIA_BUILDS = [
     {"lazy": True, "late": True},
     {"stages": 1, "alternate": True},
     {"stages": 1, "alternate": True, "queries": "shared", "block_n": 32},
+    {"stages": 1, "alternate": True, "queries": "shared", "lazy": True, "block_n": 48},
     {"overlap": True},
     {"overlap": True, "stages": 3, "lazy": True, "block_n": 32},
 ]

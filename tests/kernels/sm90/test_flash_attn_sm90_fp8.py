@@ -21,11 +21,13 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.catalogue import DESCALES
 from kernels.problem.contract import Request
 from kernels.problem.features import NO_FEATURES, Features
-from kernels.sm90.builds import Sm90Options, build_for, decode_options, options_of
-from kernels.sm90.fp8_builds import DECODING, FAST_TILES, ONES, TILES, Fp8Options, has_first_rows, transposing
+from kernels.problem.mods import Mod
+from kernels.sm90.builds import Sm90Options, build_for, decode_options, elementwise_keys, options_of
+from kernels.sm90.fp8_builds import DECODING, FAST_TILES, ONES, TILES, UNIT, Fp8Options, has_first_rows, transposing
 from kernels.sm90.transpose_values import TRANSPOSE_THREADS, keys_of_block, transpose_values
 from kernels.sm90.transposer import Transposer
 from tests.backends.builds import needs_ptxas, run_ptxas
+from tests.kernels.feature_cases import by_head
 from tests.kernels.fp8_reference import plain, reference, rounded
 from tests.kernels.sm90 import hopper_stub
 from tests.simulated import Machine, Program, flat
@@ -171,6 +173,17 @@ def test_which_builds_have_first_rows_only():
         replace(decode_options(256, 256, False, 4, Fp8Options), first_rows=True)
     with pytest.raises(ShapeError, match="consumers is 2; expected 1 with first_rows"):
         replace(row_options((128, 128, True, 2, None)), first_rows=True)
+
+
+ALONE = {"bias": Features(("bias",)), "function": Features(score_mod=Mod.of(by_head))}
+
+
+@every_row
+@pytest.mark.parametrize("asked", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("keys", [512, 1500, 1 << 20])
+def test_tiles_with_code_for_every_score_are_whole_operands(row, asked, keys):
+    """Of 32 keys each, where those of 16 bits are of 16."""
+    assert elementwise_keys(row_options(row), asked, keys) % UNIT == 0
 
 
 @every_row

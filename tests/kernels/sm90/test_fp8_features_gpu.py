@@ -49,5 +49,5 @@ def test_pages(size, head_dim, how, seed):
         options = dict(wide.options)
         out, lse = flydsl_flash_attn_func(q, k, v, True, return_lse=True, fp8_accumulate=how, **options)
         options.pop("max_seqlen_kv", None)
-        report = check_used(out, feature_reference(q, k, v, True, **options), lse)
+        report = check_used(out, feature_reference(q, k, v, True, how, **options), lse)
         assert report.ok, f"seed {seed}, {queries} queries: {report}"

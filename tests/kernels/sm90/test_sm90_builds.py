@@ -56,6 +56,45 @@ def request(seq_len=1, seq_len_kv=4096, heads=64, kv_heads=8, batch=1, **changes
 TWO = Sm90Options(128, 128, False, 2, 128, 2, 1)
 
 
+def square(head_dim: int, length: int, causal: bool, **changes) -> Request:
+    """A call of as many queries as keys, on many heads."""
+    dims = {"head_dim": head_dim, "causal": causal, "num_kv_splits": 1}
+    return request(length, length, 32, 32, 8, **dims | changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "blocks"),
+    [
+        (square(104, 1024, False), 2),  # six tiles of 192 queries
+        (square(104, 2048, False), 1),  # eleven
+        (square(72, 1024, True), 2),
+        (square(72, 4096, True), 1),  # past the row's end
+        (square(216, 16384, False), 2),
+        (square(80, 1024, False), 1),  # rows are whole sectors
+        (square(64, 1024, False), 1),
+        (square(104, 1024, False, features=("softcap",), static_features=Features(("softcap",))), 1),
+        (square(104, 1024, False, num_kv_splits=2), 1),
+    ],
+)
+def test_which_calls_two_blocks_load_the_keys_of_together(call, blocks):
+    options, _ = build_for(call, UNITS)
+    assert options.blocks == blocks
+    assert options.boxes[1][1] == options.block_n // blocks
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"blocks": 3}, "blocks is 3; expected 1 or 2"),
+        ({"blocks": 2, "block_n": 120}, "blocks is 2 with tiles of 120 keys .* or parts of a multiple of 8 keys"),
+        ({"blocks": 2, "features": Features(("softcap",))}, "expected 1, or .* no features"),
+    ],
+)
+def test_what_no_two_blocks_share(fields, message):
+    with pytest.raises(ShapeError, match=message):
+        replace(TWO, **fields)
+
+
 @pytest.mark.parametrize(
     ("group", "seq_len", "wanted"),
     [

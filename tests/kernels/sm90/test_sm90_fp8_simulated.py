@@ -42,9 +42,9 @@ def wrong(q, k, v, causal, **options) -> str | None:
         out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=torch.bfloat16)
         return flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out, **options)
 
-    scales = {name: value for name, value in options.items() if name.endswith("descale")}
+    counts = {name: x for name, x in options.items() if name.endswith("descale") or name == "fp8_accumulate"}
     out, lse = in_every_schedule(call)
-    report = check(out, reference(q, k, v, causal=causal, **scales), lse)
+    report = check(out, reference(q, k, v, causal=causal, **counts), lse)
     return None if report.ok else str(report)
 
 

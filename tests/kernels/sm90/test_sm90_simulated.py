@@ -12,7 +12,7 @@ import torch
 
 from kernels import flash_attn_interface, flash_attn_sm90
 from kernels.flash_attn_interface import flydsl_flash_attn_func
-from kernels.sm90.builds import options_of
+from kernels.sm90.builds import Sm90Options, options_of
 from kernels.sm90.tiles import TILES
 from tests.kernels.feature_cases import DENSE_ONLY, Inputs
 from tests.kernels.paged import Paged
@@ -114,6 +114,7 @@ OPTIONS = {
     "late numbers": {"takes_late": True},
     "one consumer": {"consumers": 1},
     "three consumers": {"consumers": 3, "block_n": 80},
+    "two blocks": {"blocks": 2},
     "parts combined": {"consumers": 1, "combines": True, "takes_late": True, "pack_gqa": 4, "ping_pong": False},
 }
 
@@ -132,6 +133,28 @@ def test_every_option(name, causal, force, seed):
     def call():
         out = torch.full_like(q, torch.nan)
         return flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out, num_kv_splits=splits)
+
+    out, lse = in_every_schedule(call)
+    report = check(out, reference(q, k, v, causal=causal), lse)
+    assert report.ok, f"seed {seed}: {report}"
+
+
+# queries, keys, head dimension, consumers, query heads of a tile: more tiles than a block takes at once, a last tile
+# without its neighbour, no keys for some rows, and heads as rows
+TOGETHER = [(390, 330, 72, 1, 1), (300, 70, 104, 2, 1), (200, 300, 216, 1, 1), (150, 200, 88, 2, 2)]
+
+
+@pytest.mark.sample(2)
+@causal_or_full
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+def test_two_blocks_load_keys_for_each_other(case, causal, force, seed):
+    queries, keys, dim, consumers, pack = case
+    force(Sm90Options(dim, dim, causal, consumers, 64, 2, 1, blocks=2, pack_gqa=pack))
+    q, k, v = (torch.randn(2, n, h, dim).bfloat16() for n, h in ((queries, 2), (keys, 1), (keys, 1)))
+
+    def call():
+        out = torch.full_like(q, torch.nan)
+        return flydsl_flash_attn_func(q, k, v, causal, return_lse=True, out=out)
 
     out, lse = in_every_schedule(call)
     report = check(out, reference(q, k, v, causal=causal), lse)
