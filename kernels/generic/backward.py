@@ -259,8 +259,10 @@ class _Build:
         """Whether AMD's scalar registers are too few for the comparisons of a masked tile of 64 rows at once."""
         features = self.features
         listed, of_keys = features.block_size is not None, self.kernel == "dkdv"
-        if listed and (self.causal or not of_keys):
-            return True
+        if features.block_size is not None and (self.causal or not of_keys):
+            # alone of these it does not: causal `dq` of small blocks at D=32
+            has_room = self.arch == "gfx942" and self.dim == 32 and self.causal and min(features.block_size) < 128
+            return of_keys or not has_room
         if self.arch == "gfx950":
             dropping = listed and features.drops and self.dim == 32
             return dropping or (of_keys and self.causal and features.mask_mod is not None and "dk" in self.results)
