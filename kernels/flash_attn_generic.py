@@ -45,6 +45,10 @@ from .work.launch import bind_forward, heads_as_rows, split_count
 from .work.score_stages import ScoreStages
 from .work.tile_scheduler import BlockWork, block_work
 
+# by target and whether weights are dropped: up to which head dimension all comparisons of a masked tile with a
+# `mask_mod` come at once, each of which takes two scalar registers
+AT_ONCE = {("gfx942", False): 128, ("gfx942", True): 128, ("gfx950", True): 160}
+
 
 @dataclass(frozen=True)
 class GenericOptions:
@@ -124,6 +128,14 @@ class GenericOptions:
         of = self.features
         drops = of.drops and (of.modifies or of.block_size is not None)
         return (drops or of.masks_every_tile) and fly.target().backend == "rocdl"
+
+    def masks_in_parts(self) -> bool:
+        """Whether a list's partial tiles are masked a column tile after the other, for want of scalar registers."""
+        if self.features.block_size is None:
+            return False
+        dim = padded(max(self.head_dim, self.value_dim))
+        has_room = dim != 224 and self.waves < 4 and not self.features.drops
+        return not has_room and dim > AT_ONCE.get((fly.target().arch, self.features.drops), HEAD_DIMS[-1])
 
 
 @fly.kernel
@@ -218,7 +230,7 @@ def _attend(
         tile = tile_of(j)
         scores = times_keys(scores, scales.k_keys, tile * options.block_n)
         scores = stages.modify(scores, tile, bias)
-        return stages.mask(scores, tile, masked)
+        return stages.mask(scores, tile, masked, in_parts=options.masks_in_parts())
 
     def take_in(
         scores: fly.Fragment, j: Any, v_tile: fly.SharedTile, state: Sequence[Any], masked: bool

@@ -44,7 +44,7 @@ from .generic.operand_gradients import add_load_gradients, put_bias_gradients
 from .generic.operands import Queries, SharedRows, Stream, column_tiles, direct_rows, listed_copies
 from .problem.contract import Launch, Request, Tensors, aux_name
 from .problem.features import NO_FEATURES, BoundFeatures
-from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, transposed, transposed_layout, weights
+from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, tile_by_tile, transposed, transposed_layout, weights
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
@@ -121,13 +121,23 @@ class _KeyBlock:
             lse = fly.RowVector(transposed_layout(layout), lse_slot.columns(layout, of_q.row_tiles).values)
             queries = lse.rows().map(lambda row: row + first_query)
 
-            def limit(scores: fly.Fragment) -> fly.Fragment:
+            between = fly.sched_barrier if options.masks_in_parts and masked else None
+
+            def limit(scores: fly.Fragment, query: int = 0) -> fly.Fragment:
                 with fly.reread_ids():
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
-                    return transposed(inverse.apply(transposed(scores), keys, first_query))
+                    first = first_query + query if query else first_query
+                    return transposed(inverse.apply(transposed(scores), keys, first, between=between))
+
+            def hidden(part: fly.Fragment, query: int) -> fly.Fragment:
+                mine = fly.RowVector(queries.layout, (queries.values[query // layout.columns],))
+                return transposed(given.mask(limit(transposed(part), query), mine, wave_key, here))
 
             def hide(scores: fly.Fragment) -> fly.Fragment:
+                if masked and options.masks_in_parts:
+                    with fly.reread_ids():
+                        return transposed(tile_by_tile(transposed(scores), hidden))
                 if masked:
                     with fly.reread_ids():
                         return given.mask(limit(scores), queries, wave_key, here)
@@ -375,7 +385,7 @@ def flash_attn_generic_dq(
             stages = ScoreStages(place, here, scale, rows, options.block_n)
             k_tile, v_tile = ready[:split], ready[split:]
             raw = of_k.across(zeros, of_q, k_tile)
-            hide = partial(stages.mask, tile=tile, masked=masked)
+            hide = partial(stages.mask, tile=tile, masked=masked, in_parts=options.masks_in_parts)
             with fly.reread_ids() if options.rereads else nullcontext():
                 made = weights(
                     raw, here, place, rows, first_key, scale, lse, hide, wave_row, inputs, early=True, scarce=scarce
@@ -430,6 +440,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         of_operands,
         "packed" in request.features,
         request.aux_tensors > 0,
+        dbias is not None and dbias.dim() == 3,
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]

@@ -22,9 +22,10 @@ class BackwardOptions:
     `block_n` rows, `stages` slots, copied `vector` elements at a time. `resident`: where the rows' operands stay,
     "registers" or "shared". `results`: of `dkdv`, which to compute. `features`: what the operands are; of `dkdv`, a
     block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
-    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `adds_bias`: of `dq`,
-    whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after
-    the operands.
+    where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see
+    `Tiling`. `masks_in_parts`: whether the scores of a masked tile are masked for 32 rows of what passes by after the
+    other (`tile_by_tile`). `adds_bias`: of `dq`, whether several blocks have an element of the bias;
+    `aux_gradients`: which auxiliary tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -44,6 +45,8 @@ class BackwardOptions:
     min_blocks: int | None = None
     waves_per_eu: int | None = None
     rereads: bool = False
+    power_of_two: bool = False
+    masks_in_parts: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -66,12 +69,12 @@ class BackwardOptions:
 
     def is_scarce(self) -> bool:
         """Whether the target's scalar registers are too few for dropout: AMD's at head dimensions 96, 160 and 224."""
-        odd = padded(self.head_dim) % 64 != 0 and self.head_dim > 64
+        odd = padded(self.head_dim) % 64 != 0 and (self.head_dim > 64 or self.masks_in_parts)
         return odd and self.features.drops and fly.target().backend == "rocdl"
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored transposed as well."""
-        dim, dim_v = padded(self.head_dim), padded(self.head_dim_v)
+        dim, dim_v = padded(self.head_dim, self.power_of_two), padded(self.head_dim_v, self.power_of_two)
         tiles = 2 * self.stages * self.block_n * (dim + dim_v)
         if self.resident == "shared":
             # dV alone needs no V
@@ -84,7 +87,7 @@ class BackwardOptions:
     @property
     def tiling(self) -> Tiling:
         """Of what passes by."""
-        return Tiling(self.block_n, self.stages, self.vector)
+        return Tiling(self.block_n, self.stages, self.vector, power_of_two=self.power_of_two)
 
 
 def query_block(
@@ -171,9 +174,10 @@ _BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 @dataclass(frozen=True)
 class _Build:
-    """What decides whether ptxas spills in a build of `kernel`, as far as it is known from walking all of them.
+    """What decides whether ptxas or LLVM spills in a build of `kernel`, as far as walks of all of them have told.
 
-    `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors.
+    `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors;
+    `sums`: of `dq`, whether it adds up gradients of such elements, or of a bias over its queries.
     """
 
     arch: str
@@ -183,6 +187,7 @@ class _Build:
     causal: bool
     packed: bool
     loads: bool
+    sums: bool
     features: Features
 
     @property
@@ -211,6 +216,9 @@ class _Build:
     def needs_half(self) -> bool:
         """Whether it spills all the same, unless what passes by comes in tiles of half the rows."""
         features = self.features
+        if self.arch == "gfx950":
+            modified = features.modifies and (features.windowed or features.drops)
+            return self.kernel == "dq" and self.dim == 96 and (modified or self.sums)
         if self.kernel == "dkdv" and self.dim == 256 and "dk" in self.results:
             if self.arch == "sm_90a":
                 return self.causal and (features.score_mod is not None or "bias" in features.operands)
@@ -229,6 +237,40 @@ class _Build:
             return True
         return self.arch == "sm_80" and ("window_left" if self.causal else "alibi_slopes") in features.operands
 
+    @property
+    def power_of_two(self) -> bool:
+        """Whether it spills unless tiles have a power of two of columns: so it may where no load transposes them.
+
+        Threads turn single elements of 32 x 224 then, and LLVM has registers of all that the loop carries twice.
+        """
+        features = self.features
+        listed = features.block_size is not None
+        small = features.block_size is not None and min(features.block_size) < 128
+        if self.arch != "gfx942" or self.dim != 224 or features.masks_every_tile or small:
+            return False
+        masked = self.causal or features.windowed or features.ends_early
+        if self.kernel == "dq" or "dk" in self.results:
+            return self.kernel == "dq" or masked or features.modifies or listed
+        modified = features.modifies and features.operands != ("alibi_slopes",)
+        return not (features.drops or listed) and (masked or modified)
+
+    @property
+    def masks_in_parts(self) -> bool:
+        """Whether AMD's scalar registers are too few for the comparisons of a masked tile of 64 rows at once."""
+        features = self.features
+        listed, of_keys = features.block_size is not None, self.kernel == "dkdv"
+        if features.block_size is not None and (self.causal or not of_keys):
+            # alone of these it does not: causal `dq` of small blocks at D=32
+            has_room = self.arch == "gfx942" and self.dim == 32 and self.causal and min(features.block_size) < 128
+            return of_keys or not has_room
+        if self.arch == "gfx950":
+            dropping = listed and features.drops and self.dim == 32
+            return dropping or (of_keys and self.causal and features.mask_mod is not None and "dk" in self.results)
+        if listed or not of_keys or not self.causal:
+            return False
+        plain = not (features.per_score or features.elementwise or features.windowed)
+        return features.mask_mod is not None or (self.dim == 32 and (plain or self.loads))
+
 
 def options_for(
     target: Target,
@@ -239,11 +281,13 @@ def options_for(
     of_operands: bool = False,
     packed: bool = False,
     loads: bool = False,
+    by_key: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
     """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
 
     `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well;
-    `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors.
+    `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors; `by_key`: whether
+    a bias' gradient is summed over queries.
 
     Raises:
         UnsupportedError: blocks of a block mask that tiles do not divide.
@@ -269,9 +313,14 @@ def options_for(
     def made(rows: _Rows, kernel: str, results: tuple[str, ...]) -> BackwardOptions:
         tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
-        built = _Build(target.arch, kernel, results, dim, causal, packed, loads, features)
-        if nvidia and tiles[1] > NARROWEST and built.needs_half:
+        sums = (of_operands and loads) or by_key
+        built, vector = _Build(target.arch, kernel, results, dim, causal, packed, loads, sums, features), rows.vector
+        if built.power_of_two:
+            vector = 8
+        if tiles[1] > NARROWEST and built.needs_half:
             tiles = (tiles[0], tiles[1] // 2, tiles[2])
+            if not nvidia:
+                vector //= 2  # threads have a piece of the columns that are copied together
         if features.block_size is not None:
             queries, keys = features.block_size
             blocks = (keys, queries) if by_keys else (queries, keys)
@@ -282,11 +331,13 @@ def options_for(
             given = replace(features, block_size=blocks)
         block_m, block_n, waves = tiles
         # every thread has a piece of the narrower tiles too
-        vector = min(rows.vector, block_n * narrowest // (waves * target.wave_size))
+        vector = min(vector, block_n * narrowest // (waves * target.wave_size))
         # modified scores are kept for their derivatives, beside dQ's sums
         crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
-        # with a block mask and dropout at D=64 LLVM spills scalar registers if it may have all vector registers
-        alone = ("dv" in results and not (dim == 64 and listed and features.drops)) or dim > TOGETHER or crowded
+        in_parts = not nvidia and block_n == 64 and built.masks_in_parts
+        # if it may have all vector registers, LLVM spills scalar ones with a block mask and dropout at D=64, or here
+        sparing = (dim == 64 and listed and features.drops) or (dim == 32 and in_parts)
+        alone = ("dv" in results and not sparing) or dim > TOGETHER or crowded
         return BackwardOptions(
             head_dim,
             head_dim_v,
@@ -300,6 +351,8 @@ def options_for(
             results=results,
             features=given,
             rereads=nvidia and built.rereads,
+            power_of_two=built.power_of_two,
+            masks_in_parts=in_parts,
             waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 

@@ -26,9 +26,9 @@ Queries = Callable[[int], list[fly.Value]]  # step over the head dimension -> on
 PAD = 32
 
 
-def padded(head_dim: int) -> int:
-    """Columns of a shared tile for a head dimension."""
-    return -(-head_dim // PAD) * PAD
+def padded(head_dim: int, power_of_two: bool = False) -> int:
+    """Columns of a shared tile for a head dimension; `power_of_two`: the next one."""
+    return max(PAD, 1 << (head_dim - 1).bit_length()) if power_of_two else -(-head_dim // PAD) * PAD
 
 
 def _plan(link: fly.Chain, operand: str, **kwargs: Any) -> fly.OperandPlan | None:
@@ -102,12 +102,14 @@ class Tiling:
     """Tiles of `rows` rows and how they travel: `stages` slots each, `vector` elements a copy.
 
     With one stage, tiles go through registers, or straight to shared memory by turns if they `alternate`.
+    `power_of_two`: tiles have so many columns, so that threads that transpose copy several elements at a time.
     """
 
     rows: int
     stages: int
     vector: int
     alternate: bool = False
+    power_of_two: bool = False
 
     @property
     def asynchronous(self) -> bool:
@@ -143,7 +145,7 @@ class Stream:
         plan, transposing = _straight_plan(link, operand), _along_plan(link, rows)
         if across or transposing is not None:
             granule = max(p.load.granule for p in (plan if across else None, transposing if along else None) if p)
-            layout = fly.SwizzledTile(tiling.rows, padded(rows.columns), granule)
+            layout = fly.SwizzledTile(tiling.rows, padded(rows.columns, tiling.power_of_two), granule)
             slots = fly.SharedTile.ring(name, layout, dtype, tiling.stages)[0]
             self._copies.append((_row_copy(rows, layout, tiling), slots))
         if across:
@@ -155,7 +157,7 @@ class Stream:
         self._transposed = transposing is None
         if transposing is None:
             # no load transposes it: it is stored so, rows in the order in which registers of weights hold them
-            dims = padded(rows.columns)
+            dims = padded(rows.columns, tiling.power_of_two)
             layout = fly.SwizzledTile(dims, tiling.rows, plan.load.granule, fold=True)
             pieces = tuple(link.columns.index(4 * p) // 4 for p in range(atom.k // 4))
             transposed = fly.SharedTile.ring(f"{name} transposed", layout, dtype, tiling.stages)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import fly
 
 from ..problem.features import BoundFeatures
+from ..problem.gradients import tile_by_tile
 from .fragments import row_numbers
 from .tile_scheduler import Work
 
@@ -55,13 +56,22 @@ class ScoreStages:
         stages = self if self.anew is None else self.remade(self.anew)
         return self.given.modify(scores, self.scale_log2, stages.rows, tile * self.block_n, self.work, bias)
 
-    def limit(self, scores: fly.Fragment, tile: Any, between: Callable[[], None] | None = None) -> fly.Fragment:
-        """-inf for what lengths, causality and windows hide; `between`: see `KeyRange.apply`."""
-        return self.work.keys.apply(scores, self.rows, tile * self.block_n, between)
+    def limit(
+        self, scores: fly.Fragment, tile: Any, between: Callable[[], None] | None = None, column: int = 0
+    ) -> fly.Fragment:
+        """-inf for what lengths, causality and windows hide; `between`: see `KeyRange.apply`.
 
-    def hide(self, scores: fly.Fragment, tile: Any, one_by_one: bool = False) -> fly.Fragment:
+        `column`: the first of `scores`, where these are a part of the tile.
+        """
+        return self.work.keys.apply(scores, self.rows, self._first_key(tile, column), between)
+
+    def hide(self, scores: fly.Fragment, tile: Any, one_by_one: bool = False, column: int = 0) -> fly.Fragment:
         """-inf for what a `mask_mod` hides, where there is one; `one_by_one`: see `BoundFeatures.mask`."""
-        return self.given.mask(scores, self.rows, tile * self.block_n, self.work, one_by_one)
+        return self.given.mask(scores, self.rows, self._first_key(tile, column), self.work, one_by_one)
+
+    def _first_key(self, tile: Any, column: int) -> Any:
+        first = tile * self.block_n
+        return first + column if column else first
 
     def limit_unless_whole(self, scores: fly.Fragment, tile: Any) -> fly.Fragment:
         """`limit` of a listed tile that is not seen whole, behind a test: most are."""
@@ -71,10 +81,18 @@ class ScoreStages:
         )
         return limited
 
-    def mask(self, scores: fly.Fragment, tile: Any, masked: bool) -> fly.Fragment:
-        """All masks of a tile of a loop that is `masked`; of others, what cuts a list's whole blocks."""
+    def mask(self, scores: fly.Fragment, tile: Any, masked: bool, in_parts: bool = False) -> fly.Fragment:
+        """All masks of a tile of a loop that is `masked`; of others, what cuts a list's whole blocks.
+
+        `in_parts`: by `tile_by_tile`, and a part's comparisons with limits before those of a `mask_mod`.
+        """
+        between = fly.sched_barrier if in_parts else None
+
+        def both(part: fly.Fragment, column: int) -> fly.Fragment:
+            return self.hide(self.limit(part, tile, between, column), tile, column=column)
+
         if masked:
-            return self.hide(self.limit(scores, tile), tile)
+            return tile_by_tile(scores, both) if in_parts else both(scores, 0)
         return scores if self.work.listed is None else self.limit_unless_whole(scores, tile)
 
     def mask_step(self, scores: fly.Fragment, step: Any, tile: Any) -> fly.Fragment:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import registers
 from fly.backends.artefact import Resources
+from kernels.generic.backward import TOGETHER
 from tests.backends.builds import needs_ptxas
 
 # those with all registers in use; Hopper's find things again for want of them (kernels/sm90/thrift.py)
@@ -26,7 +27,12 @@ CROWDED = [
     ("gfx942", "backward", "generic", 64, "softcap, dropout"),
     ("gfx942", "backward", "gfx942", 64, "softcap, dropout"),
     ("gfx942", "forward", "gfx942", 128, "bias"),
+    ("gfx942", "backward", "generic", 32, "block mask"),
+    ("gfx942", "backward", "generic", 224, "plain"),
     ("gfx942", "forward", "generic", 64, "block mask, dropout"),
+    ("gfx942", "forward", "generic", 160, "block mask"),
+    ("gfx950", "backward", "generic", 96, "block mask, dropout"),
+    ("gfx950", "backward", "generic", 96, "score_mod, gradient"),
     ("gfx950", "backward", "gfx950", 128, "mask_mod"),
     ("gfx950", "backward", "gfx950", 128, "softcap, dropout"),
     ("gfx950", "forward", "gfx950", 128, "softcap, dropout"),
@@ -38,7 +44,7 @@ CROWDED = [
 @pytest.mark.parametrize(("arch", "name", "kernel", "head_dim", "form"), CROWDED)
 def test_committed_builds_spill_nothing(arch, name, kernel, head_dim, form):
     found = registers.count(registers.Case(arch, name, kernel, head_dim, True, form))
-    kernels = {"forward": 1, "backward": 3}[name]
+    kernels = 1 if name == "forward" else 4 if kernel == "generic" and head_dim > TOGETHER else 3
     if form == "dropout, deterministic":
         kernels -= 1  # all queries see keys, so that nobody clears dq
     assert len(found) == kernels and all(map(registers.is_clean, found)), [registers.line(build) for build in found]

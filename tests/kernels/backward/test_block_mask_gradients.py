@@ -38,11 +38,14 @@ CASES: dict[str, tuple[dict[str, Any], bool, int | tuple[int, int]]] = {
     "blocks of several tiles": ({"queries": [150], "keys": [200], "head_dim": 64}, False, 128),
     "blocks of 64, causal": ({"queries": [130], "keys": [250], "head_dim": 32}, True, 64),
     "small blocks": ({"queries": [70], "keys": [130], "head_dim": 32}, False, (32, 64)),
+    "tiles in parts, causal": ({"queries": [150], "keys": [140], "head_dim": 160}, True, 128),
     "blocks that no tile divides": ({"queries": [90], "keys": [130], "head_dim": 128}, False, (50, 40)),
 }
 PLACES = [
     ("gfx942", "blocks of 64, causal"),
+    ("gfx942", "tiles in parts, causal"),
     ("gfx950", "blocks of several tiles"),
+    ("gfx950", "blocks of 64, causal"),
     *(("sm_90a", name) for name in CASES),
 ]
 
@@ -54,6 +57,15 @@ def test_gradients_with_a_block_mask_are_the_references(arch, name, emulate, see
     inputs = Inputs(**sizes, seed=seed)
     mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", block)
     assert not wrong(inputs, causal, mask), f"seed {seed}"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_gradients_with_a_block_mask_and_dropout_where_tiles_are_masked_in_parts(arch, emulate, seed):
+    emulate(arch, "generic")
+    inputs = Inputs([130], [200], head_dim=32, seed=seed)
+    mask = create_block_mask(uneven, None, 2, 130, 200, "cpu", 128)
+    rng_state = torch.tensor([seed, 3], dtype=torch.int64)
+    assert not wrong(inputs, True, mask, dropout_p=0.25, rng_state=rng_state), f"seed {seed}"
 
 
 @pytest.fixture

@@ -69,10 +69,25 @@ CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
         False,
         lambda i: {"score_mod": by_head, "mask_mod": stripes, "aux_tensors": (i.floats(2, 60),)},
     ),
+    "a mask, rows in parts": (
+        {"queries": [90], "keys": [140], "head_dim": 96},
+        True,
+        lambda i: {"mask_mod": stripes},
+    ),
+    "narrow heads, rows in parts": (
+        {"queries": [130], "keys": [100], "heads": 4, "kv_heads": 2, "head_dim": 24},
+        True,
+        lambda i: {},
+    ),
     "wide heads, other values": (
         {"queries": [40], "keys": [140], "head_dim": 192, "head_dim_v": 128},
         True,
         lambda i: {"attention_chunk": 30},
+    ),
+    "columns that tiles lack": (
+        {"queries": [40], "keys": [70], "head_dim": 208, "head_dim_v": 216},
+        True,
+        lambda i: {},
     ),
 }
 

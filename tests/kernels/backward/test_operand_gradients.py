@@ -74,6 +74,12 @@ CASES: dict[str, Case] = {
         ("bias",),
         lambda i: {"bias": i.floats(1, 2, 1, 33)},
     ),
+    "of keys and of what a function loads, tiles of 32 keys": (
+        {"queries": [40], "keys": [70], "head_dim": 96},
+        True,
+        ("bias", "aux_tensors"),
+        lambda i: {"bias": i.floats(2, 1, 70), "score_mod": by_head, "aux_tensors": (i.floats(2, 70),)},
+    ),
     "of queries": (
         {"queries": [20], "keys": [40]},
         False,
@@ -111,6 +117,7 @@ CASES: dict[str, Case] = {
 PLACES = [
     ("gfx942", "of every score, behind a softcap, and sinks"),
     ("gfx942", "of keys, rows without keys"),
+    ("gfx950", "of keys and of what a function loads, tiles of 32 keys"),
     ("gfx950", "shared by sequences and heads, before a function"),
     *(("sm_90a", name) for name in CASES),
 ]
