@@ -69,7 +69,9 @@ def square(head_dim: int, length: int, causal: bool, **changes) -> Request:
         (square(104, 2048, False), 1),  # eleven
         (square(72, 1024, True), 2),
         (square(72, 4096, True), 1),  # past the row's end
+        (square(104, 4100, True), 1),  # between causal rows' lengths
         (square(216, 16384, False), 2),
+        (square(200, 4096, True), 2),
         (square(80, 1024, False), 1),  # rows are whole sectors
         (square(64, 1024, False), 1),
         (square(104, 1024, False, features=("softcap",), static_features=Features(("softcap",))), 1),
