@@ -333,7 +333,7 @@ class Build:
         return self.features.windowed and "softcap" in self.features.operands
 
 
-# in order, the first that a build has; others are as `CROWDED` says. Packed, 48 keys take 0.8 of the time of 64 (H100)
+# in order, the first that a build has; others are as `CROWDED` says. Packed, 48 keys take 0.8 of 64's time (H100)
 CROWDED_ON_HOPPER: tuple[tuple[Callable[[Build], bool], Mapping[str, Any]], ...] = (
     (lambda b: b.packed and not b.has_limits and b.features.drops, {"block_n": 48}),
     (lambda b: b.packed and not b.has_limits, {"block_n": 48, "lazy": True}),
