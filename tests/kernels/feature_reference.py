@@ -18,14 +18,16 @@ import torch
 from fly_attention.problem.dropout import scale as scale_of_kept
 from fly_attention.problem.dropout import threshold
 from fly_attention.problem.dropout_mask import dropout_mask
-from tests.kernels.fp8_reference import E4M3, FNUZ, roundings
+from tests.kernels.fp8_reference import E4M3, FNUZ, cut_product, cuts, roundings
 from tests.kernels.reference import (
+    LSE_TOLERANCE,
     MAX_SCORES,
     Reference,
     Report,
     blocks,
     check,
     exact_products,
+    lse_error,
     max_difference,
     product,
 )
@@ -43,7 +45,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Scores:
-    """What changes scores, in the units of softmax_scale * q k^T, and what hides keys."""
+    """What changes scores, in the units of softmax_scale * q k^T, and what hides keys.
+
+    `products`: of (h, r, D) and (h, D, keys), if others than exact ones are wanted.
+    """
 
     causal: bool
     softmax_scale: float
@@ -55,6 +60,7 @@ class Scores:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     aux_tensors: Sequence[torch.Tensor] = ()
+    products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def of(self, whole: torch.Tensor, span: Span, heads: slice, rows: slice) -> torch.Tensor:
         """(h, r, keys) of some heads and rows of a sequence with the queries `whole`, (H, rows, D).
@@ -65,7 +71,11 @@ class Scores:
         query = whole[heads, rows]
         keys, device, dtype = span.key.shape[0], query.device, query.dtype
         key = key_heads(span.key, query_heads, heads).to(dtype)
-        scores = product(query * self.softmax_scale, key.transpose(-1, -2))
+        keys_across = key.transpose(-1, -2)
+        if self.products is None:
+            scores = product(query * self.softmax_scale, keys_across)
+        else:
+            scores = self.products(query, keys_across) * self.softmax_scale
         h = torch.arange(heads.start, heads.stop, device=device)[:, None, None]
         i = torch.arange(rows.start, rows.stop, device=device)[None, :, None]
         j = torch.arange(keys, device=device)[None, None, :]
@@ -160,6 +170,7 @@ def feature_attention(
     aux_tensors: Sequence[torch.Tensor] = (),
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
+    products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     **lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, used): attention with every step in `dtype`.
@@ -170,6 +181,7 @@ def feature_attention(
             sequence) i32, pages (N, page size, Hkv, D).
         weights: what becomes of exp(score - highest score) before they are multiplied with values.
         bias: what broadcasts to (B, H, Sq, Skv); its first key is the first one that counts.
+        products: see `Scores`.
         dropout_p, rng_state: weights after the softmax are times `dropout_mask`, and its scale.
         lengths: `cu_seqlens_q`, `cu_seqlens_kv`, `seqused_q`, `seqused_kv`, `cache_leftpad`, `kv_batch_idx` and
             `block_table`.
@@ -196,6 +208,7 @@ def feature_attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
         aux_tensors=aux_tensors,
+        products=products,
     )
     for span in spans(q, k, v, **lengths):
         used[span.queries] = True
@@ -245,17 +258,23 @@ def feature_reference(
 ) -> FeatureReference:
     """Exact attention in float32 (see `feature_attention`) and the same in the input dtype's distance from it.
 
-    Of 8-bit inputs, the same with weights in e4m3 and out in bf16, see `fp8_reference`.
+    Of 8-bit inputs, the same with weights in e4m3 and out in bf16, see `fp8_reference`; where products of scores are
+    cut, log-sum-exps may be twice as far off as those of such scores are.
     """
+    lse_bound = LSE_TOLERANCE
     with exact_products():
         out, lse, used = feature_attention(q, k, v, causal, **options)
         if q.dtype in (E4M3, FNUZ):
             ways = roundings(q.device, fp8_accumulate)
             by_weights = [feature_attention(q, k, v, causal, weights=way, **options)[0] for way in ways]
             plains = [plain.to(torch.bfloat16) for plain in by_weights]
+            if cuts(q.device):
+                _, of_cut, _ = feature_attention(q, k, v, causal, products=cut_product, **options)
+                lse_bound = max(lse_bound, 2 * lse_error(of_cut, lse))
     if q.dtype not in (E4M3, FNUZ):
         plains = [feature_attention(q, k, v, causal, **options | {"dtype": q.dtype})[0]]
-    return FeatureReference(out, lse, max(max_difference(plain, out) for plain in plains), used)
+    error = max(max_difference(plain, out) for plain in plains)
+    return FeatureReference(out, lse, error, used, lse_bound=lse_bound)
 
 
 def check_used(out: torch.Tensor, ref: FeatureReference, lse: torch.Tensor | None = None) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -101,12 +101,14 @@ def attention(
 class Reference:
     """What exact attention gives, and how far plain attention in the input dtype is from it.
 
-    out: (B, Sq, H, D), lse: (B, H, Sq), or packed, float32 or float64; `plain_error` is max|pt − out|.
+    out: (B, Sq, H, D), lse: (B, H, Sq), or packed, float32 or float64; `plain_error` is max|pt − out|; `lse_bound`:
+    see `Report`.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     plain_error: float
+    lse_bound: float = field(default=LSE_TOLERANCE, kw_only=True)
 
     @property
     def bound(self) -> float:
@@ -119,21 +121,23 @@ class Report:
     """How far a result is from the reference.
 
     `cosine` is the smallest cosine between a row of the result and the reference's (1 where both are zero);
-    `lse_error` is max |lse − ref| / max(1, |ref|), None when no LSE was given, inf where only one is −inf.
+    `lse_error` is max |lse − ref| / max(1, |ref|), None when no LSE was given, inf where only one is −inf;
+    `lse_bound`: the largest that passes.
     """
 
     error: float
     bound: float
     cosine: float
     lse_error: float | None
+    lse_bound: float = LSE_TOLERANCE
 
     @property
     def ok(self) -> bool:
         """Whether the result passes; NaN anywhere fails."""
-        return self.error <= self.bound and (self.lse_error is None or self.lse_error <= LSE_TOLERANCE)
+        return self.error <= self.bound and (self.lse_error is None or self.lse_error <= self.lse_bound)
 
     def __str__(self) -> str:
-        lse = "" if self.lse_error is None else f", lse error {self.lse_error:.1e} (bound {LSE_TOLERANCE:.0e})"
+        lse = "" if self.lse_error is None else f", lse error {self.lse_error:.1e} (bound {self.lse_bound:.0e})"
         verdict = "ok" if self.ok else "WRONG"
         return f"{verdict}: max error {self.error:.2e} (bound {self.bound:.2e}), cosine {self.cosine:.6f}{lse}"
 
@@ -161,7 +165,8 @@ def _min_cosine(out: torch.Tensor, ref: torch.Tensor) -> float:
     return torch.stack(lowest).min().item() if lowest else 1.0
 
 
-def _lse_error(lse: torch.Tensor, ref: torch.Tensor) -> float:
+def lse_error(lse: torch.Tensor, ref: torch.Tensor) -> float:
+    """`Report.lse_error`."""
     if not ref.numel():
         return 0.0
     same = lse.to(ref.dtype) == ref  # −inf on both sides included
@@ -214,5 +219,5 @@ def check(out: torch.Tensor, ref: Reference, lse: torch.Tensor | None = None) ->
         raise ValueError(f"out has shape {tuple(out.shape)}, the reference {tuple(ref.out.shape)}")
     if lse is not None and lse.shape != ref.lse.shape:
         raise ValueError(f"lse has shape {tuple(lse.shape)}, the reference {tuple(ref.lse.shape)}")
-    lse_error = None if lse is None else _lse_error(lse, ref.lse)
-    return Report(max_difference(out, ref.out), ref.bound, _min_cosine(out, ref.out), lse_error)
+    error = None if lse is None else lse_error(lse, ref.lse)
+    return Report(max_difference(out, ref.out), ref.bound, _min_cosine(out, ref.out), error, ref.lse_bound)

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from tests.kernels.reference import attention, check, reference
+from tests.kernels import feature_reference as feature_reference_module
+from tests.kernels.feature_reference import feature_reference
+from tests.kernels.fp8_reference import cut_product
+from tests.kernels.reference import LSE_TOLERANCE, attention, check, reference
 
 
 def inputs(seq_len=5, seq_len_kv=7, heads=6, kv_heads=2, head_dim=8, batch=2, dtype=torch.float64):
@@ -132,3 +135,30 @@ def test_wrong_shapes_are_named():
         check(ref.out.transpose(1, 2), ref)
     with pytest.raises(ValueError, match="lse has shape"):
         check(ref.out, ref, ref.lse.transpose(1, 2))
+
+
+def test_cut_products_lose_what_is_below_2_to_the_minus_13():
+    """Of the largest number's power of two among an instruction's products and the sum so far."""
+    ones = torch.ones(1, 1, 64)
+    small = torch.full((1, 64, 3), 2.0**-12)
+    small[0, 0] = torch.tensor([1.0, 0.0, 2.0])  # units: 2^-13, less, 2^-12
+    small[0, 1, 2] = 2.0**-13
+    exact = (ones @ small)[0, 0]
+    found = cut_product(ones, small)[0, 0]
+    assert found.tolist() == [exact[0], exact[1], exact[2] - 2.0**-13]
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_log_sum_exps_may_be_twice_as_far_off_as_those_of_cut_scores(head_dim, monkeypatch):
+    """Where rows see a key each."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 300, 4, head_dim, generator=generator).to(torch.float8_e4m3fn) for _ in range(3))
+    options = {"causal": False, "window_size": (0, 0)}
+    exact = feature_reference(q, k, v, **options)
+    monkeypatch.setattr(feature_reference_module, "cuts", lambda device: True)
+    cut = feature_reference(q, k, v, **options)
+    assert exact.lse_bound == LSE_TOLERANCE
+    assert LSE_TOLERANCE <= cut.lse_bound < (8e-3 if head_dim == 256 else 2e-3)
+    size = exact.lse.abs().clamp(min=1.0)
+    assert check(exact.out, cut, exact.lse + 0.9 * cut.lse_bound * size).ok
+    assert not check(exact.out, cut, exact.lse + 1.1 * cut.lse_bound * size).ok
