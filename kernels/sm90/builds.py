@@ -368,7 +368,8 @@ def _plain_build_for(
     options = options_of(key, table[key], kind)
     options = replace(options, head_dim=dims[0], head_dim_v=dims[1], pack_gqa=packing(key))
     if kind is Sm90Options and splits == 1:
-        options = replace(options, blocks=blocks_for(request, options.queries))
+        slices = heads // options.pack_gqa
+        options = replace(options, blocks=blocks_for(request, options.queries, slices, units))
     return options, splits
 
 

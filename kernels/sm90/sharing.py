@@ -56,16 +56,20 @@ SHARED: tuple[Row, ...] = (
 )
 
 
-def blocks_for(request: Request, queries: int, rows: Sequence[Row] = SHARED) -> int:
+def blocks_for(request: Request, queries: int, slices: int, units: int, rows: Sequence[Row] | None = None) -> int:
     """How many blocks, with `queries` each, load the keys of a call together: 1 or `TOGETHER`.
 
-    Only of calls whose tiles of queries are all whole sets of so many, and that ask for no feature: lengths, windows
-    and lists could give neighbours other keys.
+    `slices`: heads, or packed sets of them, of all sequences; `units`: the device's multiprocessors; `rows`: `SHARED`
+    by default. Only of calls as they were measured: as many keys as queries, tiles of queries that are whole sets of
+    so many and at least one for each multiprocessor; and that ask for no feature, as lengths, windows and lists could
+    give neighbours other keys.
     """
     uneven = bool((request.head_dim | request.value_dim) & 8)
     tiles = -(-request.seq_len // queries)
-    plain = uneven and not request.features and tiles % TOGETHER == 0
-    return TOGETHER if plain and any(row.has(request) for row in rows) else 1
+    fills = tiles % TOGETHER == 0 and tiles * slices >= units
+    plain = uneven and not request.features and request.seq_len == request.seq_len_kv
+    table = SHARED if rows is None else rows
+    return TOGETHER if fills and plain and any(row.has(request) for row in table) else 1
 
 
 def begin_cluster(blocks: int) -> None:

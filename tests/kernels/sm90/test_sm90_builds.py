@@ -76,6 +76,8 @@ def square(head_dim: int, length: int, causal: bool, **changes) -> Request:
         (square(64, 1024, False), 1),
         (square(104, 1024, False, features=("softcap",), static_features=Features(("softcap",))), 1),
         (square(104, 1024, False, num_kv_splits=2), 1),
+        (replace(square(104, 1024, False), seq_len_kv=2048), 1),
+        (replace(square(104, 1024, False), batch=1, num_heads=8, num_kv_heads=8), 1),  # 48 tiles
     ],
 )
 def test_which_calls_two_blocks_load_the_keys_of_together(call, blocks):
