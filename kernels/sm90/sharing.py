@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fly.backends.nvvm import cluster
 
 from ..problem.contract import Request
+from ..problem.features import NO_FEATURES
 
 TOGETHER = 2  # blocks
 _ANY = 1 << 31
@@ -67,7 +68,8 @@ def blocks_for(request: Request, queries: int, slices: int, units: int, rows: Se
     uneven = bool((request.head_dim | request.value_dim) & 8)
     tiles = -(-request.seq_len // queries)
     fills = tiles % TOGETHER == 0 and tiles * slices >= units
-    plain = uneven and not request.features and request.seq_len == request.seq_len_kv
+    asks = bool(request.features) or request.static_features != NO_FEATURES
+    plain = uneven and not asks and request.seq_len == request.seq_len_kv
     table = SHARED if rows is None else rows
     return TOGETHER if fills and plain and any(row.has(request) for row in table) else 1
 

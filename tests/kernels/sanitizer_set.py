@@ -141,7 +141,7 @@ def features(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> Non
 
 def together(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> None:
     """Key tiles that two blocks load for each other: more of them than slots."""
-    for dim, batch, length in ((72, 5, 768), (104, 10, 384), (216, 3, 1024)):
+    for dim, batch, length in ((72, 5, 768), (216, 3, 1024)):
         q, k = (random(device, batch, length, heads, dim) for heads in (8, 2))
         for causal in (False, True):
             flydsl_flash_attn_func(q, k, k, causal, return_lse=True)

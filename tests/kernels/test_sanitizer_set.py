@@ -12,7 +12,7 @@ from tests.kernels import sanitizer_set
 from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
-MOST_BUILDS = 230  # a sanitizer makes loading and running one take seconds
+MOST_BUILDS = 234  # a sanitizer makes loading and running one take seconds
 MOST_BACKWARD_BUILDS = 28
 
 
@@ -42,6 +42,7 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     assert any(build.features.score_mod for build in builds) and any(build.features.mask_mod for build in builds)
     assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
     assert {getattr(build, "pack_gqa", 1) for build in builds} >= {1, 8}
+    assert {getattr(build, "blocks", 1) for build in builds} == {1, 2}
     assert {build.results for build in backward} == {("dk", "dv"), ("dk",), ("dv",)}
     assert {build.adds_bias for build in backward} == {True, False} and any(build.aux_gradients for build in backward)
     assert any(build.features.drops for build in backward) and any(build.features.block_size for build in backward)
