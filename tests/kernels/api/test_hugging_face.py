@@ -104,7 +104,9 @@ def compare(make: Callable[[str], Any], own: str, given: dict[str, Any], seen: t
     assert all(fly <= 2 * bound for fly, bound in zip(distance(found), distance(plain)))
     for name, gradient in exact[1].items():
         if "sink" in name:
-            assert gradient.any() and (found[1][name] - gradient).norm() <= 0.2 * gradient.norm()
+            # twice plain attention's error, where the gradient is a small difference of large numbers
+            most = max(0.2 * gradient.norm(), 2 * (plain[1][name] - gradient).norm())
+            assert gradient.any() and (found[1][name] - gradient).norm() <= most
 
 
 def model_of(name: str, seed: int, attention: str) -> Any:
