@@ -75,12 +75,12 @@ def measure() -> list[dict[str, Any]]:
 
 
 def chained(weights: torch.Tensor, values: torch.Tensor, chain: int) -> torch.Tensor:
-    """weights (rows, keys) times values (keys, D), float64, as Hopper's tensor cores add e4m3 products up.
+    """weights (rows, keys) times values (keys, D), of their dtype, as Hopper's tensor cores add e4m3 products up.
 
     Each of an instruction's 32 products, and the sum so far, is cut at 2^-13 of the largest one's power of two; sums
     of `chain` keys are added exactly.
     """
-    total = torch.zeros(len(weights), values.shape[1], dtype=torch.float64)
+    total = weights.new_zeros(len(weights), values.shape[1])
     for first in range(0, len(values), chain):
         sums = torch.zeros_like(total)
         for key in range(first, min(first + chain, len(values)), 32):

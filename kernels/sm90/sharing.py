@@ -8,7 +8,6 @@ queries, so that they see the same keys, or under a causal mask nearly so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fly.backends.nvvm import cluster
@@ -57,11 +56,11 @@ SHARED: tuple[Row, ...] = (
 )
 
 
-def blocks_for(request: Request, queries: int, slices: int, units: int, rows: Sequence[Row] | None = None) -> int:
+def blocks_for(request: Request, queries: int, slices: int, units: int) -> int:
     """How many blocks, with `queries` each, load the keys of a call together: 1 or `TOGETHER`.
 
-    `slices`: heads, or packed sets of them, of all sequences; `units`: the device's multiprocessors; `rows`: `SHARED`
-    by default. Only of calls as they were measured: as many keys as queries, tiles of queries that are whole sets of
+    `slices`: heads, or packed sets of them, of all sequences; `units`: the device's multiprocessors.
+    Only of calls as they were measured: as many keys as queries, tiles of queries that are whole sets of
     so many and at least one for each multiprocessor; and that ask for no feature, as lengths, windows and lists could
     give neighbours other keys.
     """
@@ -70,8 +69,7 @@ def blocks_for(request: Request, queries: int, slices: int, units: int, rows: Se
     fills = tiles % TOGETHER == 0 and tiles * slices >= units
     asks = bool(request.features) or request.static_features != NO_FEATURES
     plain = uneven and not asks and request.seq_len == request.seq_len_kv
-    table = SHARED if rows is None else rows
-    return TOGETHER if fills and plain and any(row.has(request) for row in table) else 1
+    return TOGETHER if fills and plain and any(row.has(request) for row in SHARED) else 1
 
 
 def begin_cluster(blocks: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.fp8_accuracy import chained
 from fly.runtime.device import device_of
 from tests.kernels.reference import (
     MAX_SCORES,
@@ -31,7 +32,6 @@ from tests.kernels.reference import (
 
 OFFSET = 2.0**8  # probabilities are rounded as multiples of 1 / 256
 LAZY = 1.75  # log2 of the growth of a maximum that is not taken in
-CUT_TOGETHER = 32  # products of an instruction
 LAZY_ROWS, LAZY_KEYS = 32, 64  # those of a wave's tile on AMD, whose maxima are taken in together
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -117,18 +117,7 @@ def cut_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Each of an instruction's 32 products, and the sum so far, is cut at 2^-13 of the largest one's power of two.
     """
-    return torch.stack([_cut_product(*pair) for pair in zip(a, b, strict=True)])
-
-
-def _cut_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    sums = a.new_zeros(a.shape[0], b.shape[1])
-    for first in range(0, a.shape[1], CUT_TOGETHER):
-        part = slice(first, first + CUT_TOGETHER)
-        products = a[:, part, None] * b[None, part]
-        largest = torch.maximum(products.abs().amax(1), sums.abs()).clamp_min(2.0**-60)
-        unit = torch.exp2(largest.log2().floor() - 13)
-        sums = (torch.trunc(products / unit[:, None]).sum(1) + torch.trunc(sums / unit)) * unit
-    return sums
+    return torch.stack([chained(x, y, x.shape[1]) for x, y in zip(a, b, strict=True)])
 
 
 def plain(
