@@ -31,8 +31,8 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `apart`: one consumer sums up dV and the other dK, of the
-    same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
+    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`).
+    `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
     `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
 
     Raises:
@@ -47,6 +47,7 @@ class Sm90BackwardOptions:
     packed: bool = False
     features: Features = NO_FEATURES
     ordered: bool = False
+    clears: bool = False
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
