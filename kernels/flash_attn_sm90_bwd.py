@@ -88,7 +88,8 @@ def flash_attn_sm90_bwd(
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and -delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
-    part in it; where they are cleared `distance` heads ahead (`sm90.ahead`), `counts` are of that; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
+    part in it; where sums are cleared `distance` key heads ahead, `counts` are those of `sm90.ahead`. `tokens` is Sq,
+    or all queries of packed sequences, `group` H / Hkv.
     Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`. `consumer`: another one than
     `Consumer`.
     """
@@ -253,11 +254,13 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
 
     statics: dict[str, Any] = {"head_dim": request.value_dim}
     negated = {"negated": True}
+    # of the first heads last, whose rows are in the second-level cache then
+    order = {"first_heads": distance > 0, "last_first": True}
     # what nobody adds to at first needs no zeros
     cleared: Tensors = {"dq_sums": None} if ordered else {}
     if distance:
         cleared = {"dq_sums": sums.flatten(0, 1)[None, : distance * group]}
-    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated | {"first_heads": distance > 0}, more=cleared)
+    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated | order, more=cleared)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")

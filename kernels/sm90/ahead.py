@@ -17,18 +17,23 @@ from fly.backends.nvvm.mbarrier import Mbarriers
 
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES
+from .backward import HELD
 
 FIRST = 32  # the first of the workers, the threads that clear: those before copy
 WORKERS = WARPGROUP - FIRST
 MET = 6  # named barrier of theirs
-ROUNDS = 2.0  # of a device's blocks, that sums are cleared before their own
+ROUNDS = 1.0  # of a device's blocks, that sums are cleared before their own
 COUNTS = 2  # of each key head: parts that are claimed, parts that are cleared
 
 
 def distance_of(request: Request, packed: bool, blocks: int, units: int) -> int:
-    """How many key heads ahead sums are cleared by `blocks` of each key head on so many `units`; 0: by no block."""
-    plain = request.static_features == NO_FEATURES and not (packed or request.deterministic)
-    heads, distance = request.batch * request.num_kv_heads, -(-int(ROUNDS * units) // blocks)
+    """How many key heads ahead sums are cleared by `blocks` of each key head on so many `units`; 0: by no block.
+
+    Not where keys are held in registers, as ptxas makes slower loops of that then, measured on an H100.
+    """
+    wide = max(request.head_dim, request.value_dim) > HELD
+    plain = wide and request.static_features == NO_FEATURES and not (packed or request.deterministic)
+    heads, distance = request.batch * request.num_kv_heads, -(-max(1, int(ROUNDS * units)) // blocks)
     # a block's part is not more than it has time for
     return distance if plain and 2 * distance <= heads and request.seq_len <= 2 * request.seq_len_kv else 0
 
@@ -52,9 +57,7 @@ class Ahead:
     cleared: Mbarriers
 
     @staticmethod
-    def allocate(
-        sums: fly.Tensor, counts: fly.Tensor, heads: Any, kv_heads: Any, group: Any, distance: Any
-    ) -> Ahead:
+    def allocate(sums: fly.Tensor, counts: fly.Tensor, heads: Any, kv_heads: Any, group: Any, distance: Any) -> Ahead:
         claimed, cleared = fly.SharedMemory("claimed", "i32", 1), Mbarriers.allocate("cleared", 1, 1)
         return Ahead(sums, counts, heads, kv_heads, group, distance, claimed, cleared)
 

@@ -32,8 +32,9 @@ class Sm90BackwardOptions:
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
     are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`).
-    `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
-    `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
+    `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`:
+    there is a bias of every score, not of keys alone; `bias_in_float32`: and in float32. `loads`: functions on scores
+    have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.

@@ -92,8 +92,9 @@ class Step:
 class Consumer:
     """One consumer warpgroup of a block; `work`: the block's; `sums`: of dQ.
 
-    `exchange`: with the other block of a cluster. `ahead`: says when sums are cleared. `again`: makes the work again, for want of registers to keep it in
-    over all tiles (`KeyBlocks.again`). `held`: its keys of K and V in registers, once they are there.
+    `exchange`: with the other block of a cluster. `ahead`: who clears sums of dQ, and knows when they are. `again`:
+    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `held`: its keys of
+    K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
