@@ -79,7 +79,8 @@ class Sm90BackwardOptions:
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
-        return thrift_of(Build(dim, self.causal, self.packed, *given, self.ordered, self.apart, self.bias_in_float32))
+        form = self.ordered, self.apart, self.bias_in_float32, self.clears
+        return thrift_of(Build(dim, self.causal, self.packed, *given, *form))
 
     @property
     def crowded(self) -> bool:

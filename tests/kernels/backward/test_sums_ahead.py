@@ -1,4 +1,4 @@
-"""Blocks of the Hopper backward kernel clear sums of dQ of later heads (`sm90.ahead`): simulated, with planted bugs."""
+"""Blocks of the Hopper backward kernel clear sums of later heads (`sm90.ahead`): simulated, with planted bugs."""
 
 from __future__ import annotations
 
