@@ -202,7 +202,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
     units = device_of(device).compute_units
-    distance = distance_of(request, packed, clusters * options.blocks, units)
+    distance = distance_of(request, options, clusters * options.blocks, units)
     options = replace(options, clears=distance > 0)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
     pitch = -(-tokens // ALONG) * ALONG

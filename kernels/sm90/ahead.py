@@ -17,25 +17,27 @@ from fly.backends.nvvm.mbarrier import Mbarriers
 
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES
-from .backward import HELD
+from .backward import LATER, Sm90BackwardOptions
 
 FIRST = 32  # the first of the workers, the threads that clear: those before copy
 WORKERS = WARPGROUP - FIRST
 MET = 6  # named barrier of theirs
-ROUNDS = 1.0  # of a device's blocks, that sums are cleared before their own
+SHORT, LONG = 2048, 8192  # queries
 COUNTS = 2  # of each key head: parts that are claimed, parts that are cleared
 
 
-def distance_of(request: Request, packed: bool, blocks: int, units: int) -> int:
+def distance_of(request: Request, options: Sm90BackwardOptions, blocks: int, units: int) -> int:
     """How many key heads ahead sums are cleared by `blocks` of each key head on so many `units`; 0: by no block.
 
-    Not where keys are held in registers, as ptxas makes slower loops of that then, measured on an H100.
+    As measured on an H100: nothing is gained where blocks have little to do, or so much that a launch for all does
+    not count.
     """
-    wide = max(request.head_dim, request.value_dim) > HELD
-    plain = wide and request.static_features == NO_FEATURES and not (packed or request.deterministic)
-    heads, distance = request.batch * request.num_kv_heads, -(-max(1, int(ROUNDS * units)) // blocks)
-    # a block's part is not more than it has time for
-    return distance if plain and 2 * distance <= heads and request.seq_len <= 2 * request.seq_len_kv else 0
+    plain = options.features == NO_FEATURES and not (options.packed or options.ordered)
+    long_enough = SHORT if request.causal and options.blocks == 1 else 0
+    lengths = long_enough <= request.seq_len <= min(LONG, 2 * request.seq_len_kv)
+    heads, distance = request.batch * request.num_kv_heads, -(-units // blocks)
+    wide = max(request.head_dim, request.value_dim) > LATER
+    return distance if plain and wide and lengths and 2 * distance <= heads else 0
 
 
 @dataclass(frozen=True)

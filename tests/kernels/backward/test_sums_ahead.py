@@ -9,6 +9,7 @@ import pytest
 
 from kernels import flash_attn_sm90_bwd as bwd
 from kernels.sm90 import ahead
+from kernels.sm90.backward import Sm90BackwardOptions
 from tests.kernels.backward.fused_calls import wrong
 from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.call.test_dispatch import REQUEST
@@ -17,9 +18,9 @@ from tests.kernels.sm90.planting import Bug
 
 CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "several blocks": ({"queries": [140] * 3, "keys": [300] * 3, "head_dim": 128}, False),
-    "causal, rows without keys": ({"queries": [150] * 3, "keys": [90] * 3, "head_dim": 96}, True),
-    "heads share keys": ({"queries": [150], "keys": [290], "heads": 6, "kv_heads": 3, "head_dim": 80}, True),
-    "columns that are filled up": ({"queries": [70] * 4, "keys": [200] * 4, "heads": 1, "head_dim": 72}, False),
+    "causal, rows without keys": ({"queries": [150] * 3, "keys": [90] * 3, "head_dim": 112}, True),
+    "heads share keys": ({"queries": [150], "keys": [290], "heads": 6, "kv_heads": 3, "head_dim": 104}, True),
+    "columns that are filled up": ({"queries": [70] * 4, "keys": [200] * 4, "heads": 1, "head_dim": 120}, False),
     "clusters": ({"queries": [100] * 3, "keys": [200] * 3, "head_dim": 192}, True),
     "wide heads": ({"queries": [100] * 3, "keys": [150] * 3, "heads": 1, "head_dim": 256}, True),
 }
@@ -27,9 +28,11 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.fixture(autouse=True)
 def fresh(emulate, monkeypatch):
-    """The simulated Hopper GPU, whose few blocks work ahead, without what was planned or traced before."""
+    """A simulated Hopper GPU of one multiprocessor, without what was planned or traced before."""
     emulate("sm_90a", "")
-    monkeypatch.setattr(ahead, "ROUNDS", 0.001)
+    of_few = lambda request, options, blocks, units: ahead.distance_of(request, options, blocks, 1)  # noqa: E731
+    monkeypatch.setattr(ahead, "SHORT", 0)
+    monkeypatch.setattr(bwd, "distance_of", of_few)
     forget(monkeypatch)
 
 
@@ -44,8 +47,10 @@ def distances(monkeypatch) -> list[int]:
     """Those of the calls that follow."""
     found: list[int] = []
 
+    of_few = bwd.distance_of
+
     def noted(*given: Any) -> int:
-        found.append(ahead.distance_of(*given))
+        found.append(of_few(*given))
         return found[-1]
 
     monkeypatch.setattr(bwd, "distance_of", noted)
@@ -120,17 +125,26 @@ def test_a_planted_bug_shows(bug, monkeypatch, seed):
     ("change", "distance"),
     [
         ({}, 17),
-        ({"num_kv_heads": 2}, 17),
+        ({"num_heads": 8}, 17),
+        ({"head_dim": 192}, 17),
         ({"batch": 2}, 0),
-        ({"head_dim": 64}, 0),
-        ({"seq_len": 4096}, 0),
+        ({"head_dim": 96}, 0),
+        ({"seq_len": 4097}, 0),
+        ({"seq_len": 8193, "seq_len_kv": 8193}, 0),
+        ({"causal": True}, 0),
+        ({"causal": True, "head_dim": 192}, 17),
+        ({"causal": True, "seq_len": 2048}, 17),
         ({"deterministic": True}, 0),
+        ({"packed": True}, 0),
     ],
     ids=str,
 )
 def test_which_calls_work_ahead(change, distance, monkeypatch):
-    monkeypatch.setattr(ahead, "ROUNDS", 1.0)
-    sizes = {"batch": 17, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "seq_len": 1024, "seq_len_kv": 1024}
-    request = replace(REQUEST, **(sizes | change))
-    assert ahead.distance_of(request, False, 8, 132) == distance
-    assert not ahead.distance_of(request, True, 8, 132)
+    monkeypatch.setattr(ahead, "SHORT", 2048)
+    sizes = {"batch": 17, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "seq_len": 1024, "seq_len_kv": 2048}
+    packed = change.get("packed", False)
+    request = replace(REQUEST, **({"causal": False} | sizes | {k: v for k, v in change.items() if k != "packed"}))
+    dims = request.head_dim, request.value_dim
+    how = {"packed": packed, "ordered": request.deterministic, "apart": request.head_dim > 128}
+    options = Sm90BackwardOptions(*dims, request.causal, **how)
+    assert ahead.distance_of(request, options, 8, 132) == distance
