@@ -267,7 +267,7 @@ def flash_attn_generic_dkdv(
             heads.next(*mine.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics))
 
         results = dict(zip(options.results, heads.results, strict=True))
-        with fly.reread_ids():
+        with fly.reread_ids(lanes=True):
             kv_head, _, keys, first_key = keys_here()
             wave_key = first_key + fly.wave_id() * options.wave_rows
             if dv is not None:

@@ -145,7 +145,7 @@ def flash_attn_gfx950_bwd(
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
-        with fly.reread_ids():
+        with fly.reread_ids(lanes=True):
             kv_head, _, keys, first_key = keys_here()
             given, first = parameters.reread(), first_key + fly.wave_id() * options.wave_keys
             factor = given.scale_kept(fly.reread(scale_log2) * (1 / LOG2_E))
