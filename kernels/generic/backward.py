@@ -26,7 +26,8 @@ class BackwardOptions:
     `Tiling`. `masks_in_parts`: whether the scores of a masked tile are masked for 32 rows of what passes by after the
     other (`tile_by_tile`). `counts_lanes`: whether lanes are counted anew behind the loops and, of `dkdv`, in masked
     tiles (`fly.reread_ids`), where loops take all vector registers. `scarce`: see `is_scarce`.
-    `adds_bias`: of `dq`, whether several blocks have an element of the bias; `aux_gradients`: which auxiliary tensors' gradients come after the operands.
+    `adds_bias`: of `dq`, whether several blocks have an element of the bias; `aux_gradients`: which auxiliary
+    tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.

@@ -67,7 +67,7 @@ def late_of(request: Request, parts: int) -> int:
 
 
 def is_narrow(request: Request, parts: int) -> bool:
-    """Whether a build spills unless it narrows splats, beside those that `NARROWED` names; `parts`: as of `late_of`."""
+    """Whether a build spills unless it narrows splats, but for what `NARROWED` names; `parts`: see `late_of`."""
     function = request.static_features.score_mod is not None and not request.aux_tensors
     return request.head_dim == 64 and function and "packed" in request.features and parts == 1
 
