@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly.errors import ShapeError
 
@@ -50,7 +50,10 @@ def build_of(request: Request, parts: int = 1) -> Build:
         builds = PART_BUILDS
     else:
         builds = CAUSAL_BUILDS if request.causal else BUILDS
-    return builds[request.head_dim, request.value_dim]
+    build = builds[request.head_dim, request.value_dim]
+    sloped = features.drops and "alibi_slopes" in features.operands and "packed" in request.features
+    fewer = sloped and request.head_dim == 192 and not request.causal
+    return replace(build, ahead=24) if fewer else build
 
 
 def counts_lanes(request: Request, packed: bool) -> bool:

@@ -109,10 +109,13 @@ class DualWaveOptions:
         Other features leave these registers.
         """
         of = self.features
+        capped = "softcap" in of.operands
+        if self.alone:
+            paged = self.page_size is not None and not self.causal
+            both = (self.slopes and (of.windowed or capped or paged)) or (of.drops and of.windowed and capped)
+            return both or (of.drops and not of.modifies)
         if not of.drops:
             return self.scarce
-        if self.alone:
-            return not of.modifies
         beside = self.slopes or "bias" in of.operands or of.masks_every_tile
         return "attention_chunk" in of.operands or (beside and self.crowded) or (self.slopes and self.packed)
 
