@@ -42,6 +42,7 @@ CROWDED = [
     ("gfx942", "backward", "gfx942", 128, "bias, dropout"),
     ("gfx950", "backward", "generic", 96, "block mask, dropout"),
     ("gfx950", "backward", "generic", 96, "score_mod, gradient"),
+    ("gfx950", "forward", "generic", 128, "block mask, blocks of 64"),
     ("gfx950", "backward", "generic", 96, "chunk"),
     ("gfx950", "backward", "generic", 96, "bias"),
     ("gfx950", "backward", "generic", 96, "block mask, blocks of 64"),
