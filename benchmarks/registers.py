@@ -94,6 +94,7 @@ _OF_KEYS = _bias("num_heads", "", "seq_len_kv")
 FORMS: Mapping[str, Form] = {
     "plain": Form({}),
     "grouped": Form({"num_kv_heads": 1}),
+    "many sequences": Form({"batch": 128}),
     "packed": Form({"packed": True}),
     "split": Form({"num_kv_splits": 4}),
     "seqused": _features("seqused"),

@@ -39,6 +39,7 @@ from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
 from .sm90 import turns
+from .sm90.ahead import COUNTS, Ahead, distance_of
 from .sm90.backward import ALONG, BLOCK_M, REGISTERS, Sm90BackwardOptions
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.consumer import Consumer
@@ -76,6 +77,7 @@ def flash_attn_sm90_bwd(
     sequences: fly.i32,  # type: ignore[valid-type]
     scale_log2: fly.f32,  # type: ignore[valid-type]
     group: fly.i32,  # type: ignore[valid-type]
+    distance: fly.i32,  # type: ignore[valid-type]
     *operands: fly.Operand,
     options: Sm90BackwardOptions,
     folded: bool = False,
@@ -86,7 +88,8 @@ def flash_attn_sm90_bwd(
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and -delta of (B, H, Sq) f32
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
-    part in it; `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv.
+    part in it; where sums are cleared `distance` key heads ahead, `counts` are those of `sm90.ahead`. `tokens` is Sq,
+    or all queries of packed sequences, `group` H / Hkv.
     Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`. `consumer`: another one than
     `Consumer`.
     """
@@ -104,19 +107,24 @@ def flash_attn_sm90_bwd(
         group=group,
         folded=folded,
     )
-    rank, head, in_turn = blocks.rank, blocks.head(in_turn=counts is not None), None
-    if counts is not None:
+    rank, head = blocks.rank, blocks.head(in_turn=options.ordered)
+    in_turn = ahead = None
+    if counts is not None and options.ordered:
         kv_head, batch, exists = head
         apart = with_shape_anew(dq_sums, fly.thread_id.x) if options.thrift.roles else dq_sums
         ticket = turns.taken(counts, apart, batch * dk.shape[-2] + kv_head, exists, options.blocks, rank)
         blocks = replace(blocks, ticket=ticket)
     early = None if options.thrift.roles else blocks.work(head)
     buffers = Buffers.allocate(options)
-    if counts is not None:
+    if counts is not None and options.ordered:
         in_turn = Turns.allocate(counts, rank, options)
         in_turn.note(early.near_again(fly.thread_id.x) if early else blocks.again(Place.NOTE).near)
+    if counts is not None and options.clears:
+        kv_heads = dk.shape[-2]
+        ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
+    more += [] if ahead is None else [ahead.cleared]
     init_all([*buffers.barriers, *more])
     if exchange is not None:
         cluster.sync()
@@ -134,6 +142,9 @@ def flash_attn_sm90_bwd(
             for warp, act in ((1, in_turn.take), (2, in_turn.hand_on)):
                 with fly.when((fly.wave_id() == warp) & elect_one()):
                     sums.each_turn(act, near, work.walk, work.heads)
+        if ahead is not None:
+            with fly.when(fly.wave_id() != 0):
+                ahead.work(work.block.batch * dk.shape[-2] + work.block.kv_head)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         work, dtype = early or blocks.again(Place.CONSUMERS), dtype_of(q.spec.dtype)
@@ -148,6 +159,7 @@ def flash_attn_sm90_bwd(
             dtype,
             sums,
             exchange,
+            ahead,
             again,
         )
         working = (consumer or _consumer_of(options))(*what)
@@ -185,9 +197,13 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         loads=request.aux_tensors > 0,
         bias_in_float32=request.bias_by_query and tensors["bias"].dtype is torch.float32,
     )
-    sequences, heads = request.batch, request.num_heads
+    sequences, heads, group = request.batch, request.num_heads, request.num_heads // request.num_kv_heads
+    clusters, of_keys = -(-request.seq_len_kv // options.span), (request.num_kv_heads, sequences)
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
+    units = device_of(device).compute_units
+    distance = distance_of(request, packed, clusters * options.blocks, units)
+    options = replace(options, clears=distance > 0)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
     pitch = -(-tokens // ALONG) * ALONG
     # only sizes and strides of these matter here
@@ -199,17 +215,20 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     sums = torch.empty(shape, dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
     all_tiles = entries * heads * padded // BLOCK_M
-    numbers_of_turns = turns.counts_needed(all_tiles, request.num_kv_heads, sequences, options.blocks)
+    counts = COUNTS * request.num_kv_heads * sequences if distance else 0
+    if ordered:
+        counts = turns.counts_needed(all_tiles, request.num_kv_heads, sequences, options.blocks)
     own = {
         "dq_sums": sums,
-        "counts": torch.empty(numbers_of_turns, dtype=torch.int32, device=device) if ordered else None,
+        "counts": torch.empty(counts, dtype=torch.int32, device=device) if counts else None,
         "lse2": rows,
         # not `delta`, which is the caller's
         "deltas": rows,
         "tokens": tokens,
         "sequences": sequences,
         "scale_log2": request.scale_log2,
-        "group": heads // request.num_kv_heads,
+        "group": group,
+        "distance": distance,
     }
     maps: dict[str, Any] = {
         name: fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
@@ -235,19 +254,22 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
 
     statics: dict[str, Any] = {"head_dim": request.value_dim}
     negated = {"negated": True}
+    # of the first heads last, whose rows are in the second-level cache then
+    order = {"first_heads": distance > 0, "last_first": True}
     # what nobody adds to at first needs no zeros
-    cleared = {"dq_sums": None} if ordered else {}
-    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated, more=cleared)
+    cleared: Tensors = {"dq_sums": None} if ordered else {}
+    if distance:
+        cleared = {"dq_sums": sums.flatten(0, 1)[None, : distance * group]}
+    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated | order, more=cleared)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, negated)
     statics = {"options": options}
-    clusters, of_keys = -(-request.seq_len_kv // options.span), (request.num_kv_heads, sequences)
     blocks = clusters * options.blocks, *of_keys
     if ordered:
-        blocks = turns.grid(clusters, *of_keys, options.blocks, device_of(device).compute_units)
+        blocks = turns.grid(clusters, *of_keys, options.blocks, units)
     written: Tensors = {} if ordered else {"dq": None}
     more = {**maps, **written}
     by_keys = [BY_KEYS.get(name, name) for name in request.operands]
@@ -265,8 +287,8 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         last = clear_unseen if ordered else round_dq
         add(last, blocks, options.pieces * WARPGROUP, statics, request.operands)
     sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
-    if ordered:
-        sizes["counts"] = numbers_of_turns
+    if counts:
+        sizes["counts"] = counts
     parts, nbytes = {}, 0
     for name, size in sizes.items():
         parts[name] = nbytes

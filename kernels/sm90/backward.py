@@ -31,9 +31,10 @@ class Sm90BackwardOptions:
     """The static parameters of one build.
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `apart`: one consumer sums up dV and the other dK, of the
-    same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
-    `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
+    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`).
+    `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`:
+    there is a bias of every score, not of keys alone; `bias_in_float32`: and in float32. `loads`: functions on scores
+    have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -47,6 +48,7 @@ class Sm90BackwardOptions:
     packed: bool = False
     features: Features = NO_FEATURES
     ordered: bool = False
+    clears: bool = False
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
@@ -77,7 +79,8 @@ class Sm90BackwardOptions:
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
-        return thrift_of(Build(dim, self.causal, self.packed, *given, self.ordered, self.apart, self.bias_in_float32))
+        form = self.ordered, self.apart, self.bias_in_float32, self.clears
+        return thrift_of(Build(dim, self.causal, self.packed, *given, *form))
 
     @property
     def crowded(self) -> bool:

@@ -39,6 +39,7 @@ from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layo
 from ..problem.scores import LOG2_E
 from ..work.fragments import row_numbers
 from ..work.kept_pairs import KeptPairs
+from .ahead import Ahead
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 from .dq_sums import Sums
 from .dropout import made_again, remade
@@ -91,8 +92,9 @@ class Step:
 class Consumer:
     """One consumer warpgroup of a block; `work`: the block's; `sums`: of dQ.
 
-    `exchange`: with the other block of a cluster. `again`: makes the work again, for want of registers to keep it in
-    over all tiles (`KeyBlocks.again`). `held`: its keys of K and V in registers, once they are there.
+    `exchange`: with the other block of a cluster. `ahead`: who clears sums of dQ, and knows when they are. `again`:
+    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `held`: its keys of
+    K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
@@ -104,6 +106,7 @@ class Consumer:
     dtype: fly.DType
     sums: Sums
     exchange: Exchange | None
+    ahead: Ahead | None
     again: Callable[[Any], KeyWork] | None
     held: Mapping[str, tuple[fly.Value, ...]] = field(default_factory=dict, kw_only=True)
 
@@ -192,6 +195,8 @@ class Consumer:
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:
                     clear_tail(tile, memory, self.block.keys.length - first_key, CLEARED, self.index)
+            if self.ahead is not None:
+                self.ahead.wait()
             working = replace(self, held=self._registers()) if self.options.held else self
             carry = (zeros, Position.start(), Position.start(), working.begin())
             for number, state in (loop := fly.range(*self._numbers_of_heads, carry=carry)):

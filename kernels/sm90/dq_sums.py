@@ -154,9 +154,12 @@ def round_dq(
     options: Sm90BackwardOptions,
     folded: bool = False,
 ) -> None:
-    """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`."""
+    """dq = softmax_scale * the sums, in dq's dtype. Grid: (query tiles, H, B), or `folded`.
+
+    Of the last heads first, whose sums are in the second-level cache.
+    """
     given = options.features.bind(operands)
-    head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded)
+    head, batch, queries, count = queries_of_block(dq, cu_seqlens_q, sequences, given, folded=folded, last_first=True)
     tile, index = fly.block_id.x, warpgroup_id()
     first = tile * BLOCK_M
     with fly.when(first < count):

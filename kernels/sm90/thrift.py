@@ -52,6 +52,7 @@ class Build:
     ordered: bool
     apart: bool
     in_float32: bool
+    clears: bool
 
     @property
     def by_head(self) -> bool:
@@ -169,6 +170,7 @@ APART: tuple[Row, ...] = (
     Row(184, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
     Row(184, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
     Row(184, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
+    Row(144, 160, lambda b: b.clears and not b.causal, _ROLES),
     # the causal build without packing, and the packed one without a mask
     Row(152, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
     Row(152, 160, lambda b: b.causal and b.changes_little, _ROLES),

@@ -12,13 +12,20 @@ from .tile_scheduler import head_of_block
 
 
 def queries_of_block(
-    rows: fly.Tensor, cu_seqlens_q: fly.Tensor | None, sequences: Any, given: BoundFeatures, *, folded: bool
+    rows: fly.Tensor,
+    cu_seqlens_q: fly.Tensor | None,
+    sequences: Any,
+    given: BoundFeatures,
+    *,
+    folded: bool,
+    last_first: bool = False,
 ) -> tuple[fly.Value, fly.Value, Sequence, Any]:
     """(head, batch, the sequence's queries, how many) of a block in a grid of (query tiles, H, B), or `folded`.
 
-    `rows`: (B, Sq, H, D) or (total_q, H, D). A spare block of a `folded` grid has no queries.
+    `rows`: (B, Sq, H, D) or (total_q, H, D). A spare block of a `folded` grid has no queries; `last_first`: as of
+    `head_of_block`.
     """
-    head, batch, exists = head_of_block(rows.shape[-2], sequences, folded=folded)
+    head, batch, exists = head_of_block(rows.shape[-2], sequences, folded=folded, last_first=last_first)
     queries = Sequence.of(tokens_of(rows, cu_seqlens_q), cu_seqlens_q, batch, given.get("seqused_q"))
     return head, batch, queries, queries.length if exists is None else fly.select(exists, queries.length, 0)
 

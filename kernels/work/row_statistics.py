@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import fly
 
@@ -29,20 +30,28 @@ def row_statistics(
     vector: int = 8,
     negated: bool = False,
     folded: bool = False,
+    first_heads: bool = False,
+    last_first: bool = False,
 ) -> None:
     """lse2 = log2(e) * lse, +inf where lse is -inf (no key); delta = rowsum(dout * out) - dlse, 0 there.
 
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
     sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
-    `counts`, (N,) i32. `negated`: it is -delta that is written, for kernels whose dP starts from it. Grid: (row
-    blocks, H, B or 1), or `folded`; lanes next to each other share a row, `vector` elements at a time.
+    `counts`, (N,) i32. With `first_heads`, dq_sums is (1, N, rows, D), of the first N of all heads of all sequences.
+    `negated`: it is -delta that is written, for kernels whose dP starts from it. Grid: (row blocks, H, B or 1), or
+    `folded`, `last_first`: see `head_of_block`; lanes next to each other share a row, `vector` elements at a time.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = fly.block_dim()[0] // lanes
-    head, batch, exists = head_of_block(out.shape[-2], out.shape[0] if out.rank == 4 else 1, folded=folded)
+    entries = out.shape[0] if out.rank == 4 else 1
+    head, batch, exists = head_of_block(out.shape[-2], entries, folded=folded, last_first=last_first)
     first = fly.block_id.x * rows
     row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
-    if dq_sums is not None:
+    if dq_sums is not None and first_heads:
+        place = batch * out.shape[-2] + head
+        with fly.when(place < dq_sums.shape[1]):
+            _clear(dq_sums, 0, place, first, rows)
+    elif dq_sums is not None:
         _clear(dq_sums, batch, head, first, rows)
     if counts is not None:
         _clear_counts(counts)
@@ -72,7 +81,7 @@ def row_statistics(
         delta_of.store(fly.select(empty, 0.0, -total if negated else total), number)
 
 
-def _clear(sums: fly.Tensor, batch: fly.Value, head: fly.Value, first: fly.Value, rows: int) -> None:
+def _clear(sums: fly.Tensor, batch: Any, head: fly.Value, first: fly.Value, rows: int) -> None:
     """A block's rows of (B, H, rows, D) f32, D columns side by side."""
     zero, columns = fly.broadcast(fly.f32(0.0), 4), sums.shape[-1]
     begin = sums.at(batch, head, first, 0)

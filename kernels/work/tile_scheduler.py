@@ -306,16 +306,20 @@ def slice_of_block(slices: Any) -> tuple[fly.Value, fly.Value]:
     return fly.minimum(place, slices - 1), place < slices
 
 
-def head_of_block(heads: Any, sequences: Any, *, folded: bool) -> tuple[fly.Value, fly.Value, fly.Value | None]:
+def head_of_block(
+    heads: Any, sequences: Any, *, folded: bool, last_first: bool = False
+) -> tuple[fly.Value, fly.Value, fly.Value | None]:
     """(head, sequence, whether the block has any) in a grid of (blocks, heads, sequences); None: it has.
 
-    Spare blocks of a `folded` grid have the last head's.
+    Spare blocks of a `folded` grid have the last head's. `last_first`: heads and sequences are counted from the last
+    one down: who takes them in another order than the launch before or behind finds what that had last in caches.
     """
-    if not folded:
-        return fly.block_id.y, fly.block_id.z, None
-    place, exists = slice_of_block(heads * sequences)
-    sequence = place // heads
-    return place - sequence * heads, sequence, exists
+    head, sequence, exists = fly.block_id.y, fly.block_id.z, None
+    if folded:
+        place, exists = slice_of_block(heads * sequences)
+        sequence = place // heads
+        head = place - sequence * heads
+    return (heads - 1 - head, sequences - 1 - sequence, exists) if last_first else (head, sequence, exists)
 
 
 # In the time of one key tile: what a block costs before its first tile, what combining costs at all, and what writing

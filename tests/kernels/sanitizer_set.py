@@ -209,6 +209,8 @@ FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ..
     ({"queries": [130] * 2, "keys": [290] * 2, "head_dim": 128}, False, asked("seqused", "window both")),
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
+    # enough heads for blocks that clear sums of later ones
+    ({"queries": [130] * 5, "keys": [130] * 5, "heads": 33, "kv_heads": 33, "head_dim": 128}, True, asked()),
 )
 # of its form for wide heads: clusters to 192, blocks alone above
 WIDE: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (

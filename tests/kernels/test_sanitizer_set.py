@@ -12,7 +12,7 @@ from tests.kernels import sanitizer_set
 from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
-MOST_BUILDS = 234  # a sanitizer makes loading and running one take seconds
+MOST_BUILDS = 238  # a sanitizer makes loading and running one take seconds
 MOST_BACKWARD_BUILDS = 28
 
 
@@ -57,6 +57,7 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
         (256, True),
     }
     assert any(build.head_dim_v != build.head_dim for build in fused)
+    assert {build.clears for build in fused} == {True, False}
     assert any(build.features.block_size for build in fused) and any(build.packed for build in fused)
     assert len(stub.loaded) <= MOST_BUILDS
 

@@ -170,3 +170,16 @@ def test_a_captured_graph_may_be_replayed(seed):
         graph.replay()
         for a, b in zip(expected, found, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("head_dim", [72, 128, 192, 256])
+def test_sums_are_cleared_ahead(head_dim, kv_heads, causal, monkeypatch, seed):
+    """Enough heads for it; what was in the memory before is no number."""
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, "sm90_wide" if head_dim > 128 else "sm90")
+    inputs = Inputs([700] * 40, [600] * 40, 8, kv_heads, head_dim, seed=seed, device="cuda")
+    for _ in range(3):
+        memory = torch.full((2**29,), torch.nan, device="cuda")
+        del memory
+        assert not wrong(inputs, causal), f"seed {seed}"

@@ -1,0 +1,119 @@
+"""Sums of later heads are cleared beside the products, by the warps of the producer's warpgroup that copy nothing.
+
+Blocks add to sums of dQ, which have to be zeros first. A launch that clears them all takes as long as memory does,
+which products leave idle. So each block clears a part of the sums of the head that is `distance` heads behind its
+own, and the launch before those of the first heads alone. Parts are claimed by counting, and a block clears parts of
+its own head that nobody claimed: it waits only for what running threads do, in whatever order blocks start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fly
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_sync
+from fly.backends.nvvm.mbarrier import Mbarriers
+
+from ..problem.contract import Request
+from ..problem.features import NO_FEATURES
+from .backward import HELD
+
+FIRST = 32  # the first of the workers, the threads that clear: those before copy
+WORKERS = WARPGROUP - FIRST
+MET = 6  # named barrier of theirs
+ROUNDS = 1.0  # of a device's blocks, that sums are cleared before their own
+COUNTS = 2  # of each key head: parts that are claimed, parts that are cleared
+
+
+def distance_of(request: Request, packed: bool, blocks: int, units: int) -> int:
+    """How many key heads ahead sums are cleared by `blocks` of each key head on so many `units`; 0: by no block.
+
+    Not where keys are held in registers, as ptxas makes slower loops of that then, measured on an H100.
+    """
+    wide = max(request.head_dim, request.value_dim) > HELD
+    plain = wide and request.static_features == NO_FEATURES and not (packed or request.deterministic)
+    heads, distance = request.batch * request.num_kv_heads, -(-max(1, int(ROUNDS * units)) // blocks)
+    # a block's part is not more than it has time for
+    return distance if plain and 2 * distance <= heads and request.seq_len <= 2 * request.seq_len_kv else 0
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a block clears; `sums`: see `dq_sums.place_of`.
+
+    `counts`: `COUNTS` numbers of each key head of each sequence, zeros before the launch. `heads`: of all sequences;
+    `kv_heads`: of one; `group`: query heads of a key head; `distance`: see `distance_of`. `claimed`: a number for all
+    workers; `cleared`: the sums of the block's own head are.
+    """
+
+    sums: fly.Tensor
+    counts: fly.Tensor
+    heads: Any
+    kv_heads: Any
+    group: Any
+    distance: Any
+    claimed: fly.SharedMemory
+    cleared: Mbarriers
+
+    @staticmethod
+    def allocate(sums: fly.Tensor, counts: fly.Tensor, heads: Any, kv_heads: Any, group: Any, distance: Any) -> Ahead:
+        claimed, cleared = fly.SharedMemory("claimed", "i32", 1), Mbarriers.allocate("cleared", 1, 1)
+        return Ahead(sums, counts, heads, kv_heads, group, distance, claimed, cleared)
+
+    def wait(self) -> None:
+        """By consumers, before they add to the sums."""
+        self.cleared.wait(0, 0)
+
+    def work(self, head: Any) -> None:
+        """By the workers of a block of this `head`, a number among those of all sequences."""
+        parts, later, thread = fly.grid_dim.x, head + self.distance, fly.thread_id.x - FIRST
+        ready = self._told(lambda: self._is_ready(head), thread)
+        with fly.when((ready != 0) & (thread == 0)):
+            self.cleared.arrive(0)
+        # of its own head a block clears all that nobody has claimed, of the later one a part
+        start = fly.select(ready != 0, later, head)
+        for (at,) in (turn := fly.while_((start,), lambda carried: carried[0] < self.heads)):
+            part = self._told(lambda at=at: fly.fetch_add(1, self._claimed(at)), thread)
+            with fly.when(part < parts):
+                self._clear(at, part, thread)
+            barrier_sync(MET, WORKERS)
+            with fly.when((part < parts) & (thread == 0)):
+                fly.atomic_add(fly.i32(1), self._ready(at), order="release")
+            turn.next(fly.select(at == later, self.heads, fly.select(part < parts, at, later)))
+        with fly.when((ready == 0) & (thread == 0)):
+            for _ in (spin := fly.while_((self._is_ready(head),), lambda seen: seen[0] == 0)):
+                spin.next(self._is_ready(head))
+            self.cleared.arrive(0)
+
+    def _is_ready(self, head: Any) -> fly.Value:
+        """Whether all of a head's sums are cleared, 0 or 1; the launch before cleared those of the first heads."""
+        cleared = fly.load_acquire(self._ready(head)) == fly.grid_dim.x
+        ready: fly.Value = fly.select((head < self.distance) | cleared, 1, 0)
+        return ready
+
+    def _told(self, find: Any, thread: Any) -> fly.Value:
+        """What one of the workers finds, for all of them."""
+        with fly.when(thread == 0):
+            self.claimed.store(find(), 0)
+        barrier_sync(MET, WORKERS)
+        found = fly.first_lane(self.claimed.load(0))
+        barrier_sync(MET, WORKERS)
+        return found
+
+    def _claimed(self, head: Any) -> fly.Pointer:
+        return self.counts.at(head)
+
+    def _ready(self, head: Any) -> fly.Pointer:
+        return self.counts.at(self.heads + head)
+
+    def _clear(self, head: Any, part: Any, thread: Any) -> None:
+        """One part of a key head's sums, whose query heads lie side by side."""
+        rows, columns = self.group * self.sums.shape[2], self.sums.shape[3]
+        each = (rows + fly.grid_dim.x - 1) // fly.grid_dim.x
+        first = fly.minimum(part * each, rows)
+        batch = head // self.kv_heads
+        begin = self.sums.at(batch, (head - batch * self.kv_heads) * self.group, first, 0)
+        zero, count = fly.broadcast(fly.f32(0.0), 4), (fly.minimum(first + each, rows) - first) * columns
+        for at in fly.range(thread * 4, count, WORKERS * 4):
+            fly.store(zero, begin.offset(at * 4), align=16)
