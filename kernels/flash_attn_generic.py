@@ -24,6 +24,7 @@ computed while the tile before it goes through the softmax:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,12 @@ class GenericOptions:
         drops = of.drops and (of.modifies or of.block_size is not None)
         return (drops or of.masks_every_tile) and fly.target().backend == "rocdl"
 
+    def counts_lanes(self) -> bool:
+        """Whether the epilogue counts lanes anew, for want of vector registers: of small blocks on gfx950."""
+        of, dim = self.features, padded(max(self.head_dim, self.value_dim))
+        small = of.block_size is not None and min(of.block_size) < 128 and not (of.modifies or of.drops)
+        return small and self.causal and dim == 128 and fly.target().arch == "gfx950"
+
     def masks_in_parts(self) -> bool:
         """Whether a list's partial tiles are masked a column tile after the other, for want of scalar registers."""
         if self.features.block_size is None:
@@ -185,7 +192,8 @@ def flash_attn_generic(
         inverse, row_lse = softmax.finish(given.scale(scale_log2), given.sink(work, rows.numbers))
         inverse = scales.times_values(inverse)
         view = work.late_out() if scarce else work.out
-        store_output(view, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
+        with fly.reread_ids(lanes=True) if options.counts_lanes() else nullcontext():
+            store_output(view, output.scale_rows(given.scale_kept(inverse)), rows.first, rows.count)
         if work.lse is not None:
             store_lse(work.lse, row_lse, rows.numbers, work.keys.queries)
 

@@ -124,7 +124,7 @@ class _KeyBlock:
             between = fly.sched_barrier if options.masks_in_parts and masked else None
 
             def limit(scores: fly.Fragment, query: int = 0) -> fly.Fragment:
-                with fly.reread_ids():
+                with fly.reread_ids(lanes=options.counts_lanes):
                     wave_key = fly.block_id.x * options.block_m + fly.wave_id() * options.wave_rows
                     keys = row_numbers(layout, self.row_tiles, wave_key)
                     first = first_query + query if query else first_query
@@ -267,7 +267,7 @@ def flash_attn_generic_dkdv(
             heads.next(*mine.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics))
 
         results = dict(zip(options.results, heads.results, strict=True))
-        with fly.reread_ids():
+        with fly.reread_ids(lanes=options.counts_lanes):
             kv_head, _, keys, first_key = keys_here()
             wave_key = first_key + fly.wave_id() * options.wave_rows
             if dv is not None:
@@ -352,7 +352,7 @@ def flash_attn_generic_dq(
         mine = WaveRows.of(layout, work.first_row, options.wave_rows)
         rows, wave_row = mine.numbers, mine.first
         featured = options.features != NO_FEATURES
-        anew = fly.reread_ids if featured else nullcontext
+        anew = partial(fly.reread_ids, lanes=options.counts_lanes) if featured else nullcontext
         here = given.at(work)
         arriving = _resident(link, {"q": work.q, "dout": work.out}, work.first_row, options)
         of_k = Stream("k", link, work.k, options.tiling, across=True, along=True)
@@ -441,6 +441,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         "packed" in request.features,
         request.aux_tensors > 0,
         dbias is not None and dbias.dim() == 3,
+        (bias := tensors.get("bias")) is not None and bias.dtype.itemsize == 2,
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]

@@ -37,12 +37,12 @@ import fly
 
 from .generic.blocks import uniform, walk
 from .generic.operands import direct_rows
-from .gfx942.backward_builds import AHEAD, BUILDS, REREAD, Gfx942BackwardOptions
+from .gfx942.backward_builds import REREAD, Gfx942BackwardOptions, ahead_of, build_of, is_narrow, late_of
 from .gfx942.backward_order import Beside, Fence, Step, beside, idle, in_order, paced
 from .gfx942.backward_tiles import PIECE, Copy, Halves, Products, Tile, in_halves
 from .gfx942.backward_weights import Pairs, Plain, Statistics, minus_score_gradients, negated
 from .gfx950 import dq_sums as of_dq
-from .gfx950.backward import BLOCK_M
+from .gfx950.backward import BLOCK_M, WAVES
 from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
@@ -444,16 +444,18 @@ class _Block:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
-    dims, build = (request.head_dim, request.value_dim), BUILDS[request.head_dim]
-    features = request.static_features
+    build = build_of(request)
+    parts = parts_of_call(tensors, request, WAVES * build.wave_keys)
     options = Gfx942BackwardOptions(
-        *dims,
+        request.head_dim,
+        request.value_dim,
         request.causal,
         build.wave_keys,
-        build.crowded if features.modifies and features.drops else AHEAD,
-        features,
+        ahead_of(request),
+        request.static_features,
         weigh=build.weigh,
         pull=build.pull,
+        late=late_of(request, parts),
+        narrow=is_narrow(request, parts),
     )
-    parts = parts_of_call(tensors, request, options.block_n)
     return prepare_backward(flash_attn_gfx942_bwd, options, tensors, request, parts)

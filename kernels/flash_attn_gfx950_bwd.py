@@ -40,7 +40,17 @@ import fly
 from .generic.blocks import uniform
 from .generic.operands import direct_rows
 from .gfx950 import dq_sums as of_dq
-from .gfx950.backward import BLOCK_M, LINK_ROWS, REREAD, STAGES, WAVES, Gfx950BackwardOptions, build_of
+from .gfx950.backward import (
+    BLOCK_M,
+    LINK_ROWS,
+    REREAD,
+    STAGES,
+    WAVES,
+    Gfx950BackwardOptions,
+    build_of,
+    counts_lanes,
+    is_sparing,
+)
 from .gfx950.backward_launch import parts_of_call, prepare_backward
 from .gfx950.dq_in_place import sums_of_dq
 from .gfx950.dq_sums import ACROSS, APART
@@ -145,7 +155,7 @@ def flash_attn_gfx950_bwd(
             of_head = parameters.reread().at(place)
             heads.next(*block.take_in(carried, of_head, place, fly.reread(scale_log2), views, statistics, part))
         sum_k, sum_v = heads.results
-        with fly.reread_ids():
+        with fly.reread_ids(lanes=options.counts_lanes):
             kv_head, _, keys, first_key = keys_here()
             given, first = parameters.reread(), first_key + fly.wave_id() * options.wave_keys
             factor = given.scale_kept(fly.reread(scale_log2) * (1 / LOG2_E))
@@ -300,7 +310,8 @@ class _Block:
         if options.features.drops:
             # a number that LLVM knows nothing of: else it counts what it makes of it along, in scalar registers
             first = fly.remade(first)
-        copies = Copies(self.slots[0].q, views[0]), Copies(self.slots[0].dout, views[1])
+        slots = self.slots[0].q, self.slots[0].dout
+        copies = [Copies(slot, view, options.sparing) for slot, view in zip(slots, views, strict=True)]
         vectors = [fly.VectorCopy(vector, asynchronous=False) for vector in statistics]
         nothing = fly.Fragment.zeros(self.layout, options.row_tiles, 1)
         plain = not options.features.weighs_whole
@@ -508,11 +519,19 @@ class _Block:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
-    dims = request.head_dim, request.value_dim
+    dims, packed = (request.head_dim, request.value_dim), "packed" in request.features
     parts = parts_of_call(tensors, request, WAVES * build_of(request).wave_keys)
     build, features = build_of(request, parts), request.static_features
     options = Gfx950BackwardOptions(
-        *dims, request.causal, build.wave_keys, build.ahead, features, behind=build.behind, waiting=build.waiting
+        *dims,
+        request.causal,
+        build.wave_keys,
+        build.ahead,
+        features,
+        behind=build.behind,
+        waiting=build.waiting,
+        counts_lanes=counts_lanes(request, packed),
+        sparing=is_sparing(request, packed),
     )
     # steps come in pairs, which may have one too many
     return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, parts, spare_tiles=1)

@@ -63,7 +63,7 @@ class Trace:
         self.module = ir.Module.create(loc=unknown_location())
         self.open_regions: list[tuple[str, str]] = []  # what, and the author's file:line
         self.memo: dict[Any, Any] = {}
-        self.rereads_ids = False  # see `fly.lang.ids.reread_ids`
+        self.rereads_ids = self.rereads_lanes = False  # see `fly.lang.ids.reread_ids`
         self.tapes: list[list[Any]] = []  # what is open to be differentiated: see `fly.ir.tape`
 
 

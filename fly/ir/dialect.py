@@ -4,7 +4,7 @@ Declared through IRDL, so the verifier knows every operation's operands, results
 
 | operation | meaning |
 |---|---|
-| `fly.id` | block or thread index or count along a dimension, i32; ".anew": read there, not kept from before |
+| `fly.id` | block or thread index or count along a dimension, or lane index, i32; ".anew": read there, not kept |
 | `fly.reread` | a parameter of the kernel, or a number that a wave shares, read there, not kept from before |
 | `fly.alloc_shared` | a named buffer in shared memory; placed by `plan-shared-memory` |
 | `fly.barrier` | every thread of the block arrives; shared memory is ordered across it |

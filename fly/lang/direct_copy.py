@@ -21,7 +21,7 @@ from fly.ir.dialect import token_type
 from fly.ir.math import maximum, minimum
 from fly.ir.memory import Pointer, i64_attribute
 from fly.ir.value import Value, compare, select
-from fly.lang.ids import first_lane, lane_id, wave_id
+from fly.lang.ids import first_lane, lane_id, remade, wave_id
 from fly.lang.lanes import lane_map
 from fly.lang.paged import PagedRows
 from fly.lang.shared import PaddedTile, SharedTile
@@ -48,10 +48,11 @@ class CopyPosition:
 class _LineCopy:
     """What the kinds of copy share: which lines of a tile each wave fills, and what its lanes fetch for them.
 
-    A wave's lines lie side by side. What its lanes fetch is counted from row `origins[wave]` of the tile.
+    A wave's lines lie side by side. What its lanes fetch is counted from row `origins[wave]` of the tile. `sparing`:
+    whether each copy adds up anew where they are, so that no place takes a scalar register over a loop.
     """
 
-    def __init__(self, source: RowView | PagedRows, layout: PaddedTile):
+    def __init__(self, source: RowView | PagedRows, layout: PaddedTile, sparing: bool = False):
         target = current().target
         if VECTOR_BYTES not in target.direct_copy_bytes:
             raise ShapeError(f"{target.arch} has no direct-to-shared copy of {VECTOR_BYTES} bytes a lane")
@@ -72,6 +73,7 @@ class _LineCopy:
             )
         self.source = source
         self.layout = layout
+        self.sparing = sparing
         self.runs = layout.lines // self.waves
         if layout.group_pad and layout.group % self.runs:
             raise ShapeError(f"groups of {layout.group} lines do not divide into runs of {self.runs}")
@@ -113,7 +115,8 @@ class _LineCopy:
 
     def _start(self, base: Pointer, bound: Value, step: Any, destination: SharedTile) -> Token:
         """Fill the wave's lines of `destination` from `step` bytes past the base on."""
-        target = destination.pointer.offset(self.layout.line_offset(self._wave * self.runs))
+        lines = self.layout.line_offset(self._wave * self.runs)
+        target = destination.pointer.offset(remade(lines) if self.sparing else lines)
         tokens = []
         for run, offset in enumerate(self._offsets):
             operands = [target.ir, base.ir, (offset + step).ir, bound.ir]
@@ -128,7 +131,8 @@ class DirectCopy(_LineCopy):
     Rows of fewer columns than the tile's, and a group's rows past their end, span less than 2**31 bytes together.
     Only the base and the bound advance, on the scalar unit; the lanes' offsets stay. Groups are as many as a
     loop's body copies. Without `past_end` no tile of a group is copied that has not a row, but for one of no rows
-    at all: a bound then needs no limit.
+    at all: a bound then needs no limit. `sparing`: where several tiles are copied to in turn, their places are not
+    kept in scalar registers, for which each copy adds them up.
 
     Raises:
         ShapeError: the target has no such copies, or the tile's lines do not divide among the waves.
@@ -136,8 +140,10 @@ class DirectCopy(_LineCopy):
 
     source: RowView
 
-    def __init__(self, source: RowView, layout: PaddedTile, group: int = 1, past_end: bool = True):
-        super().__init__(source, layout)
+    def __init__(
+        self, source: RowView, layout: PaddedTile, group: int = 1, past_end: bool = True, sparing: bool = False
+    ):
+        super().__init__(source, layout, sparing)
         self.group = group
         self._step = source.pitch * layout.rows
         self._past_end = past_end

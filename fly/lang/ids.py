@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def reread_ids() -> Iterator[None]:
+def reread_ids(lanes: bool = False) -> Iterator[None]:
     """Block and thread ids are read anew here: nothing made of them is kept in registers from before for it.
 
     For what a long loop does not need and what comes after it does, or for rare branches. AMD's compiler is told so
-    of block ids alone, which are scalar: others are cheap to keep there.
+    of block ids alone, which are scalar: others are cheap to keep there. With `lanes`, a thread's index in its wave
+    (`lane_id`) is counted anew too, by two vector instructions on AMD, where a loop takes all vector registers.
     """
     trace = current()
-    before, trace.rereads_ids = trace.rereads_ids, True
+    before = trace.rereads_ids, trace.rereads_lanes
+    trace.rereads_ids, trace.rereads_lanes = True, lanes
     try:
         yield
     finally:
-        trace.rereads_ids = before
+        trace.rereads_ids, trace.rereads_lanes = before
 
 
 def reread(given: Any) -> Any:
@@ -122,12 +124,13 @@ def wave_size() -> int:
 
 def lane_id() -> Value:
     """The thread's index in its wave. Needs a one-dimensional block."""
-    return linear_thread() % wave_size()
+    return lane_of(wave_size())
 
 
 def lane_of(lanes: int) -> Value:
     """The thread's index among the `lanes` threads (a wave, or a warpgroup) that execute one instruction together."""
-    return linear_thread() % lanes
+    thread = linear_thread()
+    return _id("lane_id.x") if current().rereads_lanes and lanes == wave_size() else thread % lanes
 
 
 def wave_id() -> Value:

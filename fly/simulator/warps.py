@@ -209,6 +209,8 @@ class Warps:
         kind, axis, *_ = name.split(".")
         if kind == "thread_id":
             return self.thread_id["xyz".index(axis)]
+        if kind == "lane_id":
+            return self.thread_id[0] % self.wave
         sizes = {"block_id": self.block.index, "grid_dim": self.block.grid}[kind]
         return np.int32(sizes["xyz".index(axis)])
 

@@ -24,8 +24,10 @@ class BackwardOptions:
     block mask's blocks are (keys, queries). `rereads`: whether every tile computes again what it copies (`dkdv`), or
     where its scores are (`dq`), which takes a few instructions and keeps fewer registers. `power_of_two`: see
     `Tiling`. `masks_in_parts`: whether the scores of a masked tile are masked for 32 rows of what passes by after the
-    other (`tile_by_tile`). `adds_bias`: of `dq`, whether several blocks have an element of the bias;
-    `aux_gradients`: which auxiliary tensors' gradients come after the operands.
+    other (`tile_by_tile`). `counts_lanes`: whether lanes are counted anew behind the loops and, of `dkdv`, in masked
+    tiles (`fly.reread_ids`), where loops take all vector registers. `scarce`: see `is_scarce`.
+    `adds_bias`: of `dq`, whether several blocks have an element of the bias; `aux_gradients`: which auxiliary
+    tensors' gradients come after the operands.
 
     Raises:
         ShapeError: a value that no build has, or some that do not go together.
@@ -47,6 +49,8 @@ class BackwardOptions:
     rereads: bool = False
     power_of_two: bool = False
     masks_in_parts: bool = False
+    counts_lanes: bool = False
+    scarce: bool = False
     adds_bias: bool = False
     aux_gradients: tuple[int, ...] = ()
 
@@ -68,9 +72,12 @@ class BackwardOptions:
         return self.block_m // self.waves
 
     def is_scarce(self) -> bool:
-        """Whether the target's scalar registers are too few for dropout: AMD's at head dimensions 96, 160 and 224."""
+        """Whether the target's scalar registers are too few for dropout.
+
+        AMD's are at head dimensions 96, 160 and 224, and in `scarce` builds of others.
+        """
         odd = padded(self.head_dim) % 64 != 0 and (self.head_dim > 64 or self.masks_in_parts)
-        return odd and self.features.drops and fly.target().backend == "rocdl"
+        return (odd or self.scarce) and self.features.drops and fly.target().backend == "rocdl"
 
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored transposed as well."""
@@ -177,7 +184,8 @@ class _Build:
     """What decides whether ptxas or LLVM spills in a build of `kernel`, as far as walks of all of them have told.
 
     `dim`: the padded head dimension; `packed`: sequences are; `loads`: functions of scores load elements of tensors;
-    `sums`: of `dq`, whether it adds up gradients of such elements, or of a bias over its queries.
+    `sums`: of `dq`, whether it adds up gradients of such elements, or of a bias over its queries. `narrow_bias`:
+    there is a bias of 16 bits.
     """
 
     arch: str
@@ -188,6 +196,7 @@ class _Build:
     packed: bool
     loads: bool
     sums: bool
+    narrow_bias: bool
     features: Features
 
     @property
@@ -259,6 +268,10 @@ class _Build:
         """Whether AMD's scalar registers are too few for the comparisons of a masked tile of 64 rows at once."""
         features = self.features
         listed, of_keys = features.block_size is not None, self.kernel == "dkdv"
+        if self.dim == 64:
+            named = self.causal and "window_left" in features.operands
+            named = named if of_keys else "alibi_slopes" in features.operands
+            return self.arch == "gfx942" and listed and named and not features.drops
         if features.block_size is not None and (self.causal or not of_keys):
             # alone of these it does not: causal `dq` of small blocks at D=32
             has_room = self.arch == "gfx942" and self.dim == 32 and self.causal and min(features.block_size) < 128
@@ -271,6 +284,35 @@ class _Build:
         plain = not (features.per_score or features.elementwise or features.windowed)
         return features.mask_mod is not None or (self.dim == 32 and (plain or self.loads))
 
+    @property
+    def counts_lanes(self) -> bool:
+        """Whether it spills a vector register or two unless lanes are counted again (`fly.reread_ids`)."""
+        features, operands = self.features, self.features.operands
+        changed = features.weighs_whole or features.masks_every_tile
+        windows = features.windowed and not changed and features.block_size is None
+        if self.arch == "gfx950":
+            if self.kernel == "dkdv":
+                return self.dim == 96 and windows
+            if self.dim == 160:
+                return windows and "window_left" in operands
+            small = features.block_size is not None and min(features.block_size) < 128 and not changed
+            return self.dim == 96 and (small or (self.causal and self.narrow_bias and features.only_bias))
+        if self.arch != "gfx942" or self.kernel == "dq":
+            return False
+        if self.dim == TOGETHER:
+            return windows and "window_left" in operands
+        others = {"softcap"} if self.dim == 224 else set()
+        sloped = {*operands} - _LENGTHS - others == {"alibi_slopes"} and features.score_mod is None
+        alone = not (self.causal or self.packed or features.mask_mod)
+        return self.dim in (224, 256) and "dk" in self.results and sloped and alone
+
+    @property
+    def scarce(self) -> bool:
+        """Whether it spills scalar registers unless dropout's numbers are made again."""
+        features, of_keys = self.features, self.kernel == "dkdv"
+        biased = features.drops and "bias" in features.operands
+        return self.arch == "gfx942" and of_keys and self.dim == TOGETHER and biased
+
 
 def options_for(
     target: Target,
@@ -282,12 +324,13 @@ def options_for(
     packed: bool = False,
     loads: bool = False,
     by_key: bool = False,
+    narrow_bias: bool = False,
 ) -> tuple[tuple[BackwardOptions, ...], BackwardOptions]:
     """(the builds of `dkdv`, one after the other, the build of `dq`) for a target.
 
     `features`: of the call; `of_operands`: whether `dq` has gradients of operands as well;
     `packed`: whether sequences are; `loads`: whether functions of scores load elements of tensors; `by_key`: whether
-    a bias' gradient is summed over queries.
+    a bias' gradient is summed over queries; `narrow_bias`: whether there is a bias of 16 bits.
 
     Raises:
         UnsupportedError: blocks of a block mask that tiles do not divide.
@@ -314,7 +357,8 @@ def options_for(
         tiles = rows.tiles(kernel, results)
         given, by_keys = features, kernel == "dkdv"
         sums = (of_operands and loads) or by_key
-        built, vector = _Build(target.arch, kernel, results, dim, causal, packed, loads, sums, features), rows.vector
+        of = target.arch, kernel, results, dim, causal, packed, loads, sums, narrow_bias, features
+        built, vector = _Build(*of), rows.vector
         if built.power_of_two:
             vector = 8
         if tiles[1] > NARROWEST and built.needs_half:
@@ -334,7 +378,7 @@ def options_for(
         vector = min(vector, block_n * narrowest // (waves * target.wave_size))
         # modified scores are kept for their derivatives, beside dQ's sums
         crowded = (of_operands or features.modifies) and not by_keys and dim == TOGETHER
-        in_parts = not nvidia and block_n == 64 and built.masks_in_parts
+        in_parts = not nvidia and (block_n == 64 or dim == 64) and built.masks_in_parts
         # if it may have all vector registers, LLVM spills scalar ones with a block mask and dropout at D=64, or here
         sparing = (dim == 64 and listed and features.drops) or (dim == 32 and in_parts)
         alone = ("dv" in results and not sparing) or dim > TOGETHER or crowded
@@ -353,6 +397,8 @@ def options_for(
             rereads=nvidia and built.rereads,
             power_of_two=built.power_of_two,
             masks_in_parts=in_parts,
+            counts_lanes=built.counts_lanes,
+            scarce=built.scarce,
             waves_per_eu=None if nvidia else 1 if alone else 2,
         )
 

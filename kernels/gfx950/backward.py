@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fly.errors import ShapeError
 
@@ -12,7 +12,8 @@ from ..problem.features import NO_FEATURES, Features
 WAVES = 4  # of a block, one on each SIMD
 BLOCK_M = 32  # queries of a tile
 LINK_ROWS = 32  # keys of an accumulator tile, and of a tile of K in LDS
-REREAD = ("softcap", "dropped")  # numbers that every tile reads from memory where weights are dropped
+# what every tile reads from memory, or where it is, where weights are dropped
+REREAD = ("softcap", "dropped", "bias")
 STAGES = 2  # slots of Q, of dO and of dS
 
 
@@ -49,7 +50,28 @@ def build_of(request: Request, parts: int = 1) -> Build:
         builds = PART_BUILDS
     else:
         builds = CAUSAL_BUILDS if request.causal else BUILDS
-    return builds[request.head_dim, request.value_dim]
+    build = builds[request.head_dim, request.value_dim]
+    sloped = features.drops and "alibi_slopes" in features.operands and "packed" in request.features
+    fewer = sloped and request.head_dim == 192 and not request.causal
+    return replace(build, ahead=24) if fewer else build
+
+
+def counts_lanes(request: Request, packed: bool) -> bool:
+    """Whether a build spills a vector register unless lanes are counted again (`fly.reread_ids`)."""
+    features = request.static_features
+    limited = request.causal or features.windowed or features.ends_early
+    changed = features.weighs_whole or features.masks_every_tile
+    return request.head_dim == 192 and not (packed or limited or changed)
+
+
+def is_sparing(request: Request, packed: bool) -> bool:
+    """Whether a build spills scalar registers unless copies add up their places (`fly.DirectCopy`)."""
+    features = request.static_features
+    if features.drops:
+        return request.head_dim == 192 and packed
+    functions = features.score_mod is not None and features.mask_mod is not None and request.head_dim != 128
+    biased = {"bias", "softcap"} <= {*features.operands} and request.head_dim == 64
+    return not request.causal and (functions or biased)
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,8 @@ class Gfx950BackwardOptions:
     """The static parameters of one build.
 
     A block has `wave_keys` keys a wave; `ahead`, `behind`, `waiting`: see `Build`. `features`: what the operands are.
+    `counts_lanes`: whether lanes are counted anew behind the loops (`fly.reread_ids`), where those take all vector
+    registers. `sparing`: see `fly.DirectCopy`.
 
     Raises:
         ShapeError: head dimensions that panels and waves do not divide, or keys that tiles do not.
@@ -70,6 +94,8 @@ class Gfx950BackwardOptions:
     features: Features = NO_FEATURES
     behind: int = 48
     waiting: int = 0
+    counts_lanes: bool = False
+    sparing: bool = False
 
     def __post_init__(self) -> None:
         if any(dim <= 0 or dim % 64 for dim in (self.head_dim, self.head_dim_v)):

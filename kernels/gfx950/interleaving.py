@@ -20,14 +20,17 @@ def reads_ahead(dim_steps: int, dim_tiles: int, key_steps: int, options: DualWav
 
     A step of K has two operands, one of V `dim_tiles`, of 4 registers each. Beside those of K there are queries,
     output and two tiles of scores, beside those of V one and its probabilities. A wave that has a SIMD to itself
-    reads most operands beside the matrix instructions, since no other wave computes meanwhile. With `reads_later` a
-    step of K less is read, whose registers are needed.
+    reads most operands beside the matrix instructions, since no other wave computes meanwhile. As many steps
+    less are read as `later` says, whose registers are needed.
     """
     if options.alone:
         return min(4, dim_steps), 1
     left = REGISTERS - 4 * dim_steps - 16 * dim_tiles
     k, v = (left - 64) // 8, (left - 56) // (4 * dim_tiles)
-    return max(1, min(k, dim_steps) - options.reads_later), max(1, min(v, key_steps))
+    k, v = (
+        min(x, most) - later for x, most, later in zip((k, v), (dim_steps, key_steps), options.later, strict=True)
+    )
+    return max(1, k), max(1, v)
 
 
 def among_scores(products: int, reads: int) -> Iterator[tuple[Group, int]]:

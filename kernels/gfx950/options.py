@@ -36,7 +36,7 @@ class DualWaveOptions:
     `ahead`: at D=128, packed FMAs come before a cluster's matrix instructions, and maxima before the last of them.
     `features`: what the operands are; `page_size`: of keys in pages. `waves` of a block: two groups of four, or one,
     which has nothing to `stagger`: of lists, or because a SIMD's registers hold one wave. `head_dim_v`: V's and the
-    output's head dimension (None: `head_dim`).
+    output's head dimension (None: `head_dim`). `packed`: sequences are.
 
     Raises:
         ShapeError: a head dimension that the kernel does not have, a page size without a table or the reverse, or
@@ -59,6 +59,7 @@ class DualWaveOptions:
     page_size: int | None = None
     waves: int = WAVES
     head_dim_v: int | None = None
+    packed: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -89,16 +90,34 @@ class DualWaveOptions:
 
     @property
     def scarce(self) -> bool:
-        """Whether scalar registers are: with a list of tiles and dropout what the epilogue needs is made again."""
-        return self.features.drops and self.features.block_size is not None
+        """Whether scalar registers are: what the epilogue needs is made again.
+
+        They are with a list of tiles and dropout, or ALiBi.
+        """
+        many = self.features.drops or (self.slopes and not self.alone)
+        return many and self.features.block_size is not None
+
+    @property
+    def slopes(self) -> bool:
+        """Whether there is ALiBi."""
+        return "alibi_slopes" in self.features.operands
 
     @property
     def narrows(self) -> bool:
-        """Whether dropout's numbers would take a scalar register an element: see `fly.narrow_splats`.
+        """Whether numbers of dropout or ALiBi would take a scalar register an element: see `fly.narrow_splats`.
 
         Other features leave these registers.
         """
-        return self.features.drops and not self.features.modifies and self.alone
+        of = self.features
+        capped = "softcap" in of.operands
+        if self.alone:
+            paged = self.page_size is not None and not self.causal
+            both = (self.slopes and (of.windowed or capped or paged)) or (of.drops and of.windowed and capped)
+            return both or (of.drops and not of.modifies)
+        if not of.drops:
+            return self.scarce
+        beside = self.slopes or "bias" in of.operands or of.masks_every_tile
+        return "attention_chunk" in of.operands or (beside and self.crowded) or (self.slopes and self.packed)
 
     @property
     def remakes_rows(self) -> bool:
@@ -106,10 +125,15 @@ class DualWaveOptions:
         return self.features.windowed and not self.alone and self.kept > MOST_WITH_WINDOW
 
     @property
-    def reads_later(self) -> bool:
-        """Whether operands of K are read a step later, for what changed scores take beside dropout."""
-        both = self.features.modifies and self.features.drops
-        return both and not self.alone and self.kept > MOST_WITH_BOTH
+    def later(self) -> tuple[int, int]:
+        """Steps of K and of V whose operands are read later, for what other features take beside dropout."""
+        biased, of = "bias" in self.features.operands, self.features
+        return (of.per_score + biased, int(biased or self.slopes)) if self.crowded else (0, 0)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether dropout leaves two waves on a SIMD no registers for other features."""
+        return self.features.drops and not self.alone and self.kept > MOST_WITH_BOTH
 
     @property
     def kept(self) -> int:
@@ -160,6 +184,7 @@ class DualWaveOptions:
             page_size=request.page_size,
             waves=waves,
             head_dim_v=request.head_dim_v,
+            packed="packed" in request.features,
             **{"stagger": waves == WAVES} | {name: value for name, value in given.items() if value is not None},
         )
 

@@ -78,10 +78,13 @@ class Panels:
 
 
 class Copies:
-    """Direct copies of tiles of a matrix."""
+    """Direct copies of tiles of a matrix; `sparing`: see `fly.DirectCopy`."""
 
-    def __init__(self, panels: Panels, rows: fly.RowView):
-        self.copies = [fly.DirectCopy(p.of(rows), p.slots.layout) for p in panels.panels]  # type: ignore[arg-type]
+    def __init__(self, panels: Panels, rows: fly.RowView, sparing: bool = False):
+        self.copies = [
+            fly.DirectCopy(p.of(rows), p.slots.layout, sparing=sparing)  # type: ignore[arg-type]
+            for p in panels.panels
+        ]
 
     def locate(self, first_row: Any) -> list[Any]:
         """Where rows from `first_row` on are."""

@@ -280,3 +280,19 @@ def test_ids_are_read_again_where_it_is_asked_for():
             for arch in ("sm_80", "gfx950")
         ]
         assert compiled[0].count("%tid.x") == 1 + anew and compiled[0].count("%ctaid.x") == 1
+
+
+def test_lanes_are_counted_again_where_it_is_asked_for():
+    def twice(out: fly.Tensor, *, lanes: bool):
+        out.store(fly.lane_id(), fly.thread_id.x)
+        with fly.reread_ids(lanes=lanes):
+            out.store(fly.lane_id(), fly.block_id.x + 40)
+            with fly.reread_ids():  # of block and thread alone
+                out.store(fly.lane_id(), fly.block_id.x + 41)
+
+    for lanes in (False, True):
+        nvidia, amd = (
+            fly.compile(fly.kernel(twice), matrix("i32", 1), block=32, target=arch, lanes=lanes).isa
+            for arch in ("sm_80", "gfx950")
+        )
+        assert nvidia.count("%laneid") == lanes and amd.count("v_mbcnt_hi") == lanes

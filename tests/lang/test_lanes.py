@@ -170,12 +170,31 @@ def test_mistakes(use, error, message):
     trace(kernel, "i32")
 
 
+def lanes_again(out: fly.Tensor):
+    """out[thread] = its lane, which is counted anew."""
+    with fly.reread_ids(lanes=True):
+        lane = fly.lane_id()
+    out.store(lane, fly.thread_id.x)
+
+
+@pytest.mark.parametrize(("arch", "wave"), [("gfx950", 64), ("sm_80", 32)])
+def test_lanes_that_are_counted_anew_are_the_lanes(arch, wave):
+    out = np.full(128, -1, np.int32)
+    run(lanes_again, out, arch=arch, block=128)
+    assert out.tolist() == [thread % wave for thread in range(128)]
+
+
 def test_lane_ids_need_a_one_dimensional_block():
     def kernel(n: fly.i32):
         with pytest.raises(TraceError, match=r"need a one-dimensional block, not \(32, 2, 1\)"):
             fly.lane_id()
         with pytest.raises(TraceError, match=r"need a one-dimensional block, not \(32, 2, 1\)"):
             fly.lane_of(32)
+        with (
+            pytest.raises(TraceError, match=r"need a one-dimensional block, not \(32, 2, 1\)"),
+            fly.reread_ids(lanes=True),
+        ):
+            fly.lane_id()
 
     trace(kernel, "i32", block=(32, 2, 1))
 

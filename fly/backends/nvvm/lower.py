@@ -31,8 +31,9 @@ _IDS = {"thread_id": "tid", "block_id": "ctaid", "grid_dim": "nctaid"}
 def _id(op: ir.Operation, b: Builder) -> ir.Value:
     kind, axis, *anew = string(op, "name").split(".")
     if anew:
+        register = "laneid" if kind == "lane_id" else f"{_IDS[kind]}.{axis}"
         text = {
-            "asm_string": ir.StringAttr.get(f"mov.u32 $0, %{_IDS[kind]}.{axis};"),
+            "asm_string": ir.StringAttr.get(f"mov.u32 $0, %{register};"),
             "constraints": ir.StringAttr.get("=r"),
             "has_side_effects": ir.UnitAttr.get(),
         }

@@ -37,6 +37,8 @@ def _id(op: ir.Operation, b: Builder) -> ir.Value:
     if kind in _IDS:
         found = b.intrinsic(_IDS[kind] + axis, [], i32)
         return _opaque(b, found) if anew and kind == "block_id" else found
+    if kind == "lane_id":
+        return _own_lane(b, _opaque(b, b.constant(-1)) if anew else b.constant(-1))
     # grid_dim: the dispatch packet holds the grid in threads (HSA specification, offsets 12, 16, 20)
     packet = b.intrinsic("llvm.amdgcn.dispatch.ptr", [], ir.Type.parse("!llvm.ptr<4>"))
     offset = b.constant(12 + 4 * "xyz".index(axis))
@@ -133,6 +135,13 @@ def _shuffle(op: ir.Operation, b: Builder) -> ir.Value:
     return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
 
 
+def _own_lane(b: Builder, every: ir.Value) -> ir.Value:
+    """The lane's index: how many there are before it of `every` lane, all bits of a number."""
+    i32 = ir.IntegerType.get_signless(32)
+    low = b.intrinsic("llvm.amdgcn.mbcnt.lo", [every, b.constant(0)], i32)
+    return b.intrinsic("llvm.amdgcn.mbcnt.hi", [every, low], i32)
+
+
 def _xor(b: Builder, value: ir.Value, mask: int) -> ir.Value:
     """The value of the lane whose index differs in the bits of `mask`."""
     i32 = ir.IntegerType.get_signless(32)
@@ -140,9 +149,8 @@ def _xor(b: Builder, value: ir.Value, mask: int) -> ir.Value:
     if mask < 32:  # swizzle within 32 lanes: and 0x1f, or 0, xor mask
         pattern = b.constant(mask << 10 | 0x1F)
         return b.bitcast(b.intrinsic("llvm.amdgcn.ds.swizzle", [word, pattern], i32), value.type)
-    low = b.intrinsic("llvm.amdgcn.mbcnt.lo", [b.constant(-1), b.constant(0)], i32)
-    own = b.intrinsic("llvm.amdgcn.mbcnt.hi", [b.constant(-1), low], i32)
-    address = b.value("llvm.shl", [b.value("llvm.xor", [own, b.constant(mask)], i32), b.constant(2)], i32)
+    own = b.value("llvm.xor", [_own_lane(b, b.constant(-1)), b.constant(mask)], i32)
+    address = b.value("llvm.shl", [own, b.constant(2)], i32)
     return b.bitcast(b.intrinsic("llvm.amdgcn.ds.bpermute", [address, word], i32), value.type)
 
 

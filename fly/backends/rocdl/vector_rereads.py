@@ -92,7 +92,7 @@ def _made_of(value: ir.Value) -> list[ir.Value] | None:
 def _is_scalar(op: ir.Operation) -> bool:
     """Whether a result is in a scalar register whatever the operands are."""
     if op.name == "fly.id":
-        return not string(op, "name").startswith("thread_id")
+        return not string(op, "name").startswith(("thread_id", "lane_id"))
     if op.name == "fly.shuffle":
         return _is_constant(op.operands[1], 0)
     return op.name in _SCALAR or (op.name == "llvm.load" and "invariant" in op.attributes)

@@ -18,6 +18,11 @@ from tests.kernels.gradient_reference import by_autograd, gradients
 Options = Callable[[Inputs], dict[str, Any]]
 
 
+def halved(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Without anything loaded."""
+    return score * 0.5
+
+
 def wrong(
     inputs: Inputs, causal: bool, deterministic: bool = False, dq_accumulate: str = "float32", **options: Any
 ) -> list[str]:
@@ -104,6 +109,26 @@ AMD_CASES: dict[str, tuple[dict[str, Any], bool, Options]] = {
         True,
         lambda i: {"mask_mod": stripes},
     ),
+    "a bias of scores, dropout": (
+        {"queries": [70], "keys": [290], "head_dim": 64},
+        True,
+        lambda i: {**FEATURES["bias"](i), "dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "slopes, dropout, packed": (
+        {"queries": [70, 40], "keys": [100, 50], "packed": True, "head_dim": 64},
+        True,
+        lambda i: {"alibi_slopes": i.floats(2).abs(), "dropout_p": 0.3, "rng_state": state_of(i.seed)},
+    ),
+    "a function of scores, packed": (
+        {"queries": [70, 40], "keys": [100, 50], "packed": True, "head_dim": 64},
+        False,
+        lambda i: {"score_mod": halved},
+    ),
+    "a function of scores in a window": (
+        {"queries": [70], "keys": [100], "head_dim": 64},
+        True,
+        lambda i: {"score_mod": halved, "window_size": (20, 0)},
+    ),
 }
 
 
@@ -120,6 +145,12 @@ PARTS_CASES: dict[str, tuple[dict[str, Any], int, bool, Options]] = {
         2,
         False,
         lambda i: {},
+    ),
+    "softcap in a window": (
+        {"queries": [70], "keys": [300], "heads": 4, "kv_heads": 1, "head_dim": 64},
+        4,
+        True,
+        lambda i: {"softcap": 3.0, "window_size": (20, 0)},
     ),
     "lengths in use, dropout": (
         {"queries": [70] * 2, "keys": [90] * 2, "heads": 6, "kv_heads": 2, "head_dim": 64},

@@ -34,7 +34,8 @@ def wrong(inputs: Inputs, causal: bool, of: Sequence[str], **options: Any) -> li
     q, k, v = inputs.tensors()
     options |= inputs.form()
     dout = inputs.floats(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    # of one sign: what all of a head's rows share is then a sum that grows faster than its error
+    dlse = inputs.floats(*q.shape[:-3], q.shape[-2], q.shape[-3]).abs()
     if (used := options.get("seqused_q")) is not None:
         for b, length in enumerate(used.tolist()):
             dout[b, length:], dlse[b, :, length:] = torch.nan, torch.nan
@@ -58,14 +59,14 @@ CASES: dict[str, Case] = {
     ),
     "shared by sequences and heads, before a function": (
         # heads enough that plain attention's error, the bound of a number of each head, is not small by chance
-        {"queries": [20] * 2, "keys": [48] * 2, "heads": 8, "kv_heads": 2},
+        {"queries": [20] * 2, "keys": [48] * 2, "heads": 24, "kv_heads": 2},
         False,
         ("bias", "aux_tensors"),
         lambda i: {
             "bias": i.floats(20, 48, dtype=torch.bfloat16),
             "score_mod": by_key_and_head,
             "mask_mod": stripes,
-            "aux_tensors": (i.floats(8, 48), i.floats(8, dtype=torch.float16)),
+            "aux_tensors": (i.floats(24, 48), i.floats(24, dtype=torch.float16)),
         },
     ),
     "of keys, rows without keys": (

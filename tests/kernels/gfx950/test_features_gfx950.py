@@ -53,6 +53,16 @@ def test_a_feature(feature, form, causal, head_dim, seed):
     assert report.ok, f"seed {seed}: {report}"
 
 
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
+@pytest.mark.parametrize("feature", ["alibi heads", "bias", "mask_mod", "window of chunks"])
+def test_a_feature_beside_dropout(feature, head_dim, seed):
+    """Whose builds read operands later, or narrow splats."""
+    inputs = Inputs([40], [210], head_dim=head_dim, seed=seed)
+    options = {**FEATURES[feature](inputs), **FEATURES["dropout"](inputs)}
+    report = compare(*inputs.tensors(), True, **options)
+    assert report.ok, f"seed {seed}: {report}"
+
+
 @pytest.mark.parametrize(
     ("window", "causal", "queries", "keys", "splits"),
     [
