@@ -20,6 +20,8 @@ CROWDED_FOR_PTXAS = [
     ("sm_90a", "backward", "sm90", 128, "softcap, dropout"),
     ("sm_90a", "backward", "sm90", 128, "packed, deterministic"),
     ("sm_90a", "backward", "sm90_wide", 160, "plain"),
+    ("sm_90a", "backward", "sm90_wide", 176, "softcap, window"),
+    ("sm_90a", "backward", "sm90_wide", 248, "bias"),
     ("sm_90a", "backward", "sm90_wide", 256, "dropout, deterministic"),
 ]
 # the same, and of scalar ones on AMD

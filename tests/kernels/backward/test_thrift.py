@@ -90,6 +90,13 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "slopes, in turn, full": (TOKENS, 128, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
     "packed, in wider clusters, in turn": (PACKED, 192, True, True, lambda i: {}),
     "dropout, in clusters, in turn": (TOKENS, 160, False, True, dropped),
+    "a function with a tensor, in clusters": (TOKENS, 152, True, False, FEATURES["score_mod aux"]),
+    "a bias, apart, 208 columns": (TOKENS, 208, True, False, biased),
+    "a bias, apart, 216 columns": (TOKENS, 216, True, False, biased),
+    "dropout, apart, 240 columns": (TOKENS, 240, True, False, dropped),
+    "a bias, apart, 248 columns": (TOKENS, 248, False, False, biased),
+    "softcap and dropout, in wider clusters, in turn": (TOKENS, 184, False, True, capped_and_dropped),
+    "slopes, apart, in turn, 216 columns": (TOKENS, 216, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
     "softcap in a window, in clusters": (
         TOKENS,
         160,
