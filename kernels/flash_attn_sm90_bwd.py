@@ -176,27 +176,32 @@ def _consumer_of(options: Sm90BackwardOptions) -> type[Consumer]:
     return Behind if options.behind else Later
 
 
-def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
-    """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
-
-    See `flash_attn_generic_bwd.prepare`; `consumer`: of `flash_attn_sm90_bwd`.
-    """
-    packed = tensors.get("cu_seqlens_q") is not None
-    dims, features = (request.head_dim, request.value_dim), request.static_features
+def _options_of(tensors: Tensors, request: Request, apart: bool) -> Sm90BackwardOptions:
+    """The build of a call, but whether it clears ahead, which goes by its sizes."""
+    features = request.static_features
     if features.block_size is not None:
         features = replace(features, block_size=(features.block_size[1], features.block_size[0]))
-    ordered, apart = request.deterministic, consumer is not None
-    options = Sm90BackwardOptions(
-        *dims,
+    return Sm90BackwardOptions(
+        request.head_dim,
+        request.value_dim,
         request.causal,
-        packed=packed,
+        packed=tensors.get("cu_seqlens_q") is not None,
         features=features,
-        ordered=ordered,
+        ordered=request.deterministic,
         apart=apart,
         bias_by_query=request.bias_by_query,
         loads=request.aux_tensors > 0,
         bias_in_float32=request.bias_by_query and tensors["bias"].dtype is torch.float32,
     )
+
+
+def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
+    """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
+
+    See `flash_attn_generic_bwd.prepare`; `consumer`: of `flash_attn_sm90_bwd`.
+    """
+    options = _options_of(tensors, request, apart=consumer is not None)
+    packed, ordered = options.packed, options.ordered
     sequences, heads, group = request.batch, request.num_heads, request.num_heads // request.num_kv_heads
     clusters, of_keys = -(-request.seq_len_kv // options.span), (request.num_kv_heads, sequences)
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
