@@ -519,7 +519,7 @@ class _Block:
 
 def prepare(tensors: Tensors, request: Request) -> Launch:
     """Compile and bind the backward pass of one kind of call: see `prepare_backward`."""
-    dims, packed = (request.head_dim, request.value_dim), "packed" in request.features
+    dims = request.head_dim, request.value_dim
     parts = parts_of_call(tensors, request, WAVES * build_of(request).wave_keys)
     build, features = build_of(request, parts), request.static_features
     options = Gfx950BackwardOptions(
@@ -530,8 +530,8 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         features,
         behind=build.behind,
         waiting=build.waiting,
-        counts_lanes=counts_lanes(request, packed),
-        sparing=is_sparing(request, packed),
+        counts_lanes=counts_lanes(request),
+        sparing=is_sparing(request),
     )
     # steps come in pairs, which may have one too many
     return prepare_backward(flash_attn_gfx950_bwd, options, tensors, request, parts, spare_tiles=1)

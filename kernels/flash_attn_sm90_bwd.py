@@ -123,8 +123,7 @@ def flash_attn_sm90_bwd(
         kv_heads = dk.shape[-2]
         ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
-    more = [barriers for part in (in_turn, exchange) if part is not None for barriers in part.barriers]
-    more += [] if ahead is None else [ahead.cleared]
+    more = [barriers for part in (in_turn, exchange, ahead) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])
     if exchange is not None:
         cluster.sync()

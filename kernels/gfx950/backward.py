@@ -56,19 +56,19 @@ def build_of(request: Request, parts: int = 1) -> Build:
     return replace(build, ahead=24) if fewer else build
 
 
-def counts_lanes(request: Request, packed: bool) -> bool:
+def counts_lanes(request: Request) -> bool:
     """Whether a build spills a vector register unless lanes are counted again (`fly.reread_ids`)."""
     features = request.static_features
     limited = request.causal or features.windowed or features.ends_early
     changed = features.weighs_whole or features.masks_every_tile
-    return request.head_dim == 192 and not (packed or limited or changed)
+    return request.head_dim == 192 and not ("packed" in request.features or limited or changed)
 
 
-def is_sparing(request: Request, packed: bool) -> bool:
+def is_sparing(request: Request) -> bool:
     """Whether a build spills scalar registers unless copies add up their places (`fly.DirectCopy`)."""
     features = request.static_features
     if features.drops:
-        return request.head_dim == 192 and packed
+        return request.head_dim == 192 and "packed" in request.features
     functions = features.score_mod is not None and features.mask_mod is not None and request.head_dim != 128
     biased = {"bias", "softcap"} <= {*features.operands} and request.head_dim == 64
     return not request.causal and (functions or biased)

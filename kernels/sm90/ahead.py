@@ -17,7 +17,9 @@ from fly.backends.nvvm.mbarrier import Mbarriers
 
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES
+from ..work.row_statistics import clear
 from .backward import LATER, Sm90BackwardOptions
+from .turns import spin
 
 FIRST = 32  # the first of the workers, the threads that clear: those before copy
 WORKERS = WARPGROUP - FIRST
@@ -63,6 +65,11 @@ class Ahead:
         claimed, cleared = fly.SharedMemory("claimed", "i32", 1), Mbarriers.allocate("cleared", 1, 1)
         return Ahead(sums, counts, heads, kv_heads, group, distance, claimed, cleared)
 
+    @property
+    def barriers(self) -> tuple[Mbarriers]:
+        """To be initialised."""
+        return (self.cleared,)
+
     def wait(self) -> None:
         """By consumers, before they add to the sums."""
         self.cleared.wait(0, 0)
@@ -84,8 +91,7 @@ class Ahead:
                 fly.atomic_add(fly.i32(1), self._ready(at), order="release")
             turn.next(fly.select(at == later, self.heads, fly.select(part < parts, at, later)))
         with fly.when((ready == 0) & (thread == 0)):
-            for _ in (spin := fly.while_((self._is_ready(head),), lambda seen: seen[0] == 0)):
-                spin.next(self._is_ready(head))
+            spin(lambda: self._is_ready(head), 1)
             self.cleared.arrive(0)
 
     def _is_ready(self, head: Any) -> fly.Value:
@@ -116,6 +122,4 @@ class Ahead:
         first = fly.minimum(part * each, rows)
         batch = head // self.kv_heads
         begin = self.sums.at(batch, (head - batch * self.kv_heads) * self.group, first, 0)
-        zero, count = fly.broadcast(fly.f32(0.0), 4), (fly.minimum(first + each, rows) - first) * columns
-        for at in fly.range(thread * 4, count, WORKERS * 4):
-            fly.store(zero, begin.offset(at * 4), align=16)
+        clear(begin, (fly.minimum(first + each, rows) - first) * columns, thread, WORKERS)

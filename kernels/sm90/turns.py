@@ -118,6 +118,12 @@ def number_of(ticket: fly.SharedMemory) -> fly.Value:
     return fly.first_lane(ticket.load(0))
 
 
+def spin(look: Callable[[], fly.Value], wanted: Any) -> None:
+    """By one thread: until what it looks at is what is `wanted`."""
+    for _ in (turns := fly.while_((look(),), lambda seen: seen[0] != wanted)):
+        turns.next(look())
+
+
 @dataclass(frozen=True)
 class Neighbours:
     """A block's `number` among those of its sequence's keys, and what those next to it see.
@@ -193,9 +199,7 @@ class Turns:
         """By one thread: wait for the block's turn, and let the consumers know."""
         self.ring.claim(at)
         with fly.when(tile < block.end_before):
-            look: Callable[[], fly.Value] = lambda: fly.load_acquire(count)  # noqa: E731  # twice the same
-            for _ in (spin := fly.while_((look(),), lambda seen: seen[0] != block.number)):
-                spin.next(look())
+            spin(lambda: fly.load_acquire(count), block.number)
         self.ring.full.arrive(at.index)
 
     def note(self, block: Neighbours) -> None:

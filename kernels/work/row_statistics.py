@@ -83,9 +83,13 @@ def row_statistics(
 
 def _clear(sums: fly.Tensor, batch: Any, head: fly.Value, first: fly.Value, rows: int) -> None:
     """A block's rows of (B, H, rows, D) f32, D columns side by side."""
-    zero, columns = fly.broadcast(fly.f32(0.0), 4), sums.shape[-1]
-    begin = sums.at(batch, head, first, 0)
-    for at in fly.range(fly.thread_id.x * 4, columns * rows, THREADS * 4):
+    clear(sums.at(batch, head, first, 0), sums.shape[-1] * rows, fly.thread_id.x, THREADS)
+
+
+def clear(begin: fly.Pointer, count: Any, thread: Any, threads: int) -> None:
+    """Zeros for `count` f32, a multiple of 4, from `begin` on, which 16 divides; by the `thread`-th of `threads`."""
+    zero = fly.broadcast(fly.f32(0.0), 4)
+    for at in fly.range(thread * 4, count, threads * 4):
         fly.store(zero, begin.offset(at * 4), align=16)
 
 
