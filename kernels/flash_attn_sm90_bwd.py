@@ -38,13 +38,14 @@ from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
 from .problem.contract import Launch, Request, Tensors
-from .sm90 import turns
+from .sm90 import sections, turns
 from .sm90.ahead import COUNTS, Ahead, distance_of
 from .sm90.backward import ALONG, BLOCK_M, REGISTERS, Sm90BackwardOptions
 from .sm90.backward import THREADS as BLOCK_THREADS
 from .sm90.consumer import Consumer
 from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.exchange import Exchange
+from .sm90.group_parts import parts_of, round_keys, sums_of
 from .sm90.key_block import Buffers, produce
 from .sm90.key_work import KeyBlocks, Place, with_shape_anew
 from .sm90.later import Behind, Later
@@ -71,6 +72,8 @@ def flash_attn_sm90_bwd(
     counts: fly.Tensor | None,
     dk: fly.Tensor,
     dv: fly.Tensor,
+    dk_sums: fly.Tensor | None,
+    dv_sums: fly.Tensor | None,
     cu_seqlens_q: fly.Tensor | None,
     cu_seqlens_kv: fly.Tensor | None,
     tokens: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
@@ -89,11 +92,13 @@ def flash_attn_sm90_bwd(
     (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
     i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
     part in it; where sums are cleared `distance` key heads ahead, `counts` are those of `sm90.ahead`. `tokens` is Sq,
-    or all queries of packed sequences, `group` H / Hkv.
-    Grid: (key blocks, key heads, `sequences`), or `folded`; with turns, `turns.grid`. `consumer`: another one than
-    `Consumer`.
+    or all queries of packed sequences, `group` H / Hkv. With `options.parts`, `group` is a part's, and dk_sums and
+    dv_sums, see `group_parts.place_of`, get what is dk and dv else.
+    Grid: (key blocks, key heads, `sequences`), or `folded`; where `options.sectioned`, `sections.grid`. `consumer`:
+    another one than `Consumer`.
     """
     fly.occupancy(min_blocks=1)
+    kv_heads = dk.shape[-2] * options.parts
     given = options.features.bind(operands)
     if options.blocks > 1:
         cluster.declare(options.blocks)
@@ -102,17 +107,17 @@ def flash_attn_sm90_bwd(
         given,
         tokens=(tokens, tokens_of(dk, cu_seqlens_kv)),
         offsets=(cu_seqlens_q, cu_seqlens_kv),
-        kv_heads=dk.shape[-2],
+        kv_heads=kv_heads,
         sequences=sequences,
         group=group,
         folded=folded,
     )
-    rank, head = blocks.rank, blocks.head(in_turn=options.ordered)
+    rank, head = blocks.rank, blocks.head
     in_turn = ahead = None
     if counts is not None and options.ordered:
         kv_head, batch, exists = head
         apart = with_shape_anew(dq_sums, fly.thread_id.x) if options.thrift.roles else dq_sums
-        ticket = turns.taken(counts, apart, batch * dk.shape[-2] + kv_head, exists, options.blocks, rank)
+        ticket = turns.taken(counts, apart, batch * kv_heads + kv_head, exists, options.blocks, rank)
         blocks = replace(blocks, ticket=ticket)
     early = None if options.thrift.roles else blocks.work(head)
     buffers = Buffers.allocate(options)
@@ -120,8 +125,8 @@ def flash_attn_sm90_bwd(
         in_turn = Turns.allocate(counts, rank, options)
         in_turn.note(early.near_again(fly.thread_id.x) if early else blocks.again(Place.NOTE).near)
     if counts is not None and options.clears:
-        kv_heads = dk.shape[-2]
-        ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance)
+        of_head = fly.grid_dim.y * options.blocks if options.sectioned else fly.grid_dim.x
+        ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance, of_head)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange, ahead) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])
@@ -143,7 +148,7 @@ def flash_attn_sm90_bwd(
                     sums.each_turn(act, near, work.walk, work.heads)
         if ahead is not None:
             with fly.when(fly.wave_id() != 0):
-                ahead.work(work.block.batch * dk.shape[-2] + work.block.kv_head)
+                ahead.work(work.block.batch * kv_heads + work.block.part)
     with fly.when(warpgroup != 0):
         setmaxnreg_inc(REGISTERS[1])
         work, dtype = early or blocks.again(Place.CONSUMERS), dtype_of(q.spec.dtype)
@@ -160,9 +165,11 @@ def flash_attn_sm90_bwd(
             exchange,
             ahead,
             again,
+            blocks.again if options.parts > 1 else None,
         )
         working = (consumer or _consumer_of(options))(*what)
-        working.write(dk, dv, work.written)
+        results = (dk, dv) if dk_sums is None or dv_sums is None else (dk_sums, dv_sums)
+        working.write(*results, work.written)
         if dq is not None:
             working.round(dq)
     if exchange is not None:
@@ -201,12 +208,16 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     """
     options = _options_of(tensors, request, apart=consumer is not None)
     packed, ordered = options.packed, options.ordered
-    sequences, heads, group = request.batch, request.num_heads, request.num_heads // request.num_kv_heads
-    clusters, of_keys = -(-request.seq_len_kv // options.span), (request.num_kv_heads, sequences)
+    sequences, heads = request.batch, request.num_heads
+    clusters = -(-request.seq_len_kv // options.span)
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
     units = device_of(device).compute_units
-    distance = distance_of(request, options, clusters * options.blocks, units)
+    parts = parts_of(request, options, clusters * options.blocks, units)
+    options, kv_heads = replace(options, parts=parts), request.num_kv_heads * parts
+    group, slices = heads // kv_heads, sequences * kv_heads
+    beside = sections.heads_beside(request, options, slices, clusters * options.blocks, units)
+    distance = distance_of(request, options, slices, clusters * options.blocks, beside, units)
     options = replace(options, clears=distance > 0)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
     pitch = -(-tokens // ALONG) * ALONG
@@ -219,10 +230,12 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     sums = torch.empty(shape, dtype=torch.float32, device=device)
     rows = numbers[0] if packed else numbers
     all_tiles = entries * heads * padded // BLOCK_M
-    counts = COUNTS * request.num_kv_heads * sequences if distance else 0
+    counts = COUNTS * slices if distance else 0
     if ordered:
-        counts = turns.counts_needed(all_tiles, request.num_kv_heads, sequences, options.blocks)
+        counts = turns.counts_needed(all_tiles, slices, options.blocks)
+    key_sums = sums_of(k, request, parts, packed) if parts > 1 else {}
     own = {
+        **key_sums,
         "dq_sums": sums,
         "counts": torch.empty(counts, dtype=torch.int32, device=device) if counts else None,
         "lse2": rows,
@@ -271,9 +284,9 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, negated)
     statics = {"options": options}
-    blocks = clusters * options.blocks, *of_keys
-    if ordered:
-        blocks = turns.grid(clusters, *of_keys, options.blocks, units)
+    blocks = clusters * options.blocks, kv_heads, sequences
+    if options.sectioned:
+        blocks = sections.grid(clusters, slices, options.blocks, beside)
     written: Tensors = {} if ordered else {"dq": None}
     more = {**maps, **written}
     by_keys = [BY_KEYS.get(name, name) for name in request.operands]
@@ -284,17 +297,21 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
         statics | {"consumer": consumer},
         by_keys,
         more,
-        folds=not ordered,
+        folds=not options.sectioned,
     )
     blocks = -(-request.seq_len // BLOCK_M), heads, sequences
     if not ordered or turns.may_see_nothing(request):
         last = clear_unseen if ordered else round_dq
         add(last, blocks, options.pieces * WARPGROUP, statics, request.operands)
-    sizes = {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
+    if key_sums:
+        blocks = -(-request.seq_len_kv // BLOCK_M), request.num_kv_heads, sequences
+        add(round_keys, blocks, WARPGROUP, statics, request.operands)
+    sizes = {name: tensor.numel() for name, tensor in key_sums.items()}
+    sizes |= {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
     if counts:
         sizes["counts"] = counts
-    parts, nbytes = {}, 0
+    places, nbytes = {}, 0
     for name, size in sizes.items():
-        parts[name] = nbytes
+        places[name] = nbytes
         nbytes += aligned(4 * size)
-    return Steps(tuple(steps), parts, nbytes).launch()
+    return Steps(tuple(steps), places, nbytes).launch()

@@ -28,8 +28,12 @@ SHORT, LONG = 2048, 8192  # queries
 COUNTS = 2  # of each key head: parts that are claimed, parts that are cleared
 
 
-def distance_of(request: Request, options: Sm90BackwardOptions, blocks: int, units: int) -> int:
-    """How many key heads ahead sums are cleared by `blocks` of each key head on so many `units`; 0: by no block.
+def distance_of(
+    request: Request, options: Sm90BackwardOptions, slices: int, blocks: int, beside: int, units: int
+) -> int:
+    """How many key heads ahead sums are cleared by `blocks` of each of all `slices`; 0: by no block.
+
+    `units`: multiprocessors. `beside`: heads that are side by side, whose blocks start together.
 
     As measured on an H100: nothing is gained where blocks have little to do, or so much that a launch for all does
     not count.
@@ -37,9 +41,9 @@ def distance_of(request: Request, options: Sm90BackwardOptions, blocks: int, uni
     plain = options.features == NO_FEATURES and not (options.packed or options.ordered)
     long_enough = SHORT if request.causal and options.blocks == 1 else 0
     lengths = long_enough <= request.seq_len <= min(LONG, 2 * request.seq_len_kv)
-    heads, distance = request.batch * request.num_kv_heads, -(-units // blocks)
+    distance = max(-(-units // blocks), beside)
     wide = max(request.head_dim, request.value_dim) > LATER
-    return distance if plain and wide and lengths and 2 * distance <= heads else 0
+    return distance if plain and wide and lengths and 2 * distance <= slices else 0
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Ahead:
     """What a block clears; `sums`: see `dq_sums.place_of`.
 
     `counts`: `COUNTS` numbers of each key head of each sequence, zeros before the launch. `heads`: of all sequences;
-    `kv_heads`: of one; `group`: query heads of a key head; `distance`: see `distance_of`. `claimed`: a number for all
-    workers; `cleared`: the sums of the block's own head are.
+    `kv_heads`: of one; `group`: query heads of a key head; `distance`: see `distance_of`; `parts`: of each key head's
+    sums, one for each of its blocks. `claimed`: a number for all workers; `cleared`: the sums of the block's own head
+    are. Where query heads of a key head are in parts, each of these is a key head here.
     """
 
     sums: fly.Tensor
@@ -57,13 +62,16 @@ class Ahead:
     kv_heads: Any
     group: Any
     distance: Any
+    parts: Any
     claimed: fly.SharedMemory
     cleared: Mbarriers
 
     @staticmethod
-    def allocate(sums: fly.Tensor, counts: fly.Tensor, heads: Any, kv_heads: Any, group: Any, distance: Any) -> Ahead:
+    def allocate(
+        sums: fly.Tensor, counts: fly.Tensor, heads: Any, kv_heads: Any, group: Any, distance: Any, parts: Any
+    ) -> Ahead:
         claimed, cleared = fly.SharedMemory("claimed", "i32", 1), Mbarriers.allocate("cleared", 1, 1)
-        return Ahead(sums, counts, heads, kv_heads, group, distance, claimed, cleared)
+        return Ahead(sums, counts, heads, kv_heads, group, distance, parts, claimed, cleared)
 
     @property
     def barriers(self) -> tuple[Mbarriers]:
@@ -76,7 +84,7 @@ class Ahead:
 
     def work(self, head: Any) -> None:
         """By the workers of a block of this `head`, a number among those of all sequences."""
-        parts, later, thread = fly.grid_dim.x, head + self.distance, fly.thread_id.x - FIRST
+        parts, later, thread = self.parts, head + self.distance, fly.thread_id.x - FIRST
         ready = self._told(lambda: self._is_ready(head), thread)
         with fly.when((ready != 0) & (thread == 0)):
             self.cleared.arrive(0)
@@ -96,7 +104,7 @@ class Ahead:
 
     def _is_ready(self, head: Any) -> fly.Value:
         """Whether all of a head's sums are cleared, 0 or 1; the launch before cleared those of the first heads."""
-        cleared = fly.load_acquire(self._ready(head)) == fly.grid_dim.x
+        cleared = fly.load_acquire(self._ready(head)) == self.parts
         ready: fly.Value = fly.select((head < self.distance) | cleared, 1, 0)
         return ready
 
@@ -118,7 +126,7 @@ class Ahead:
     def _clear(self, head: Any, part: Any, thread: Any) -> None:
         """One part of a key head's sums, whose query heads lie side by side."""
         rows, columns = self.group * self.sums.shape[2], self.sums.shape[3]
-        each = (rows + fly.grid_dim.x - 1) // fly.grid_dim.x
+        each = (rows + self.parts - 1) // self.parts
         first = fly.minimum(part * each, rows)
         batch = head // self.kv_heads
         begin = self.sums.at(batch, (head - batch * self.kv_heads) * self.group, first, 0)

@@ -32,6 +32,7 @@ class Sm90BackwardOptions:
 
     Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
     are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`).
+    `parts`: of the query heads of a key head, each of other blocks (`sm90.group_parts`).
     `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`:
     there is a bias of every score, not of keys alone; `bias_in_float32`: and in float32. `loads`: functions on scores
     have tensors.
@@ -49,6 +50,7 @@ class Sm90BackwardOptions:
     features: Features = NO_FEATURES
     ordered: bool = False
     clears: bool = False
+    parts: int = 1
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
@@ -80,7 +82,26 @@ class Sm90BackwardOptions:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
         form = self.ordered, self.apart, self.bias_in_float32, self.clears
-        return thrift_of(Build(dim, self.causal, self.packed, *given, *form))
+        found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
+        # the producer has no registers for the numbers of parts besides; in turn it would spill more
+        return replace(found, tiles=True) if self.parts > 1 and not self.ordered else found
+
+    @property
+    def sectioned(self) -> bool:
+        """Whether heads are side by side (`sm90.sections`): in turn, and where causal masks make blocks uneven.
+
+        Not where registers are full: else heads are the launch's ids, which take none.
+        """
+        return self.ordered or (self.causal and not self.features.windowed and not self._full)
+
+    @property
+    def _full(self) -> bool:
+        """Whether consumers would spill heads' numbers."""
+        if self.apart:
+            return self.packed or self.features != NO_FEATURES
+        names = self.features.operands
+        addressed = "bias" in names or self.features.block_size is not None
+        return addressed or ("alibi_slopes" in names and len(names) > 1) or (self.packed and self.features.drops)
 
     @property
     def crowded(self) -> bool:

@@ -39,9 +39,10 @@ from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layo
 from ..problem.scores import LOG2_E
 from ..work.fragments import row_numbers
 from ..work.kept_pairs import KeptPairs
+from . import group_parts
 from .ahead import Ahead
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
-from .dq_sums import Sums
+from .dq_sums import Sums, put
 from .dropout import made_again, remade
 from .exchange import Exchange
 from .key_block import Block, Buffers
@@ -93,8 +94,8 @@ class Consumer:
     """One consumer warpgroup of a block; `work`: the block's; `sums`: of dQ.
 
     `exchange`: with the other block of a cluster. `ahead`: who clears sums of dQ, and knows when they are. `again`:
-    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `held`: its keys of
-    K and V in registers, once they are there.
+    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `at_end`: behind
+    them, where it has a part of the query heads. `held`: its keys of K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
@@ -108,6 +109,7 @@ class Consumer:
     exchange: Exchange | None
     ahead: Ahead | None
     again: Callable[[Any], KeyWork] | None
+    at_end: Callable[[Any], KeyWork] | None
     held: Mapping[str, tuple[fly.Value, ...]] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -157,13 +159,28 @@ class Consumer:
 
     def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dV, from its sums."""
-        rows = self._rows(dv, Place.VALUES, count)
-        store_runs(*rows, wgmma.runs(self.given.scale_kept(values).to(self.dtype)), self.options.head_dim_v)
+        if self.options.parts > 1:
+            self._write_part(dv, values, Place.VALUES)
+        else:
+            rows = self._rows(dv, Place.VALUES, count)
+            store_runs(*rows, wgmma.runs(self.given.scale_kept(values).to(self.dtype)), self.options.head_dim_v)
 
     def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dK, from its sums."""
-        rows = self._rows(dk, Place.KEYS, count)
-        store_runs(*rows, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+        if self.options.parts > 1:
+            self._write_part(dk, values, Place.KEYS)
+        else:
+            rows = self._rows(dk, Place.KEYS, count)
+            store_runs(*rows, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+
+    def _write_part(self, sums: fly.Tensor, values: fly.Value, place: Place) -> None:
+        """dK or dV of a part of the key head, as it is: see `group_parts.place_of`."""
+        assert self.at_end is not None
+        with fly.reread_ids():
+            last = replace(self, work=self.at_end(place), index=warpgroup_id() - 1)
+        block, first = last.work.block, last.work.block.first_key + last.first_row
+        with fly.when(first < last.work.written):
+            put(values, group_parts.place_of(sums, block.keys, block.batch, block.part, first))
 
     def _rows(self, results: fly.Tensor, place: Place, count: fly.Value) -> tuple[fly.Tensor, Any, fly.Value]:
         """(S, D) of the key head, the first of the consumer's rows there, and how many of all are written."""

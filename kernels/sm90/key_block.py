@@ -26,15 +26,22 @@ from .walk import Walk
 class Block:
     """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's.
 
-    `rank`: the block's in its cluster, whose other block has the keys from `first_beside` on.
+    `part`: the number of the key head, or where its query heads are in several `parts` that part's. `rank`: the
+    block's in its cluster, whose other block has the keys from `first_beside` on.
     """
 
     batch: fly.Value
-    kv_head: fly.Value
+    part: fly.Value
     first_key: fly.Value
     keys: Tokens
     queries: Tokens
     rank: Any = 0
+    parts: int = 1
+
+    @property
+    def kv_head(self) -> Any:
+        """The key head."""
+        return self.part if self.parts == 1 else self.part // self.parts
 
     @property
     def first_beside(self) -> Any:

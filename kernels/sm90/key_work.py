@@ -12,14 +12,16 @@ from fly.backends.nvvm.intrinsics import anew
 from ..problem.features import BoundFeatures
 from ..problem.mask import KeyRange, QueryRange, TileRange
 from ..work.sequences import Sequence as Tokens
+from ..work.sequences import Uniform, alone
 from ..work.tile_scheduler import head_of_block
-from . import turns
+from . import sections, turns
 from .backward import BLOCK_M, Sm90BackwardOptions
 from .key_block import Block
 from .turns import Neighbours
 from .walk import Walk
 
 Head = tuple[Any, Any, Any]  # a key head, its sequence, and whether there is such a one; None: there is
+NOWHERE = 1 << 20  # the number of a block without any head: no sequence has so many keys
 
 
 class Place(enum.IntEnum):
@@ -38,9 +40,10 @@ class Place(enum.IntEnum):
 class KeyWork:
     """The keys of a `block`, which of the queries see them, and the `tiles` of these.
 
-    `number`: the cluster's among those of the sequence's keys; `group`: query heads of the key head; `here`: whether
-    it has any keys; `exists`: whether there is such a head, None: there is. Once `begun`, `heads` are the first of
-    the query heads and one past the last, of each of which the tiles pass by in a `walk`.
+    `number`: the cluster's among those of the sequence's keys; `group`: query heads of the key head, or of a part of
+    it; `here`: whether it has any keys; `exists`: whether there is such a head, None: where there is not, no key has
+    the cluster's number. Once `begun`, `heads` are the first of the query heads and one past the last, of each of
+    which the tiles pass by in a `walk`.
     """
 
     options: Sm90BackwardOptions
@@ -57,7 +60,7 @@ class KeyWork:
 
     def begun(self) -> KeyWork:
         """The same, with its query heads and its walk over tiles."""
-        first, ordered = self.block.kv_head * self.group, self.options.ordered
+        first, ordered = self.block.part * self.group, self.options.ordered
         heads = first, first + self.group
         lists = self.options.features.block_size is not None
         walk = Walk(self.tiles.mirrored() if ordered else self.tiles, ordered, self.here if lists else None)
@@ -85,8 +88,8 @@ class KeyWork:
 class KeyBlocks:
     """The blocks of a launch, by its parameters: see `flash_attn_sm90_bwd`.
 
-    `tokens`: of all queries and of all keys, `offsets`: of packed ones; `kv_heads`: how many there are. `ticket`: of
-    blocks in turn, the cluster's.
+    `tokens`: of all queries and of all keys, `offsets`: of packed ones; `kv_heads`: how many there are, in parts.
+    `ticket`: of blocks in turn, the cluster's.
     """
 
     options: Sm90BackwardOptions
@@ -104,19 +107,25 @@ class KeyBlocks:
         """This block's in its cluster."""
         return fly.block_id.x % self.options.blocks if self.options.blocks > 1 else 0
 
-    def head(self, *, in_turn: bool) -> Head:
+    @property
+    def head(self) -> Head:
         """Of this block."""
-        if in_turn:
-            return turns.head_of_block(self.kv_heads, self.sequences, self.options.blocks)
+        if self.options.sectioned:
+            return sections.head_of_block(self.kv_heads, self.sequences, self.options.blocks)
         return head_of_block(self.kv_heads, self.sequences, folded=self.folded)
 
-    def work(self, head: Head) -> KeyWork:
-        """This block's, which has such a head; by all threads of a warp."""
+    def work(self, head: Head, uniform: Uniform = fly.first_lane) -> KeyWork:
+        """This block's, which has such a head; by all threads of a warp, unless `uniform` is of one `alone`."""
         options, given, rank = self.options, self.given, self.rank
         kv_head, batch, exists = head
-        number = fly.block_id.x // options.blocks if self.ticket is None else turns.number_of(self.ticket)
-        keys = Tokens.of(self.tokens[1], self.offsets[1], batch, given.get("seqused_kv"))
-        queries = Tokens.of(self.tokens[0], self.offsets[0], batch, given.get("seqused_q"))
+        if self.ticket is not None:
+            number = turns.number_of(self.ticket, uniform)
+        elif options.sectioned:
+            number, exists = fly.select(exists, fly.block_id.y, NOWHERE), None
+        else:
+            number = fly.block_id.x // options.blocks
+        keys = Tokens.of(self.tokens[1], self.offsets[1], batch, given.get("seqused_kv"), uniform=uniform)
+        queries = Tokens.of(self.tokens[0], self.offsets[0], batch, given.get("seqused_q"), uniform=uniform)
         first_key = number * options.span  # of the cluster, whose blocks see the same tiles
         here = first_key < keys.length if exists is None else exists & (first_key < keys.length)
         seen = given.key_range(queries.length, keys.length, options.causal)
@@ -126,16 +135,19 @@ class KeyBlocks:
         end = fly.select(here, tiles.end, tiles.first)
         tail = first_key + options.span > keys.length
         tiles = TileRange(tiles.first, fly.select(tail, end, tiles.whole_from), tiles.whole_end, end)
-        block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank)
+        block = Block(batch, kv_head, first_key + rank * options.block_n, keys, queries, rank, options.parts)
         return KeyWork(options, number, self.group, block, seen, inverse, tiles, here, exists)
 
     def tiles_again(self) -> tuple[Walk, Block, tuple[Any, Any]]:
         """The producer's walk, block and query heads, once K and V are on their way."""
-        work = self.again(Place.TILES)
+        work = self.again(Place.TILES, alone)
         return work.walk, work.block, work.heads
 
-    def again(self, step: Any) -> KeyWork:
-        """This block's, from ids and parameters alone: nothing is kept from before for what follows `step` (i32)."""
+    def again(self, step: Any, uniform: Uniform = fly.first_lane) -> KeyWork:
+        """This block's, from ids and parameters alone: nothing is kept from before for what follows `step` (i32).
+
+        `uniform`: as of `work`.
+        """
         step = fly.i32(0) + step
 
         def parameter(number: Any) -> Any:
@@ -145,7 +157,7 @@ class KeyBlocks:
         with fly.reread_ids():
             kv_heads, sequences = numbers
             blocks = replace(self, tokens=tokens, kv_heads=kv_heads, sequences=sequences)
-            work = blocks.work(blocks.head(in_turn=self.ticket is not None))
+            work = blocks.work(blocks.head, uniform)
             return work.begun()
 
 

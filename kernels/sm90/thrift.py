@@ -133,8 +133,7 @@ TOGETHER: tuple[Row, ...] = (
     Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     # P in two forms and dropout's words beside dP
-    Row(120, 128, lambda b: b.mixed, _MIXED),
-    Row(112, 120, lambda b: b.mixed and not b.causal, _MIXED),
+    Row(112, 128, lambda b: b.mixed, _MIXED),
     # loops for part and for whole blocks of the list
     Row(120, 128, lambda b: b.lists_and_drops, Thrift(roles=True, decides=True)),
 )
@@ -178,8 +177,7 @@ APART: tuple[Row, ...] = (
     Row(160, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
     Row(160, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
     Row(144, 160, lambda b: b.clears and not b.causal, _ROLES),
-    # the causal build without packing, and the packed one without a mask
-    Row(144, 160, lambda b: b.features == NO_FEATURES and b.causal != b.packed, _AGAIN),
+    Row(144, 160, lambda b: b.features == NO_FEATURES and b.packed and not b.causal, _AGAIN),
     Row(144, 160, lambda b: b.causal and b.changes_little, _ROLES),
     Row(144, 152, lambda b: b.causal and not b.packed and (b.limited or b.loads), _ROLES),
     Row(144, 160, lambda b: not (b.causal or b.packed) and b.limited, _ROLES),

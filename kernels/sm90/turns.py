@@ -28,17 +28,16 @@ from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring, init_all
 
 from ..problem.contract import Request
 from ..problem.mask import QueryRange, TileRange
-from ..work.tile_scheduler import MAX_GRID_YZ
+from ..work.sequences import Uniform
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 
-AHEAD = 2
 _TICKET_BYTES = 16  # that a copy to another block takes at least
 _NEVER = 2**31 - 1
 
 
-def counts_needed(tiles: int, heads: int, sequences: int, blocks: int) -> int:
+def counts_needed(tiles: int, slices: int, blocks: int) -> int:
     """How many numbers there are, zeros before a launch: of tiles of queries and ranks of blocks, and tickets."""
-    return tiles * blocks + heads * sequences
+    return tiles * blocks + slices
 
 
 def count_of(
@@ -53,28 +52,6 @@ def count_of(
 
 def _tiles_before(sums: fly.Tensor, entry: Any, head: Any) -> Any:
     return (entry * sums.shape[1] + head) * (sums.shape[2] // BLOCK_M)
-
-
-def grid(clusters: int, heads: int, sequences: int, blocks: int, units: int) -> tuple[int, int, int]:
-    """(blocks of key heads side by side, clusters of keys, sections of heads) for a device of so many `units`.
-
-    There are `blocks` along x for each head. Blocks of one head are a step apart, however many multiprocessors are
-    free: so those start blocks of several heads, `AHEAD` times as many as are in work at a time. Sections are not
-    larger, as what a head reads and adds to stays in the level-2 cache as long as it is in work.
-    """
-    slices = heads * sequences
-    beside = max(-(-units // (clusters * blocks)) * AHEAD, -(-slices // MAX_GRID_YZ))
-    sections = -(-slices // beside)
-    return -(-slices // sections) * blocks, clusters, sections
-
-
-def head_of_block(heads: Any, sequences: Any, blocks: int) -> tuple[fly.Value, fly.Value, fly.Value]:
-    """(key head, sequence, whether the block has any) in such a grid."""
-    beside, column = (fly.grid_dim.x // blocks, fly.block_id.x // blocks)
-    place, slices = fly.block_id.z * beside + column, heads * sequences
-    slice_ = fly.minimum(place, slices - 1)
-    sequence = slice_ // heads
-    return slice_ - sequence * heads, sequence, place < slices
 
 
 def taken(
@@ -113,9 +90,9 @@ def taken(
     return ticket
 
 
-def number_of(ticket: fly.SharedMemory) -> fly.Value:
-    """What a ticket says, by all threads of a warp."""
-    return fly.first_lane(ticket.load(0))
+def number_of(ticket: fly.SharedMemory, uniform: Uniform) -> fly.Value:
+    """What a ticket says, by all threads of a warp or by one alone."""
+    return uniform(ticket.load(0))
 
 
 def spin(look: Callable[[], fly.Value], wanted: Any) -> None:

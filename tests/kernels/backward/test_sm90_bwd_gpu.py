@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fly import config
+from kernels import flash_attn_sm90_bwd
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90 import ahead
@@ -171,6 +172,21 @@ def test_a_captured_graph_may_be_replayed(seed):
         graph.replay()
         for a, b in zip(expected, found, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"), [("sm90", 64), ("sm90", 128), ("sm90_wide", 192), ("sm90_wide", 256)]
+)
+def test_query_heads_in_parts(kernel, head_dim, packed, causal, monkeypatch, seed):
+    found, parts_of = [], flash_attn_sm90_bwd.parts_of
+    monkeypatch.setattr(flash_attn_sm90_bwd, "parts_of", lambda *given: found.append(parts_of(*given)) or found[-1])
+    monkeypatch.setenv(config.BACKWARD_KERNEL.name, kernel)
+    lengths = [400, 0, 113] if packed else [513]
+    inputs = Inputs(lengths, lengths, 16, 2, head_dim, packed=packed, seed=seed, device="cuda")
+    assert not wrong(inputs, causal), f"seed {seed}"
+    assert found and all(parts > 1 for parts in found)
 
 
 @pytest.mark.parametrize("causal", [False, True])

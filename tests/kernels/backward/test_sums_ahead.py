@@ -30,7 +30,8 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
 def fresh(emulate, monkeypatch):
     """A simulated Hopper GPU of one multiprocessor, without what was planned or traced before."""
     emulate("sm_90a", "")
-    of_few = lambda request, options, blocks, units: ahead.distance_of(request, options, blocks, 1)  # noqa: E731
+    of_few = lambda request, options, slices, blocks, *_: ahead.distance_of(request, options, slices, blocks, 1, 1)  # noqa: E731
+    monkeypatch.setattr(bwd, "parts_of", lambda *_: 1)
     monkeypatch.setattr(ahead, "SHORT", 0)
     monkeypatch.setattr(bwd, "distance_of", of_few)
     forget(monkeypatch)
@@ -128,6 +129,8 @@ def test_a_planted_bug_shows(bug, monkeypatch, seed):
         ({"num_heads": 8}, 17),
         ({"head_dim": 192}, 17),
         ({"batch": 2}, 0),
+        ({"beside": 30}, 30),
+        ({"beside": 60}, 0),
         ({"head_dim": 96}, 0),
         ({"seq_len": 4097}, 0),
         ({"seq_len": 8193, "seq_len_kv": 8193}, 0),
@@ -142,9 +145,11 @@ def test_a_planted_bug_shows(bug, monkeypatch, seed):
 def test_which_calls_work_ahead(change, distance, monkeypatch):
     monkeypatch.setattr(ahead, "SHORT", 2048)
     sizes = {"batch": 17, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "seq_len": 1024, "seq_len_kv": 2048}
-    packed = change.get("packed", False)
-    request = replace(REQUEST, **({"causal": False} | sizes | {k: v for k, v in change.items() if k != "packed"}))
+    change = dict(change)
+    packed, beside = change.pop("packed", False), change.pop("beside", 1)
+    request = replace(REQUEST, **({"causal": False} | sizes | change))
     dims = request.head_dim, request.value_dim
     how = {"packed": packed, "ordered": request.deterministic, "apart": request.head_dim > 128}
     options = Sm90BackwardOptions(*dims, request.causal, **how)
-    assert ahead.distance_of(request, options, 8, 132) == distance
+    slices = request.batch * request.num_kv_heads
+    assert ahead.distance_of(request, options, slices, 8, beside, 132) == distance
