@@ -17,13 +17,13 @@ from fly import config
 from fly.backends.target import target, targets
 from fly.errors import ShapeError, UnsupportedError
 from fly.runtime.launch import bindings
-from kernels import flash_attn_interface
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.generic.backward import BackwardOptions, options_for
 from kernels.generic.operands import padded
 from kernels.problem.contract import HEAD_DIMS
 from kernels.problem.features import Features
 from kernels.work import tile_scheduler
+from tests.kernels.backward.planted import forget
 from tests.kernels.feature_cases import Inputs, by_head, stripes
 from tests.kernels.gradient_reference import by_autograd, gradients
 
@@ -220,7 +220,7 @@ def test_numbers_of_8_bits_have_no_gradient(emulate):
 def test_grids_fold_where_there_are_more_heads_or_sequences_than_places(emulate, monkeypatch, seed):
     emulate("sm_90a", "generic")
     monkeypatch.setattr(tile_scheduler, "MAX_GRID_YZ", 3)
-    monkeypatch.setattr(flash_attn_interface, "_plans", {})
+    forget(monkeypatch)
     inputs = Inputs([5] * 5, [20] * 5, heads=2, kv_heads=2, seed=seed)
     q, k, v = inputs.tensors()
     dout, sink = inputs.floats(*q.shape, dtype=q.dtype), inputs.floats(2).requires_grad_()

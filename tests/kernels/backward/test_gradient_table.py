@@ -165,8 +165,8 @@ def test_the_reference_by_parts_is_the_reference(lengths, causal, seed):
     parts = gradients_by_parts(q, k, v, causal, dout, dlse, lengths, max_scores=1500)
     for one, other, plain, of_parts in zip(whole.exact, parts.exact, whole.plain, parts.plain, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
-        errors = [(x.double() - one).abs().max().item() for x in (plain, of_parts)]
-        assert errors[1] <= 2 * errors[0]
+        errors = [(x.double() - one).square().mean().sqrt().item() for x in (plain, of_parts)]
+        assert errors[1] <= 1.5 * errors[0], f"seed {seed}"
 
 
 @pytest.mark.parametrize(
