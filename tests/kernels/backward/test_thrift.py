@@ -63,7 +63,6 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     ),
     "a function with a tensor, in turn": (TOKENS, 128, True, True, FEATURES["score_mod aux"]),
     "dropout, apart": (TOKENS, 256, True, False, dropped),
-    "causal, in clusters": (TOKENS, 160, True, False, lambda i: {}),
     "packed, in clusters": (PACKED, 160, False, False, lambda i: {}),
     "a function with a tensor, apart": (TOKENS, 256, True, False, FEATURES["score_mod aux"]),
     "a bias, apart": (TOKENS, 256, True, False, biased),
