@@ -125,8 +125,7 @@ def flash_attn_sm90_bwd(
         in_turn = Turns.allocate(counts, rank, options)
         in_turn.note(early.near_again(fly.thread_id.x) if early else blocks.again(Place.NOTE).near)
     if counts is not None and options.clears:
-        of_head = fly.grid_dim.y * options.blocks if options.sectioned else fly.grid_dim.x
-        ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance, of_head)
+        ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance, blocks.of_head)
     exchange = Exchange.allocate(buffers.ds, rank, options) if options.blocks > 1 else None
     more = [barriers for part in (in_turn, exchange, ahead) if part is not None for barriers in part.barriers]
     init_all([*buffers.barriers, *more])
@@ -165,7 +164,7 @@ def flash_attn_sm90_bwd(
             exchange,
             ahead,
             again,
-            blocks.again if options.parts > 1 else None,
+            blocks.again if options.thrift.heads or options.parts > 1 else None,
         )
         working = (consumer or _consumer_of(options))(*what)
         results = (dk, dv) if dk_sums is None or dv_sums is None else (dk_sums, dv_sums)
@@ -213,11 +212,12 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device
     units = device_of(device).compute_units
-    parts = parts_of(request, options, clusters * options.blocks, units)
+    of_head = clusters * options.blocks
+    parts = parts_of(request, options, of_head, units)
     options, kv_heads = replace(options, parts=parts), request.num_kv_heads * parts
     group, slices = heads // kv_heads, sequences * kv_heads
-    beside = sections.heads_beside(request, options, slices, clusters * options.blocks, units)
-    distance = distance_of(request, options, slices, clusters * options.blocks, beside, units)
+    beside = sections.heads_beside(request, options, slices, of_head, units)
+    distance = distance_of(request, options, slices, of_head, beside, units)
     options = replace(options, clears=distance > 0)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
     pitch = -(-tokens // ALONG) * ALONG
@@ -284,7 +284,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     if (dsink := tensors.get("dsink")) is not None:
         add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, negated)
     statics = {"options": options}
-    blocks = clusters * options.blocks, kv_heads, sequences
+    blocks = of_head, kv_heads, sequences
     if options.sectioned:
         blocks = sections.grid(clusters, slices, options.blocks, beside)
     written: Tensors = {} if ordered else {"dq": None}

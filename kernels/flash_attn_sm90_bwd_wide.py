@@ -41,7 +41,7 @@ from .problem.dropout_tile import DecidedTile
 from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.consumer import WRITTEN, Consumer, State, Step
-from .sm90.dq_sums import PIECE, load, put
+from .sm90.dq_sums import load, of_thread, put
 from .sm90.dropout import made_again, remade
 from .sm90.walk import Walk
 from .work.kept_pairs import KeptPairs
@@ -78,7 +78,7 @@ class _Half(Consumer):
     @property
     def _own_weights(self) -> fly.Pointer:
         """Where this thread's first values of P are."""
-        return self.weights.offset(fly.thread_id.x % WARPGROUP * (4 * PIECE))
+        return of_thread(self.weights)
 
 
 class _OfValues(_Half):

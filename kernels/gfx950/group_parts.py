@@ -11,6 +11,7 @@ from typing import Any
 
 import fly
 
+from ..work.group_parts import time_in_parts
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import Gfx950BackwardOptions
@@ -28,17 +29,13 @@ _START, _PART = 7, 11
 def parts_of_group(blocks: int, group: int, tiles: int, compute_units: int, *, causal: bool) -> int:
     """In how many parts the `group` query heads of a key head are best taken: the fewest of those predicted fastest.
 
-    `blocks` of keys of all key heads and sequences, with `tiles` of queries for each query head, under a causal mask
-    half of them on average. Blocks begin longest first, so that the launch ends when its work is done, but not before
-    its longest block.
+    `blocks` of keys of all key heads and sequences, with `tiles` of queries for each query head: see `time_in_parts`.
     """
+    sizes = {"group": group, "tiles": tiles, "blocks": blocks, "units": compute_units}
 
     def cost(parts: int) -> float:
-        heads, count = group // parts, blocks * parts
-        longest = heads * tiles + _START
-        mean = heads * tiles / 2 + _START if causal else longest
-        rounds = max(longest, mean * count / compute_units) if causal else longest * -(-count // compute_units)
-        return rounds + (_PART * -(-count // compute_units) if parts > 1 else 0)
+        added = _PART * -(-blocks * parts // compute_units) if parts > 1 else 0
+        return time_in_parts(parts, **sizes, start=_START, uneven=causal) + added
 
     return min((n for n in range(1, group + 1) if group % n == 0), key=cost)
 

@@ -94,8 +94,8 @@ class Consumer:
     """One consumer warpgroup of a block; `work`: the block's; `sums`: of dQ.
 
     `exchange`: with the other block of a cluster. `ahead`: who clears sums of dQ, and knows when they are. `again`:
-    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `at_end`: behind
-    them, where it has a part of the query heads. `held`: its keys of K and V in registers, once they are there.
+    makes the work again, for want of registers to keep it in over all tiles (`KeyBlocks.again`). `at_end`: the same,
+    behind them. `held`: its keys of K and V in registers, once they are there.
     """
 
     options: Sm90BackwardOptions
@@ -124,9 +124,9 @@ class Consumer:
 
     def remade(self, step: Any) -> Self:
         """The same, with its work made again for what follows `step` (i32), where it is."""
-        if self.again is None:
-            return self
-        work = self.again(step)
+        return self if self.again is None else self._with(self.again(step))
+
+    def _with(self, work: KeyWork) -> Self:
         return replace(self, work=work, sums=Sums.of(self.sums.sums, work, self.sums.turns))
 
     @property
@@ -138,6 +138,11 @@ class Consumer:
     def first_row(self) -> Any:
         """The first of the consumer's keys in the block."""
         return self.index * BLOCK_M
+
+    @property
+    def first_key(self) -> Any:
+        """The first of the consumer's keys."""
+        return self.block.first_key + self.first_row
 
     @property
     def zeros(self) -> tuple[fly.Value, ...]:
@@ -159,35 +164,31 @@ class Consumer:
 
     def write_values(self, dv: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dV, from its sums."""
-        if self.options.parts > 1:
-            self._write_part(dv, values, Place.VALUES)
-        else:
-            rows = self._rows(dv, Place.VALUES, count)
-            store_runs(*rows, wgmma.runs(self.given.scale_kept(values).to(self.dtype)), self.options.head_dim_v)
+        self._write(dv, Place.VALUES, values, self.given.scale_kept, self.options.head_dim_v, count)
 
     def write_keys(self, dk: fly.Tensor, values: fly.Value, count: fly.Value) -> None:
         """dK, from its sums."""
-        if self.options.parts > 1:
-            self._write_part(dk, values, Place.KEYS)
-        else:
-            rows = self._rows(dk, Place.KEYS, count)
-            store_runs(*rows, wgmma.runs((values * self.factor).to(self.dtype)), self.options.head_dim)
+        self._write(dk, Place.KEYS, values, lambda sums: sums * self.factor, self.options.head_dim, count)
 
-    def _write_part(self, sums: fly.Tensor, values: fly.Value, place: Place) -> None:
-        """dK or dV of a part of the key head, as it is: see `group_parts.place_of`."""
-        assert self.at_end is not None
-        with fly.reread_ids():
-            last = replace(self, work=self.at_end(place), index=warpgroup_id() - 1)
-        block, first = last.work.block, last.work.block.first_key + last.first_row
-        with fly.when(first < last.work.written):
-            put(values, group_parts.place_of(sums, block.keys, block.batch, block.part, first))
-
-    def _rows(self, results: fly.Tensor, place: Place, count: fly.Value) -> tuple[fly.Tensor, Any, fly.Value]:
-        """(S, D) of the key head, the first of the consumer's rows there, and how many of all are written."""
+    def _write(
+        self,
+        results: fly.Tensor,
+        place: Place,
+        sums: fly.Value,
+        scaled: Callable[[fly.Value], fly.Value],
+        columns: int,
+        count: fly.Value,
+    ) -> None:
+        """dK or dV of the consumer's rows, of a part of the key head as they are (`group_parts.place_of`)."""
         last = self._behind(place)
-        work = last.work
-        view, first = work.block.keys.matrix(results, work.block.kv_head), work.block.first_key + last.first_row
-        return view, first, count if self.again is None else work.written
+        block, written = last.block, count if last is self else last.work.written
+        if self.options.parts > 1:
+            first = last.first_key
+            with fly.when(first < written):
+                put(sums, group_parts.place_of(results, block.keys, block.batch, block.part, first))
+        else:
+            view = block.keys.matrix(results, block.kv_head)
+            store_runs(view, last.first_key, written, wgmma.runs(scaled(sums).to(self.dtype)), columns)
 
     def round(self, dq: fly.Tensor) -> None:
         """In turn, behind all tiles: dq of those to which nobody adds behind the block (`Sums.round`)."""
@@ -197,11 +198,11 @@ class Consumer:
             last.sums.round(dq, last.factor, last.work.heads, near.last_of(tiles), last.piece(piece))
 
     def _behind(self, place: Place) -> Self:
-        """The same behind all tiles: where work is made again, nothing is kept for it, `index` neither."""
-        if self.again is None:
+        """The same behind all tiles: where work is made again there, nothing is kept for it, `index` neither."""
+        if self.at_end is None:
             return self
         with fly.reread_ids():
-            return replace(self.remade(place), index=warpgroup_id() - 1)
+            return replace(self._with(self.at_end(place)), index=warpgroup_id() - 1)
 
     def run(self) -> tuple[fly.Value, ...]:
         """The sums over all tiles of all query heads."""
@@ -386,7 +387,7 @@ class Consumer:
 
     def _decided(self, j: fly.Value, step: Step) -> DecidedTile | None:
         """What dropout decides on a tile's weights, where there is any."""
-        first_key, dropout = self.block.first_key + self.first_row, step.given.dropout(step.place)
+        first_key, dropout = self.first_key, step.given.dropout(step.place)
         if dropout is None:
             return None
         # made again by every tile, as loops have no registers for what random numbers start from
@@ -413,7 +414,7 @@ class Consumer:
     def weigh(self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = True) -> Weights:
         """P of tile j from its scores; statistics are in slot `at`, `drops` as in `weights`."""
         place, given, masked, listed = step.place, step.given, step.masked, step.walk.listed
-        first_query, first_key = j * BLOCK_M, self.block.first_key + self.first_row
+        first_query, first_key = j * BLOCK_M, self.first_key
         if self.options.thrift.places:
             first_key = anew(first_key, first_query)
         if self.options.thrift.lengths:
@@ -478,7 +479,7 @@ class Consumer:
     def _limit(self, scores: fly.Fragment, first_query: fly.Value) -> fly.Fragment:
         """-inf where a query does not see a key, or there is no such key."""
         count = self.block.keys.length
-        start = self.block.first_key + self.first_row
+        start = self.first_key
         keys = row_numbers(self.layout, 1, start)
         if self.options.remakes_keys or (self.options.causal and self.options.thrift.places):
             keys = keys.map(lambda key: anew(key, first_query))

@@ -114,6 +114,11 @@ class Sums:
                     store_rounded(value * factor, dq, self.queries, head, tile, index, self.options)
 
 
+def of_thread(piece: fly.Pointer) -> fly.Pointer:
+    """Where this thread's first values of a piece are, which `load` and `put` take."""
+    return piece.offset(fly.thread_id.x % WARPGROUP * (4 * PIECE))
+
+
 def load(count: int, place: fly.Pointer) -> fly.Value:
     """So many of a thread's accumulators."""
     pieces = [

@@ -13,16 +13,17 @@ import torch
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import WARPGROUP
 from fly.ir.dtypes import dtype as dtype_of
 
 from ..problem.contract import Request
 from ..problem.scores import LOG2_E
+from ..work.group_parts import time_in_parts
 from ..work.query_tiles import tile_of_all, tiles_of_all
 from ..work.sequences import Sequence, tokens_of
 from ..work.tile_scheduler import head_of_block
 from .backward import BLOCK_M, Sm90BackwardOptions
-from .dq_sums import load
+from .dq_sums import load, of_thread
+from .sections import heads_of_wave
 from .stores import store_runs
 
 # In the time of one tile of queries: what a block costs beside its tiles, what adding up costs at all and for each
@@ -37,9 +38,9 @@ _SPARE = 64 << 20  # bytes of parts' sums that are always there; more only if th
 def parts_of(request: Request, options: Sm90BackwardOptions, blocks: int, units: int) -> int:
     """In how many parts the query heads of each key head are, whose keys are in so many `blocks`.
 
-    `units`: multiprocessors. The fewest that are predicted to be fastest: causal blocks are taken to even each other
-    out, as they start from the longest on (`sm90.sections`), others to run in rounds. Causal blocks of a key head are
-    soon at different query heads, all of which the second-level cache has to hold.
+    `units`: multiprocessors. The fewest that are predicted to be fastest (`time_in_parts`; causal blocks start from
+    the longest on by `sm90.sections`). Causal blocks of a key head are soon at different query heads, all of which
+    the second-level cache has to hold.
     """
     group, tiles = request.num_heads // request.num_kv_heads, -(-request.seq_len // BLOCK_M)
     slices, dims = request.batch * request.num_kv_heads, request.head_dim + request.value_dim
@@ -51,14 +52,13 @@ def parts_of(request: Request, options: Sm90BackwardOptions, blocks: int, units:
         nbytes = 4 * slices * parts * request.seq_len_kv * dims
         return group % parts == 0 and (parts == 1 or nbytes <= max(_SPARE, sums // 2))
 
+    sizes = {"group": group, "tiles": tiles, "blocks": slices * blocks, "units": units}
+
     def cost(parts: int) -> float:
-        count, longest = slices * blocks * parts, tiles * group / parts + _START
-        added = _ADD + _ADD_BLOCK * count if parts > 1 else 0
-        if not uneven:
-            return -(-count // units) * longest + added
-        beside = min(slices * parts, max(1, round(units / blocks)))
-        more = max(0, beside * group // parts * of_head - _CACHE) / _CACHE
-        return max(longest, count * (longest + _START) / 2 / units) * (1 + _THRASH * more) + added
+        added = _ADD + _ADD_BLOCK * slices * blocks * parts if parts > 1 else 0
+        beside = min(slices * parts, heads_of_wave(blocks, units))
+        more = max(0, beside * group // parts * of_head - _CACHE) / _CACHE if uneven else 0
+        return time_in_parts(parts, **sizes, start=_START, uneven=uneven) * (1 + _THRASH * more) + added
 
     best = min(filter(fits, range(1, group + 1)), key=cost)
     return best if cost(1) > _GAIN * cost(best) else 1
@@ -79,7 +79,7 @@ def place_of(sums: fly.Tensor, keys: Sequence, batch: Any, head: Any, first: Any
     `head`: a part of a key head, those of one lie side by side.
     """
     entry, tile = tile_of_all(keys, batch, first // BLOCK_M, BLOCK_M)
-    return sums.at(entry, head, tile * BLOCK_M, 0).offset(fly.thread_id.x % WARPGROUP * 16)
+    return of_thread(sums.at(entry, head, tile * BLOCK_M, 0))
 
 
 @fly.kernel

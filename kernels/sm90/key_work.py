@@ -103,6 +103,11 @@ class KeyBlocks:
     ticket: fly.SharedMemory | None = None
 
     @property
+    def of_head(self) -> Any:
+        """How many there are of each head."""
+        return fly.grid_dim.y * self.options.blocks if self.options.sectioned else fly.grid_dim.x
+
+    @property
     def rank(self) -> Any:
         """This block's in its cluster."""
         return fly.block_id.x % self.options.blocks if self.options.blocks > 1 else 0

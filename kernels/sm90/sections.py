@@ -22,6 +22,11 @@ _LONG = 2048  # queries
 _FEW = 8  # waves of blocks
 
 
+def heads_of_wave(blocks: int, units: int) -> int:
+    """Of so many key heads are about all blocks in work at a time, with `blocks` each on `units` multiprocessors."""
+    return max(1, round(units / blocks))
+
+
 def heads_beside(request: Request, options: Sm90BackwardOptions, slices: int, blocks: int, units: int) -> int:
     """How many of all `slices`, key heads or parts of them of `blocks` each, are side by side.
 
@@ -33,7 +38,7 @@ def heads_beside(request: Request, options: Sm90BackwardOptions, slices: int, bl
     if options.ordered:
         return -(-units // blocks) * _IN_TURN
     ends_uneven = (request.seq_len >= _LONG and not options.apart) or slices * blocks < _FEW * units
-    return max(1, round(units / blocks)) if options.sectioned and ends_uneven else 1
+    return heads_of_wave(blocks, units) if options.sectioned and ends_uneven else 1
 
 
 def grid(clusters: int, slices: int, blocks: int, beside: int) -> tuple[int, int, int]:

@@ -96,8 +96,8 @@ BUGS = (
     Bug(
         "consumers past the end store over the next sequence's",
         consumer.Consumer,
-        "_write_part",
-        "with fly.when(first < last.work.written): => with fly.when(first > -1):",
+        "_write",
+        "with fly.when(first < written): => with fly.when(first > -1):",
         "packed, empty sequences",
         "wrong global-race out-of-bounds",
     ),
