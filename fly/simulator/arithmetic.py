@@ -114,7 +114,7 @@ def broadcast(value: Any, length: int) -> np.ndarray:
 
 def shuffle(a: np.ndarray, b: np.ndarray, mask: Any) -> np.ndarray:
     """Elements of two vectors, numbered one after the other."""
-    if a is b or _only_first(mask, a.shape[1]):
+    if _only_first(mask, a.shape[1]):
         return a[:, mask]
     rows = max(len(a), len(b))
     both = [np.broadcast_to(v, (rows, v.shape[1])) for v in (a, b)]

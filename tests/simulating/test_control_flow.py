@@ -181,3 +181,19 @@ def test_blocks_and_threads_of_three_dimensions_have_their_own_places():
     read = Program.of(trace(kernel, matrix("i32"), arch="sm_80", block=(4, 3, 2)), target("sm_80"))
     Machine(read)(flat(out), (5, 3, 2))
     np.testing.assert_array_equal(out, np.arange(720) + 30_000)
+
+
+def test_one_vector_that_two_names_have_is_joined_with_itself():
+    """What a loop without turns gives back is what it was given, twice the same here."""
+
+    def kernel(x: fly.Tensor, out: fly.Tensor):
+        one = fly.broadcast(fly.i32(3), 4)
+        for _, (a, b) in (loop := fly.range(x.load(0), carry=(one, one))):
+            loop.next(a + 1, b + 2)
+        joined = fly.concat(list(loop.results))
+        for i in range(8):
+            out.store(joined[i], i)
+
+    x, out = np.zeros(1, np.int32), np.zeros(8, np.int32)
+    in_every_schedule(kernel, x, out, arch="sm_90a", block=32)
+    assert out.tolist() == [3] * 8
