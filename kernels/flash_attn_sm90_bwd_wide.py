@@ -1,21 +1,10 @@
 """Flash attention backward for Hopper, wide heads: `flash_attn_sm90_bwd` with consumers that share keys.
 
 Registers hold dK and dV of 64 keys at D=256, and not of 128. So both consumers of a block have the same 64 keys: one
-makes S, P and sums up dV, the other dP, dS and sums up dK. Each has its operand in registers as it made it.
-
-| | consumer of values | in shared memory | consumer of keys |
-|---|---|---|---|
-| 1 | wait for S; P | P, float32 | dP = V dO^T |
-| 2 | dV += P^T dO | dS | wait for dP, P; dS |
-| 3 | half of dQ = dS K; add it up | | the other half; dK += dS^T Q; add its half up |
-| 4 | the next tile's S | | the next tile's dP; wait for dK |
-
-P and dS have one slot each: P of the next tile is written behind the barrier at which dS came, which is made from it,
-and dS of the next tile behind that at which P came, before which the other consumer waits for its half of dQ.
-
-To `CLUSTERED` columns two blocks are a cluster, with 128 keys and the same tiles of queries. Each makes half of dQ's
-columns over all of these keys, of its own dS and of the other one's, which comes by a copy between the two
-(`sm90.exchange`): half of the additions. That takes a while, so a step makes dQ of the tile before:
+makes S, P and sums up dV, the other dP, dS and sums up dK. Each has its operand in registers as it made it. Two
+blocks are a cluster, with 128 keys and the same tiles of queries. Each makes half of dQ's columns over all of these
+keys, of its own dS and of the other one's, which comes by a copy between the two (`sm90.exchange`): half of the
+additions. That takes a while, so a step makes dQ of the tile before:
 
 | | consumer of values | in shared memory | consumer of keys |
 |---|---|---|---|
@@ -23,6 +12,11 @@ columns over all of these keys, of its own dS and of the other one's, which come
 | 2 | dV += P^T dO | dS, on its way to the other block | wait for dP, P; dS |
 | 3 | a quarter of dQ before; the next tile's S | | a quarter of dQ before; dK += dS^T Q; the next tile's dP |
 | 4 | wait for dV, then for dQ; add it up | | wait for dQ; add it up; wait for dK |
+
+Beyond `WHOLE` columns tiles of dO come in chunks (`Sm90BackwardOptions.chunked`): dV is made chunk by chunk, each of
+which is free for the next tile's as soon as it was read. dK is started before dQ there.
+
+P has one slot: that of the next tile is written when dS of this one, which is made from it, is there. dS has two.
 """
 
 from __future__ import annotations
@@ -34,6 +28,7 @@ import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_arrive, barrier_sync, elect_one, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position
+from fly.backends.nvvm.wgmma import WarpgroupAtom
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
@@ -48,6 +43,7 @@ from .work.kept_pairs import KeptPairs
 
 WEIGHED = 4  # named barrier: P is in shared memory
 STORED = 5  # named barrier: dS of the block's keys is
+OF_BOTH = 2  # groups of products of a piece of dQ: over the block's keys, and over the other one's
 
 
 class Halves(Consumer):
@@ -57,8 +53,7 @@ class Halves(Consumer):
         """What the consumer sums up of dK and dV, as far as it is of the first `count` keys."""
         weights = fly.alloc_shared("weights", self.options.weight_bytes, 128)
         kept = {field.name: getattr(self, field.name) for field in fields(Consumer)}
-        kinds = (_OfValuesInCluster, _OfKeysInCluster) if self.options.blocks > 1 else (_OfValues, _OfKeys)
-        for number, kind in enumerate(kinds):
+        for number, kind in enumerate((_OfValues, _OfKeys)):
             if self.again is not None:
                 kept["index"] = number  # no register is kept for it
             with fly.when(self.index == number):
@@ -79,111 +74,6 @@ class _Half(Consumer):
     def _own_weights(self) -> fly.Pointer:
         """Where this thread's first values of P are."""
         return of_thread(self.weights)
-
-
-class _OfValues(_Half):
-    """The consumer that sums up dV."""
-
-    @property
-    def zeros(self) -> tuple[fly.Value, ...]:
-        return super().zeros[1:]
-
-    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        (values,) = self.run()
-        self.write_values(dv, values, count)
-
-    def _of_values(self, made: Weights, j: fly.Value, decided: DecidedTile | None) -> tuple[fly.Value, ...]:
-        """P of tile j as the A operand of dV; `decided`: what dropout does to it, if `made` does not know."""
-        p = self._narrow(made.of_values)
-        return p if decided is None else KeptPairs.of(made_again(decided, j), self.layout).only(p)
-
-    def step(self, step: Step, state: State) -> State:
-        """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
-        options, q, dout = self.options, self.buffers.q, self.buffers.dout
-        j = step.walk.tile(step.number)
-        decided = self._decided(j, step) if self.options.thrift.decides else None
-        (raw,) = wgmma.wait(0, state.product)
-        made = self.weigh(raw, state.q_at, j, step, drops=decided is None)
-        q.ring.release(state.q_at)
-        (handed,) = (made.steep or made.weights).tiles[0]
-        put(handed, self._own_weights)
-        barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
-        p = self._of_values(made, j, decided)
-        self._arrived(dout, state.dout_at, lambda: j)
-        dv = self._onto_values(p, state.dout_at, *state.sums)
-        barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
-        for piece in range(options.dq_pieces - 1):
-            part, dv = wgmma.wait(0, self._dq(state.slot, piece), dv)
-            self.add(part, step.place.head, j, state.q_at, piece)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        part = self._dq(state.slot, options.dq_pieces - 1)
-        ahead, scores = options.ahead and not step.last, state.product
-        if ahead:
-            scores = self.scores(*step.next_at(q_next))
-        part, dv = wgmma.wait(int(ahead), part, dv)
-        dout.ring.release(state.dout_at)
-        self.add(part, step.place.head, j, state.q_at, options.dq_pieces - 1)
-        if not ahead and not step.last:
-            scores = self.scores(*step.next_at(q_next))
-        return replace(state, sums=(dv,), product=scores, q_at=q_next, dout_at=dout_next)
-
-
-class _OfKeys(_Half):
-    """The consumer that sums up dK."""
-
-    @property
-    def zeros(self) -> tuple[fly.Value, ...]:
-        return super().zeros[:1]
-
-    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
-        (values,) = self.run()
-        self.write_keys(dk, values, count)
-
-    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
-        return self.excess(dout_at, walk.tile(number))
-
-    def step(self, step: Step, state: State) -> State:
-        """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""
-        options, q, dout = self.options, self.buffers.q, self.buffers.dout
-        j = step.walk.tile(step.number)
-        (excess,) = wgmma.wait(0, state.product)
-        barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
-        made = self._weights(step, j)
-        ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
-        dout.ring.release(state.dout_at)
-        self._hand_over(ds, state.slot)
-        started = [self._dq(state.slot, piece) for piece in range(options.dq_pieces)]
-        self._arrived(q, state.q_at, lambda: j)
-        dk = self._onto_keys(ds, state.q_at, *state.sums)
-        for piece, part in enumerate(started):
-            (part,) = wgmma.wait(options.dq_pieces - piece, part)
-            self.add(part, step.place.head, j, state.q_at, piece)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        excess = state.product if step.last else self.excess(dout_next, step.walk.tile(step.number + 1))
-        (dk,) = wgmma.wait(0 if step.last else 1, dk)
-        q.ring.release(state.q_at)
-        return replace(state, sums=(dk,), product=excess, q_at=q_next, dout_at=dout_next)
-
-    def _hand_over(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
-        """dS to shared memory, for this consumer's products and then for the other one, which is not waited for."""
-        self._store(ds, slot)
-        fence_async_shared()
-        barrier_sync(STORED, WARPGROUP)
-        barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
-
-    def _weights(self, step: Step, j: fly.Value) -> Weights:
-        """P of tile j, which the other consumer made, with scores' derivatives in it."""
-        values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
-        found = transposed(fly.Fragment(self.layout, ((values,),)))
-        dropout = step.given.dropout(step.place)
-        if dropout is None:
-            return Weights(found, ScoreGradients)
-        kept = remade(dropout, j).kept(found, j * BLOCK_M, anew(self.block.first_key, j))
-        return Weights(found, ScoreGradients, kept)
-
-
-class _InCluster(_Half):
-    """One of two consumers of a block in a cluster."""
 
     def head(
         self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
@@ -211,7 +101,7 @@ class _InCluster(_Half):
         return sums, q_at, dout_at, slot
 
     def _dq_of_both(self, at: Position) -> fly.Value:
-        """Start the consumer's piece of dS K of all keys of the cluster, of the tile in slots `at`."""
+        """Start the consumer's piece of dS K of the tile in slots `at`, `OF_BOTH` groups over the cluster's keys."""
         assert self.exchange is not None and self.buffers.beside is not None
         part = self._dq(at.index)
         slot = self.exchange.wait(at)
@@ -231,8 +121,21 @@ class _InCluster(_Half):
         """Until dS of the tile before is in shared memory."""
 
 
-class _OfValuesInCluster(_InCluster, _OfValues):
+class _OfValues(_Half):
     """The consumer that sums up dV."""
+
+    @property
+    def zeros(self) -> tuple[fly.Value, ...]:
+        dout, dim = self.buffers.dout, self.options.head_dim_v
+        return tuple(fly.broadcast(fly.f32(0.0), dout.columns(i, dim) // 2) for i in range(dout.chunks))
+
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        self.write_values(dv, fly.concat(self.run()), count)
+
+    def _of_values(self, made: Weights, j: fly.Value, decided: DecidedTile | None) -> tuple[fly.Value, ...]:
+        """P of tile j as the A operand of dV; `decided`: what dropout does to it, if `made` does not know."""
+        p = self._narrow(made.of_values)
+        return p if decided is None else KeptPairs.of(made_again(decided, j), self.layout).only(p)
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
@@ -247,26 +150,52 @@ class _OfValuesInCluster(_InCluster, _OfValues):
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
         barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
-        p = self._of_values(made, j, decided)
-        self._arrived(dout, state.dout_at, lambda: j)
-        dv = self._onto_values(p, state.dout_at, *state.sums)
+        started = self._onto_chunks(self._of_values(made, j, decided), state, j)
         part = None if step.first else self._dq_of_both(before)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        scores = state.product if step.last else self.scores(*step.next_at(q_next))
-        (dv,) = wgmma.wait((not step.last) + 2 * (not step.first), dv)
-        dout.ring.release(state.dout_at)
+        q_next, scores, dv = q.ring.next(state.q_at), state.product, []
+        ahead = not (self.options.chunked or step.last)
+        if ahead:
+            scores = self.scores(*step.next_at(q_next))
+        behind = len(started) + (0 if part is None else OF_BOTH) + ahead
+        for place, product in zip(dout.places(state.dout_at), started, strict=True):
+            behind -= 1
+            dv += wgmma.wait(behind, product)
+            dout.ring.release(place)
         if part is not None:
-            (part,) = wgmma.wait(int(not step.last), part)
+            (part,) = wgmma.wait(int(ahead), part)
             self.take(part, step.place, step.walk.tile(step.number - 1), before)
-        return State((dv,), scores, q_next, dout_next, state.slot)
+        if not (ahead or step.last):
+            scores = self.scores(*step.next_at(q_next))
+        return State(tuple(dv), scores, q_next, dout.after(state.dout_at), state.slot)
+
+    def _onto_chunks(self, p: tuple[fly.Value, ...], state: State, j: fly.Value) -> list[fly.Value]:
+        """Start dV += P^T dO, a group for each chunk."""
+        dout, started = self.buffers.dout, []
+        for place in dout.places(state.dout_at):
+            self._arrived(dout, place, lambda: j)
+        for place, onto in zip(dout.places(state.dout_at), state.sums, strict=True):
+            atom = WarpgroupAtom(2 * len(onto), self.dtype.name)
+            started.append(wgmma.issue(atom, p, dout.operand(place, along_rows=True), BLOCK_M // atom.k, onto))
+        return started
 
     def meet_before(self) -> None:
         """Until dS of the tile before is in shared memory, and P of it has been read."""
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
 
 
-class _OfKeysInCluster(_InCluster, _OfKeys):
+class _OfKeys(_Half):
     """The consumer that sums up dK, and has written dS itself."""
+
+    @property
+    def zeros(self) -> tuple[fly.Value, ...]:
+        return super().zeros[:1]
+
+    def write(self, dk: fly.Tensor, dv: fly.Tensor, count: fly.Value) -> None:
+        (values,) = self.run()
+        self.write_keys(dk, values, count)
+
+    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
+        return self.excess(dout_at, walk.tile(number))
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""
@@ -277,22 +206,50 @@ class _OfKeysInCluster(_InCluster, _OfKeys):
         barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
         made = self._weights(step, j)
         ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
-        dout.ring.release(state.dout_at)
         self.exchange.claim(state.q_at)
         self._hand_over(ds, state.q_at.index)
+        # not before: loads of -delta may wait behind additions for longer than the next tile takes to arrive
+        dout.release(state.dout_at)
         with fly.when((fly.thread_id.x % WARPGROUP < 32) & elect_one()):
             self.exchange.send(state.q_at)
-        part = None if step.first else self._dq_of_both(before)
-        self._arrived(q, state.q_at, lambda: j)
-        dk = self._onto_keys(ds, state.q_at, *state.sums)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        # dK first where dO comes in chunks: the other block's dS is there by then
+        names, started = ("dk", "dq") if self.options.chunked else ("dq", "dk"), {}
+        for name in names:
+            if name == "dk":
+                self._arrived(q, state.q_at, lambda: j)
+                started[name] = self._onto_keys(ds, state.q_at, *state.sums)
+            elif not step.first:
+                started[name] = self._dq_of_both(before)
+        groups = {"dk": 1, "dq": OF_BOTH}
+        behind = sum(groups[name] for name in started)
+        for name, product in started.items():
+            behind -= groups[name]
+            (result,) = wgmma.wait(behind, product)
+            if name == "dk":
+                dk = result
+                q.ring.release(state.q_at)
+            else:
+                self.take(result, step.place, step.walk.tile(step.number - 1), before)
+        dout_next = dout.after(state.dout_at)
         excess = state.product if step.last else self.excess(dout_next, step.walk.tile(step.number + 1))
-        if part is not None:
-            (part,) = wgmma.wait(1 + (not step.last), part)
-            self.take(part, step.place, step.walk.tile(step.number - 1), before)
-        (dk,) = wgmma.wait(int(not step.last), dk)
-        q.ring.release(state.q_at)
-        return State((dk,), excess, q_next, dout_next, state.slot)
+        return State((dk,), excess, q.ring.next(state.q_at), dout_next, state.slot)
+
+    def _hand_over(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
+        """dS to shared memory, for this consumer's products and then for the other one, which is not waited for."""
+        self._store(ds, slot)
+        fence_async_shared()
+        barrier_sync(STORED, WARPGROUP)
+        barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
+
+    def _weights(self, step: Step, j: fly.Value) -> Weights:
+        """P of tile j, which the other consumer made, with scores' derivatives in it."""
+        values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
+        found = transposed(fly.Fragment(self.layout, ((values,),)))
+        dropout = step.given.dropout(step.place)
+        if dropout is None:
+            return Weights(found, ScoreGradients)
+        kept = remade(dropout, j).kept(found, j * BLOCK_M, anew(self.block.first_key, j))
+        return Weights(found, ScoreGradients, kept)
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fly.backends.nvvm import wgmma
@@ -19,7 +20,8 @@ BLOCK_N = BLOCK_M * CONSUMERS  # keys of a block, unless consumers share them
 THREADS = WARPGROUP * (1 + CONSUMERS)
 REGISTERS = 24, 240  # a thread of the producer, of a consumer
 ALONG = 4  # numbers of 32 bits in the 16 bytes that rows of tensor maps and copies are multiples of
-CLUSTERED = 192  # the largest heads apart whose blocks are in clusters: larger ones have no memory for them
+WHOLE = 192  # the widest heads that there is memory for two tiles of dO of
+CHUNK, CHUNKS = 64, 4  # columns of dO, of wider ones, that have a slot of their own, and slots of these
 HELD = 64  # the widest heads that there are registers for K and V of, or for scores' derivatives beside a later dQ
 LATER = 96  # those that there are registers for a later dQ of
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
@@ -30,12 +32,11 @@ _MOST_SHARED = target("sm_90a").shared_bytes
 class Sm90BackwardOptions:
     """The static parameters of one build.
 
-    Tiles of Q have `stages` slots, those of dO `dout_stages`. `packed`: sequences are. `features`: what the operands
-    are. `ordered`: blocks add to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`).
-    `parts`: of the query heads of a key head, each of other blocks (`sm90.group_parts`).
-    `apart`: one consumer sums up dV and the other dK, of the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`:
-    there is a bias of every score, not of keys alone; `bias_in_float32`: and in float32. `loads`: functions on scores
-    have tensors.
+    `stages`: slots of tiles of Q. `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add
+    to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads
+    of a key head, each of other blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of
+    the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
+    `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -45,7 +46,6 @@ class Sm90BackwardOptions:
     head_dim_v: int
     causal: bool
     stages: int = 2
-    dout_stages: int = 2
     packed: bool = False
     features: Features = NO_FEATURES
     ordered: bool = False
@@ -70,7 +70,7 @@ class Sm90BackwardOptions:
     @property
     def blocks(self) -> int:
         """Blocks of a cluster, which see the same tiles of queries; one: there are no clusters."""
-        return 2 if self.apart and max(self.head_dim, self.head_dim_v) <= CLUSTERED else 1
+        return 2 if self.apart else 1
 
     @property
     def span(self) -> int:
@@ -116,13 +116,35 @@ class Sm90BackwardOptions:
 
     @property
     def ds_stages(self) -> int:
-        """Slots of dS: two, so that one barrier a tile is enough, or one where there are two; three if `behind`.
+        """Slots of dS: two, so that one barrier a tile is enough; three if `behind`.
 
         In a cluster there are as many as of Q, and as many for the other block's.
         """
-        if self.blocks > 1:
-            return self.stages * self.blocks
-        return 1 if self.apart else 2 + self.behind
+        return self.stages * self.blocks if self.blocks > 1 else 2 + self.behind
+
+    @property
+    def chunked(self) -> bool:
+        """Whether tiles of dO come in chunks of columns, which are read and free one after the other.
+
+        So there is memory for about one tile, and nearly no wait for it: the next tile's first chunks arrive while dV
+        is made of the last ones.
+        """
+        return self.apart and max(self.head_dim, self.head_dim_v) > WHOLE
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile of dO."""
+        return -(-self.head_dim_v // CHUNK) if self.chunked else 1
+
+    @property
+    def dout_slots(self) -> int:
+        """Slots of chunks of dO."""
+        return CHUNKS if self.chunked else self.stages
+
+    @property
+    def delta_slots(self) -> int:
+        """Slots of statistics that come with a tile's first chunk."""
+        return self.dout_slots // math.gcd(self.dout_slots, self.chunks)
 
     @property
     def weight_bytes(self) -> int:
@@ -136,7 +158,7 @@ class Sm90BackwardOptions:
             "q": PanelTile.covering(BLOCK_M, self.head_dim),
             "k": _in_pieces(PanelTile.covering(self.block_n, self._key_columns), self.pieces),
             "v": PanelTile.covering(self.block_n, self.head_dim_v),
-            "dout": PanelTile.covering(BLOCK_M, self.head_dim_v),
+            "dout": PanelTile.covering(BLOCK_M, CHUNK if self.chunks > 1 else self.head_dim_v),
         }
 
     @property
@@ -157,19 +179,9 @@ class Sm90BackwardOptions:
         return -(-self.head_dim // unit) * unit
 
     @property
-    def dq_pieces(self) -> int:
-        """Products that a consumer makes its columns of dQ by, one after the other, for want of registers."""
-        return 2 if self.head_dim > 224 else 1
-
-    @property
-    def ahead(self) -> bool:
-        """With `apart`, whether registers hold dV, the next tile's S and a piece of dQ: 64 rows of f32 each."""
-        return (self.head_dim_v + BLOCK_M + self.dq_columns) // 2 <= 192
-
-    @property
     def pieces(self) -> int:
         """Products that make dQ."""
-        return CONSUMERS * self.blocks * self.dq_pieces
+        return CONSUMERS * self.blocks
 
     @property
     def dq_columns(self) -> int:
@@ -204,8 +216,8 @@ class Sm90BackwardOptions:
     @property
     def shared_bytes(self) -> int:
         """Of a block, without barriers."""
-        statistics = slot_bytes(self.numbers) * (self.stages + self.dout_stages)
-        slots = {"q": self.stages, "dout": self.dout_stages}
+        statistics = slot_bytes(self.numbers) * (self.stages + self.delta_slots)
+        slots = {"q": self.stages, "dout": self.dout_slots}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
         tiles += self.beside_tile.bytes if self.blocks > 1 else 0
         return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics

@@ -194,8 +194,7 @@ class Consumer:
         """In turn, behind all tiles: dq of those to which nobody adds behind the block (`Sums.round`)."""
         last = self._behind(Place.ROUNDED)
         near, tiles = last.work.near, last.work.tiles
-        for piece in range(self.options.dq_pieces):
-            last.sums.round(dq, last.factor, last.work.heads, near.last_of(tiles), last.piece(piece))
+        last.sums.round(dq, last.factor, last.work.heads, near.last_of(tiles), last.piece)
 
     def _behind(self, place: Place) -> Self:
         """The same behind all tiles: where work is made again there, nothing is kept for it, `index` neither."""
@@ -298,12 +297,12 @@ class Consumer:
         options, buffers = self.options, self.buffers
         return ("k", buffers.k, options.head_dim), ("v", buffers.v, options.head_dim_v)
 
-    def _own_rows(self, name: str, memory: fly.Pointer) -> Operand | tuple[fly.Value, ...]:
-        """The consumer's keys of K or V."""
+    def _own_rows(self, name: str, memory: fly.Pointer, column: int = 0) -> Operand | tuple[fly.Value, ...]:
+        """The consumer's keys of K or V, from a column on."""
         if name in self.held:
             return self.held[name]
         tile = self.options.tiles[name]
-        return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT))
+        return Operand(memory, tile, False, self.first_row * (tile.swizzle // UNIT) + tile(0, column) // UNIT)
 
     def _tile(self, walk: Walk, number: Any, at: Position) -> Any:
         """Which tile a step's slot of Q holds, behind its arrival."""
@@ -336,12 +335,16 @@ class Consumer:
     def excess(self, at: Position, j: Any, less: fly.Fragment | None = None) -> fly.Value:
         """Start V dO^T of tile j; with `less`, V dO^T - delta of a tile that is there."""
         options, dout = self.options, self.buffers.dout
-        if less is None:
-            self._arrived(dout, at, lambda: j)
-        start = None if less is None else less.tiles[0][0]
-        rows = self._own_rows("v", self.buffers.v)
+        started = None if less is None else less.tiles[0][0]
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
-        return wgmma.issue(atom, rows, dout.operand(at), -(-options.head_dim_v // atom.k), start)
+        for chunk, place in enumerate(dout.places(at)):
+            if less is None:
+                self._arrived(dout, place, lambda: j)
+            rows = self._own_rows("v", self.buffers.v, dout.first_column(chunk))
+            steps = -(-dout.columns(chunk, options.head_dim_v) // atom.k)
+            started = wgmma.issue(atom, rows, dout.operand(place), steps, started)
+        assert started is not None
+        return started
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
@@ -459,9 +462,9 @@ class Consumer:
         less = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(step.given.of_kept)
         return like.map(lambda x, r, c: like.spread(less, r))
 
-    def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position, piece: int = 0) -> None:
-        """Add one of the consumer's pieces of a tile's dQ to the sums; `at`: the tile's slot of Q."""
-        self.sums.take_in(part, head, j, self.piece(piece), at)
+    def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position) -> None:
+        """Add the consumer's piece of a tile's dQ to the sums; `at`: the tile's slot of Q."""
+        self.sums.take_in(part, head, j, self.piece, at)
 
     def _numbers(
         self, memory: fly.Pointer, queries: fly.RowVector, past_the_end: float, *, masked: bool
@@ -519,13 +522,14 @@ class Consumer:
             words = operand.bitcast(fly.i32)
             store_matrices(place, [words[w] for w in range(4)])
 
-    def piece(self, piece: int) -> Any:
-        """Which of the pieces of dQ's columns one of the consumer's is."""
-        return (self.block.rank * CONSUMERS + self.index) * self.options.dq_pieces + piece
+    @property
+    def piece(self) -> Any:
+        """Which of the pieces of dQ's columns the consumer's is."""
+        return self.block.rank * CONSUMERS + self.index
 
-    def _dq(self, slot: Any, piece: int = 0) -> fly.Value:
-        """Start one of the consumer's pieces of dS K, of the block's keys."""
-        return self._part_of_dq(slot, self.buffers.k, self.options.tiles["k"], self.piece(piece))
+    def _dq(self, slot: Any) -> fly.Value:
+        """Start the consumer's piece of dS K, of the block's keys."""
+        return self._part_of_dq(slot, self.buffers.k, self.options.tiles["k"], self.piece)
 
     def _part_of_dq(
         self, slot: Any, memory: fly.Pointer, k: PanelTile, piece: Any, onto: fly.Value | None = None

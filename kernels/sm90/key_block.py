@@ -54,6 +54,37 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Chunks(Slots):
+    """Slots of tiles that come in `chunks` of columns, if in more than one: a tile is where its first one is."""
+
+    chunks: int = 1
+
+    def places(self, at: Position) -> list[Position]:
+        """Where a tile's chunks are."""
+        found = [at]
+        while len(found) < self.chunks:
+            found.append(self.ring.next(found[-1]))
+        return found
+
+    def after(self, at: Position) -> Position:
+        """Where the tile behind is."""
+        return self.ring.next(self.places(at)[-1])
+
+    def release(self, at: Position) -> None:
+        """This warp has read a tile."""
+        for place in self.places(at):
+            self.ring.release(place)
+
+    def first_column(self, chunk: int) -> int:
+        """Of a head's columns."""
+        return chunk * self.tile.columns
+
+    def columns(self, chunk: int, dim: int) -> int:
+        """How many of a head's `dim` columns are in a chunk."""
+        return dim if self.chunks == 1 else min(dim - self.first_column(chunk), self.tile.columns)
+
+
+@dataclass(frozen=True)
 class Buffers:
     """Shared memory of one block; `delta`: -delta; `arrived`: barriers of K and V.
 
@@ -63,8 +94,8 @@ class Buffers:
 
     k: fly.Pointer
     v: fly.Pointer
-    q: Slots
-    dout: Slots
+    q: Chunks
+    dout: Chunks
     lse2: Statistics
     delta: Statistics
     ds: fly.Pointer
@@ -81,24 +112,21 @@ class Buffers:
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> Buffers:
         warps, others = CONSUMERS * WARPGROUP // 32, options.blocks - 1
+        tiles, counts = {**options.tiles, "ds": options.ds_tile}, {"q": options.stages, "dout": options.dout_slots}
         # large alignments first, so that small buffers leave no gaps between them
-        k, v, ds = (
-            fly.alloc_shared(name, nbytes, 1024)
-            for name, nbytes in (
-                ("k", options.tiles["k"].bytes),
-                ("v", options.tiles["v"].bytes),
-                ("ds", options.ds_tile.bytes * options.ds_stages),
-            )
-        )
+        sizes = {"k": 1, "v": 1, "ds": options.ds_stages, **counts}
+        k, v, ds, q, dout = (fly.alloc_shared(name, tiles[name].bytes * count, 1024) for name, count in sizes.items())
+        q_ring, dout_ring = (Ring.allocate(name, count, warps) for name, count in counts.items())
+        numbers, slots = options.numbers, options.delta_slots
         return Buffers(
             k,
             v,
             beside=fly.alloc_shared("beside", options.beside_tile.bytes, 1024) if others else None,
             ds=ds,
-            q=Slots.allocate("q", options.tiles["q"], options.stages, warps),
-            dout=Slots.allocate("dout", options.tiles["dout"], options.dout_stages, warps),
-            lse2=Statistics.allocate("lse2", options.numbers, options.stages),
-            delta=Statistics.allocate("delta", options.numbers, options.dout_stages),
+            q=Chunks(q, tiles["q"], q_ring),
+            dout=Chunks(dout, tiles["dout"], dout_ring, options.chunks),
+            lse2=Statistics.allocate("lse2", numbers, options.stages),
+            delta=Statistics.allocate("delta", numbers, slots, options.dout_slots // slots),
             arrived=Mbarriers.allocate("arrived", 2 + others, 1),
             tiles=fly.SharedMemory("tiles", "i32", options.stages)
             if options.features.block_size is not None
@@ -136,7 +164,7 @@ def produce(
         copy_tile(v if index == 1 else k, tile, memory, [place], buffers.arrived.at(index), column)
 
     def load(
-        slots: Slots,
+        slots: Chunks,
         tensor_map: fly.TensorMap,
         numbers: Statistics,
         of: fly.TensorMap,
@@ -147,10 +175,14 @@ def produce(
     ) -> Position:
         row, entry = first + j * BLOCK_M, entry_of(block.queries)
         start = row if block.shift is None else row - block.shift
-        barrier = slots.ring.acquire(at, slots.tile.bytes + numbers.bytes, note)
-        copy_tile(tensor_map, slots.tile, slots.at(at), [(entry, row, head)], barrier)
-        tma.load(of, numbers.at(at), (entry, head, start), barrier)
-        return slots.ring.next(at)
+        corner = entry, row, head
+        for chunk, place in enumerate(slots.places(at)):
+            nbytes = slots.tile.bytes + (numbers.bytes if chunk == 0 else 0)
+            barrier = slots.ring.acquire(place, nbytes, note if chunk == 0 else None)
+            copy_tile(tensor_map, slots.tile, slots.at(place), [corner], barrier, slots.first_column(chunk))
+            if chunk == 0:
+                tma.load(of, numbers.at(at), (entry, head, start), barrier)
+        return slots.after(at)
 
     with fly.when(walk.exists):
         for index, kept in enumerate(buffers.kept(options, block)):

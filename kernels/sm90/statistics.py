@@ -12,14 +12,15 @@ from .backward import SLOT_ALIGNMENT, slot_bytes
 
 @dataclass(frozen=True)
 class Statistics:
-    """A number for each query of a tile, beside the tile's slot."""
+    """A number for each query of a tile, beside the tile's slot, or its first of `every` so many."""
 
     memory: fly.Pointer
     numbers: int
+    every: int = 1
 
     @staticmethod
-    def allocate(name: str, numbers: int, stages: int) -> Statistics:
-        return Statistics(fly.alloc_shared(name, slot_bytes(numbers) * stages, SLOT_ALIGNMENT), numbers)
+    def allocate(name: str, numbers: int, stages: int, every: int = 1) -> Statistics:
+        return Statistics(fly.alloc_shared(name, slot_bytes(numbers) * stages, SLOT_ALIGNMENT), numbers, every)
 
     @property
     def bytes(self) -> int:
@@ -28,4 +29,5 @@ class Statistics:
 
     def at(self, at: Position) -> fly.Pointer:
         """A slot."""
-        return self.memory.offset(at.index * slot_bytes(self.numbers))
+        index = at.index if self.every == 1 else at.index // self.every
+        return self.memory.offset(index * slot_bytes(self.numbers))

@@ -157,7 +157,7 @@ class Turns:
     @staticmethod
     def allocate(counts: fly.Tensor, rank: Any, options: Sm90BackwardOptions) -> Turns:
         """As many are ahead as tiles of Q are, whose positions are those of turns too."""
-        additions = CONSUMERS * WARPGROUP // 32 * options.dq_pieces
+        additions = CONSUMERS * WARPGROUP // 32
         return Turns(
             counts,
             rank,

@@ -16,7 +16,7 @@ from kernels import flash_attn_sm90_bwd as bwd
 from kernels import flash_attn_sm90_bwd_wide as wide
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
-from kernels.sm90 import exchange, turns
+from kernels.sm90 import exchange, key_block, turns
 from kernels.work import row_statistics as rows
 from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.feature_cases import Inputs
@@ -74,6 +74,7 @@ CASES: Cases = {
     "in turn, queries without keys": lambda seed: wrong(seed, 150, 40, causal=True, deterministic=True),
     "whole blocks": wrong_with_lists,
     "clusters": lambda seed: wrong(seed, 300, 100, kernel="sm90_wide"),
+    "chunks": lambda seed: wrong(seed, 200, 100, kernel="sm90_wide", head_dim=256),
     "clusters in turn": lambda seed: wrong(seed, 70, 140, deterministic=True, kernel="sm90_wide"),
 }
 
@@ -200,11 +201,27 @@ BUGS = (
     ),
     Bug(
         "P is written over before it has been read",
-        wide._OfValuesInCluster,
+        wide._OfValues,
         "meet_before",
         "barrier_sync(WRITTEN, CONSUMERS * WARPGROUP) => pass",
         "clusters",
         "shared-race named-barrier uninitialised",
+    ),
+    Bug(
+        "a chunk of dV is taken for done, and its part of dO for free, one product too early",
+        wide._OfValues,
+        "step",
+        "behind = len(started) => behind = 1 + len(started)",
+        "chunks",
+        "in-flight",
+    ),
+    Bug(
+        "chunks of dO are of the columns before",
+        key_block.Chunks,
+        "first_column",
+        "chunk * self.tile.columns => max(chunk - 1, 0) * self.tile.columns",
+        "chunks",
+        "wrong",
     ),
     Bug(
         "the second block of a cluster does not wait for its keys' number",

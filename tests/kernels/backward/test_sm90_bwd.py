@@ -172,6 +172,8 @@ def test_what_only_the_generic_kernel_does(case, monkeypatch, seed):
         ("sm90_wide", (256, 256), False),
         ("sm90_wide", (192, 128), True),
         ("sm90_wide", (136, 200), False),
+        ("sm90_wide", (256, 160), True),
+        ("sm90_wide", (208, 40), False),
     ],
 )
 def test_head_dimensions_are_filled_up(kernel, dims, packed, monkeypatch, seed):
@@ -182,7 +184,7 @@ def test_head_dimensions_are_filled_up(kernel, dims, packed, monkeypatch, seed):
 
 
 def test_the_widest_heads_have_the_same_bits_in_every_schedule(monkeypatch, seed):
-    """Blocks alone, which make dQ in two pieces each; those of clusters are among the cases above."""
+    """Tiles of dO come in chunks there; narrower heads in clusters are among the cases above."""
     monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90_wide")
     inputs = Inputs([70], [130], 1, 1, 256, seed=seed)
     q, k, v = inputs.tensors()
