@@ -84,7 +84,8 @@ class Sm90BackwardOptions:
         form = self.ordered, self.apart, self.bias_in_float32, self.clears
         found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
         # the producer has no registers for the numbers of parts besides; in turn it would spill more
-        return replace(found, tiles=True) if self.parts > 1 and not self.ordered else found
+        parted = self.parts > 1 and not self.ordered
+        return replace(found, tiles=True, roles=found.roles or self.chunked) if parted else found
 
     @property
     def sectioned(self) -> bool:

@@ -112,19 +112,20 @@ class Buffers:
     @staticmethod
     def allocate(options: Sm90BackwardOptions) -> Buffers:
         warps, others = CONSUMERS * WARPGROUP // 32, options.blocks - 1
-        tiles, counts = {**options.tiles, "ds": options.ds_tile}, {"q": options.stages, "dout": options.dout_slots}
+        counts = {"q": options.stages, "dout": options.dout_slots}
+        tiles = {**options.tiles, "ds": options.ds_tile, "beside": options.beside_tile}
         # large alignments first, so that small buffers leave no gaps between them
-        sizes = {"k": 1, "v": 1, "ds": options.ds_stages, **counts}
-        k, v, ds, q, dout = (fly.alloc_shared(name, tiles[name].bytes * count, 1024) for name, count in sizes.items())
+        sizes = {"k": 1, "v": 1, "ds": options.ds_stages, **counts} | ({"beside": 1} if others else {})
+        found = {name: fly.alloc_shared(name, tiles[name].bytes * count, 1024) for name, count in sizes.items()}
         q_ring, dout_ring = (Ring.allocate(name, count, warps) for name, count in counts.items())
         numbers, slots = options.numbers, options.delta_slots
         return Buffers(
-            k,
-            v,
-            beside=fly.alloc_shared("beside", options.beside_tile.bytes, 1024) if others else None,
-            ds=ds,
-            q=Chunks(q, tiles["q"], q_ring),
-            dout=Chunks(dout, tiles["dout"], dout_ring, options.chunks),
+            found["k"],
+            found["v"],
+            beside=found.get("beside"),
+            ds=found["ds"],
+            q=Chunks(found["q"], tiles["q"], q_ring),
+            dout=Chunks(found["dout"], tiles["dout"], dout_ring, options.chunks),
             lse2=Statistics.allocate("lse2", numbers, options.stages),
             delta=Statistics.allocate("delta", numbers, slots, options.dout_slots // slots),
             arrived=Mbarriers.allocate("arrived", 2 + others, 1),

@@ -123,8 +123,10 @@ _ROLES = Thrift(roles=True)
 _TILES = Thrift(roles=True, tiles=True)
 _AGAIN = Thrift(roles=True, heads=True)
 _DECIDES = Thrift(roles=True, decides=True)
+_AGAIN_DECIDES = Thrift(roles=True, heads=True, decides=True)
 _PLACES = Thrift(roles=True, heads=True, places=True)
 _BIASED = Thrift(roles=True, heads=True, late="all", places=True, lengths=True)
+_BIASED_AND_DROPPED = Thrift(roles=True, heads=True, decides=True, places=True, lengths=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
 # in order: the first that a build has
@@ -160,19 +162,11 @@ IN_TURN: tuple[Row, ...] = (
 
 # consumers apart (`flash_attn_sm90_bwd_wide`)
 APART: tuple[Row, ...] = (
-    Row(224, 256, lambda b: b.mixed, _DECIDES),
-    Row(248, 256, lambda b: b.dropped or (b.biased and b.causal), _AGAIN),
-    Row(240, 248, lambda b: b.in_float32 and not b.causal, _PLACES),
-    Row(240, 248, lambda b: b.dropped, _AGAIN),
-    Row(224, 240, lambda b: b.dropped and b.causal, _AGAIN),
-    Row(224, 248, lambda b: b.biased, _AGAIN),
-    Row(248, 256, lambda b: b.in_float32, _PLACES),
-    Row(248, 256, lambda b: b.loads and b.causal and not b.features.drops, _ROLES),
-    Row(160, 224, lambda b: b.dropped, _DECIDES),
-    Row(216, 224, lambda b: b.biased, _ROLES),
-    Row(208, 216, lambda b: b.biased and (b.causal or b.in_float32), _ROLES),
-    Row(200, 208, lambda b: b.biased and b.causal, _ROLES),
-    Row(200, 208, lambda b: b.sloped and b.causal, _AGAIN),
+    Row(224, 256, lambda b: b.biased and b.features.drops, _BIASED_AND_DROPPED),
+    Row(192, 256, lambda b: b.packed and b.features.drops and b.causal, _ROLES),
+    Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
+    Row(192, 256, lambda b: b.packed or b.features != NO_FEATURES, _AGAIN),
+    Row(160, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
     Row(160, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
     Row(160, 192, lambda b: b.capped and (b.causal or b.limited), _ROLES),
@@ -184,20 +178,14 @@ APART: tuple[Row, ...] = (
     Row(152, 160, lambda b: not (b.causal or b.packed) and b.added and not b.biased, _ROLES),
 )
 APART_IN_TURN: tuple[Row, ...] = (
-    Row(224, 256, lambda b: b.dropped, Thrift(roles=True, heads=True, decides=True)),
-    Row(184, 224, lambda b: b.dropped, _DECIDES),
+    Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
+    Row(192, 256, lambda b: True, _AGAIN),
+    Row(184, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 184, lambda b: b.mixed, _DECIDES),
     Row(144, 160, lambda b: b.dropped, _DECIDES),
-    Row(240, 256, lambda b: b.biased and b.causal, replace(_AGAIN, turned=True)),
-    Row(248, 256, lambda b: b.sloped and b.causal, _AGAIN),
-    Row(224, 256, lambda b: b.packed or b.biased, _AGAIN),
-    Row(160, 224, lambda b: b.sloped and b.causal, _ROLES),
-    Row(200, 216, lambda b: b.sloped, _ROLES),
+    Row(160, 192, lambda b: b.sloped and b.causal, _ROLES),
     Row(144, 160, lambda b: b.sloped, _ROLES),
-    Row(248, 256, lambda b: b.causal and b.features == NO_FEATURES, _ROLES),
-    Row(192, 224, lambda b: b.capped and b.causal and not b.biased, _ROLES),
-    Row(216, 224, lambda b: b.packed, _ROLES),
-    Row(184, 224, lambda b: b.packed or b.biased, _AGAIN),
+    Row(184, 192, lambda b: b.packed or b.biased, _AGAIN),
     Row(160, 184, lambda b: b.packed or (b.biased and b.causal), _AGAIN),
     Row(144, 160, lambda b: b.packed, _AGAIN),
     Row(144, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),

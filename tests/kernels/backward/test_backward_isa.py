@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,27 @@ def test_the_fused_kernel_spills_nothing_with_dk_and_dv_in_each_warpgroup(head_d
     (binding,) = (b for b in found if b.kernel.name == "flash_attn_sm90_bwd")
     taken = resources(compiled("sm_90a", binding).isa, "sm_90a", 0)
     assert (taken.spills, taken.scratch_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_no_slot_is_given_back_before_loads_of_its_numbers_have_ended(head_dim):
+    """An arrival at an mbarrier does not wait for loads, but a store of what is made of them does."""
+    inputs = Inputs([256], [256], head_dim=head_dim)
+    found = bindings_of("sm_90a", inputs, True, module=flash_attn_sm90_bwd_wide)
+    (binding,) = (b for b in found if b.kernel.name == "flash_attn_sm90_bwd")
+    numbers: dict[str, str] = {}
+    events = []  # synchronisations at named barriers by number, loads from shared memory, arrivals at mbarriers
+    for line in compiled("sm_90a", binding).isa.splitlines():
+        if move := re.match(r"\s*mov\.b32\s+(%r\d+), (\d+);", line):
+            numbers[move[1]] = move[2]
+        elif sync := re.match(r"\s*barrier\.cta\.sync\.aligned (%r\d+)", line):
+            events.append(numbers[sync[1]])
+        elif event := re.match(r"\s*(ld\.shared|mbarrier\.arrive)", line):
+            events.append(event[1])
+    sections = "-".join(events).split(f"-{flash_attn_sm90_bwd_wide.WEIGHED}-")[1:]
+    of_keys = [section.split(f"-{flash_attn_sm90_bwd_wide.STORED}-")[0] for section in sections]
+    assert of_keys and all("ld.shared" in section for section in of_keys)
+    assert not any("mbarrier.arrive" in section for section in of_keys)
 
 
 @pytest.mark.sample(2)

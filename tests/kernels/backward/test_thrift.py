@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,9 +92,9 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "dropout, in clusters, in turn": (TOKENS, 160, False, True, dropped),
     "a function with a tensor, in clusters": (TOKENS, 152, True, False, FEATURES["score_mod aux"]),
     "a bias, apart, 208 columns": (TOKENS, 208, True, False, biased),
-    "a bias, apart, 216 columns": (TOKENS, 216, True, False, biased),
-    "dropout, apart, 240 columns": (TOKENS, 240, True, False, dropped),
-    "a bias, apart, 248 columns": (TOKENS, 248, False, False, biased),
+    "a bias and dropout, apart": (TOKENS, 256, False, False, lambda i: {**biased(i), **dropped(i)}),
+    "packed and dropout, apart": (PACKED, 200, True, False, dropped),
+    "dropout, in wider clusters, in turn": (TOKENS, 192, True, True, dropped),
     "softcap and dropout, in wider clusters, in turn": (TOKENS, 184, False, True, capped_and_dropped),
     "slopes, apart, in turn, 216 columns": (TOKENS, 216, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
     "softcap in a window, in clusters": (
@@ -151,3 +152,10 @@ def test_every_row_has_a_case():
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_builds_without_features_do_nothing_again(head_dim, in_turn):
     assert Sm90BackwardOptions(head_dim, head_dim, True, ordered=in_turn).thrift == Thrift()
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 200, 256])
+def test_nor_do_those_of_wide_heads_but_in_parts(head_dim):
+    build = Sm90BackwardOptions(head_dim, head_dim, True, apart=True)
+    assert build.thrift == Thrift()
+    assert replace(build, parts=2).thrift == Thrift(tiles=True, roles=head_dim > 192)
