@@ -83,9 +83,10 @@ class Sm90BackwardOptions:
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
         form = self.ordered, self.apart, self.bias_in_float32, self.clears
         found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
-        # the producer has no registers for the numbers of parts besides; in turn it would spill more
-        parted = self.parts > 1 and not self.ordered
-        return replace(found, tiles=True, roles=found.roles or self.chunked) if parted else found
+        if self.parts == 1 or self.ordered:  # in turn the producer would spill more
+            return found
+        # the producer has no registers for the numbers of parts besides, nor consumers of the widest heads
+        return replace(found, roles=True, heads=True) if self.chunked else replace(found, tiles=True)
 
     @property
     def sectioned(self) -> bool:

@@ -179,16 +179,16 @@ class Consumer:
         columns: int,
         count: fly.Value,
     ) -> None:
-        """dK or dV of the consumer's rows, of a part of the key head as they are (`group_parts.place_of`)."""
+        """dK or dV of the consumer's rows, of a part of the key head in float32 (`group_parts.place_of`)."""
         last = self._behind(place)
-        block, written = last.block, count if last is self else last.work.written
+        block, written, values = last.block, count if last is self else last.work.written, scaled(sums)
         if self.options.parts > 1:
             first = last.first_key
             with fly.when(first < written):
-                put(sums, group_parts.place_of(results, block.keys, block.batch, block.part, first))
+                put(values, group_parts.place_of(results, block.keys, block.batch, block.part, first))
         else:
             view = block.keys.matrix(results, block.kv_head)
-            store_runs(view, last.first_key, written, wgmma.runs(scaled(sums).to(self.dtype)), columns)
+            store_runs(view, last.first_key, written, wgmma.runs(values.to(self.dtype)), columns)
 
     def round(self, dq: fly.Tensor) -> None:
         """In turn, behind all tiles: dq of those to which nobody adds behind the block (`Sums.round`)."""

@@ -16,7 +16,6 @@ from fly.backends.nvvm import wgmma
 from fly.ir.dtypes import dtype as dtype_of
 
 from ..problem.contract import Request
-from ..problem.scores import LOG2_E
 from ..work.group_parts import time_in_parts
 from ..work.query_tiles import tile_of_all, tiles_of_all
 from ..work.sequences import Sequence, tokens_of
@@ -90,12 +89,11 @@ def round_keys(
     dv: fly.Tensor,
     cu_seqlens_kv: fly.Tensor | None,
     sequences: fly.i32,  # type: ignore[valid-type]  # a dtype, for its scalars
-    scale_log2: fly.f32,  # type: ignore[valid-type]
     *operands: fly.Operand,
     options: Sm90BackwardOptions,
     folded: bool = False,
 ) -> None:
-    """dk = softmax_scale * the sum of a key head's parts of `dk_sums`, dv that of `dv_sums`, in their dtype.
+    """dk = the sum of a key head's parts of `dk_sums`, dv that of `dv_sums`, in their dtype.
 
     Sums: see `place_of`. Grid: (tiles of 64 keys, key heads, sequences), or `folded`; blocks of a warpgroup.
     """
@@ -103,16 +101,12 @@ def round_keys(
     head, batch, exists = head_of_block(dk.shape[-2], sequences, folded=folded)
     keys = Sequence.of(tokens_of(dk, cu_seqlens_kv), cu_seqlens_kv, batch, given.get("seqused_kv"))
     first = fly.block_id.x * BLOCK_M
-    softmax_scale: Any = scale_log2 * (1 / LOG2_E)
-    results = (
-        (dk_sums, dk, options.head_dim, given.scale_kept(softmax_scale)),
-        (dv_sums, dv, options.head_dim_v, given.scale_kept(fly.f32(1.0))),
-    )
+    results = (dk_sums, dk, options.head_dim), (dv_sums, dv, options.head_dim_v)
     with fly.when(first < keys.length if exists is None else (first < keys.length) & exists):
-        for sums, result, dim, factor in results:
+        for sums, result, dim in results:
             place = place_of(sums, keys, batch, head * options.parts, first)
             total = load(dim // 2, place)
             for part in range(1, options.parts):
                 total = total + load(dim // 2, place.offset(part * (sums.shape[2] * dim * 4)))
-            runs = wgmma.runs((total * factor).to(dtype_of(result.dtype.name)))
+            runs = wgmma.runs(total.to(dtype_of(result.dtype.name)))
             store_runs(keys.matrix(result, head), first, keys.length, runs, dim)
