@@ -10,11 +10,11 @@ additions. That takes a while, so a step makes dQ of the tile before:
 |---|---|---|---|
 | 1 | wait for S; P | P, float32, when dS before is there | dP = V dO^T |
 | 2 | dV += P^T dO | dS, on its way to the other block | wait for dP, P; dS |
-| 3 | a quarter of dQ before; the next tile's S | | a quarter of dQ before; dK += dS^T Q; the next tile's dP |
-| 4 | wait for dV, then for dQ; add it up | | wait for dQ; add it up; wait for dK |
+| 3 | a quarter of dQ before; the next tile's S | | a quarter of dQ before; dK += dS^T Q |
+| 4 | wait for dV, then for dQ; add it up | | wait for dQ; add it up; wait for dK; the next tile's dP |
 
 Beyond `WHOLE` columns tiles of dO come in chunks (`Sm90BackwardOptions.chunked`): dV is made chunk by chunk, each of
-which is free for the next tile's as soon as it was read. dK is started before dQ there.
+which is free for the next tile's as soon as it was read. There dK is started before dQ, and the next S behind both.
 
 P has one slot: that of the next tile is written when dS of this one, which is made from it, is there. dS has two.
 """
@@ -212,7 +212,7 @@ class _OfKeys(_Half):
         dout.release(state.dout_at)
         with fly.when((fly.thread_id.x % WARPGROUP < 32) & elect_one()):
             self.exchange.send(state.q_at)
-        # dK first where dO comes in chunks: the other block's dS is there by then
+        # where dO comes in chunks dK comes first: it does not wait for the other block's dS
         names, started = ("dk", "dq") if self.options.chunked else ("dq", "dk"), {}
         for name in names:
             if name == "dk":
