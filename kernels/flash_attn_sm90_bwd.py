@@ -122,7 +122,7 @@ def flash_attn_sm90_bwd(
     early = None if options.thrift.roles else blocks.work(head)
     buffers = Buffers.allocate(options)
     if counts is not None and options.ordered:
-        in_turn = Turns.allocate(counts, rank, options)
+        in_turn = Turns.allocate(counts, options)
         in_turn.note(early.near_again(fly.thread_id.x) if early else blocks.again(Place.NOTE).near)
     if counts is not None and options.clears:
         ahead = Ahead.allocate(dq_sums, counts, kv_heads * sequences, kv_heads, group, distance, blocks.of_head)

@@ -55,18 +55,23 @@ def add(values: fly.Value, place: fly.Pointer) -> None:
 
 @dataclass(frozen=True)
 class Sums:
-    """Where parts of a sequence's dQ go: to `sums`, tile by tile, where there are `turns` in these."""
+    """Where parts of a sequence's dQ go: to `sums`, tile by tile, where there are `turns` in these.
+
+    `rank`: of the block in its cluster, whose turns it has.
+    """
 
     sums: fly.Tensor
     queries: Sequence
     batch: Any
     options: Sm90BackwardOptions
-    turns: Turns | None = None
+    turns: Turns | None
+    rank: Any
 
     @staticmethod
     def of(sums: fly.Tensor, work: KeyWork, in_turn: Turns | None) -> Sums:
         """Of what a block works on."""
-        return Sums(sums, work.block.queries, work.block.batch, work.options, in_turn)
+        block = work.block
+        return Sums(sums, block.queries, block.batch, work.options, in_turn, block.rank)
 
     def _of_thread(self, head: Any, tile: Any, index: Any) -> fly.Pointer:
         entry, number = numbered(self.queries, self.batch, tile)
@@ -76,8 +81,7 @@ class Sums:
         """The count of a tile; see `sm90.turns`."""
         assert self.turns is not None
         entry, number = numbered(self.queries, self.batch, tile)
-        blocks, rank = self.options.blocks, self.turns.rank
-        return count_of(self.turns.counts, self.sums, entry, head, number, blocks, rank)
+        return count_of(self.turns.counts, self.sums, entry, head, number, self.options.blocks, self.rank)
 
     def take_in(self, part: fly.Value, head: Any, tile: Any, index: Any, at: Position) -> None:
         """By a consumer, the `index`-th: its accumulators of a tile; `at`: where the ring of turns is."""

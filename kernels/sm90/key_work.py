@@ -163,6 +163,9 @@ class KeyBlocks:
             kv_heads, sequences = numbers
             blocks = replace(self, tokens=tokens, kv_heads=kv_heads, sequences=sequences)
             work = blocks.work(blocks.head, uniform)
+            if self.options.blocks > 1:  # else ptxas keeps the one that it has found first
+                rank = parameter(fly.block_id.x) % self.options.blocks
+                work = replace(work, block=replace(work.block, rank=rank))
             return work.begun()
 
 

@@ -141,26 +141,24 @@ class Neighbours:
 class Turns:
     """A block's turns, tile by tile.
 
-    `counts`: how many blocks of this `rank` have been at a tile, or had no part in it, see `count_of`. `ring`: tiles
+    `counts`: how many blocks of a rank have been at a tile, or had no part in it, see `count_of`. `ring`: tiles
     whose turn it is, for consumers; `added`: which they have added to. `end_before`: that of the block's
     `Neighbours`, for consumers, who have no register for it. `ends_differ`: not all blocks see their sequence's last
     tile; where they do, those before one saw all of its tiles or are none.
     """
 
     counts: fly.Tensor
-    rank: Any
     ring: Ring
     end_before: fly.SharedMemory
     ends_differ: bool
     added: Mbarriers
 
     @staticmethod
-    def allocate(counts: fly.Tensor, rank: Any, options: Sm90BackwardOptions) -> Turns:
+    def allocate(counts: fly.Tensor, options: Sm90BackwardOptions) -> Turns:
         """As many are ahead as tiles of Q are, whose positions are those of turns too."""
         additions = CONSUMERS * WARPGROUP // 32
         return Turns(
             counts,
-            rank,
             Ring.allocate("turns", options.stages, 1),
             fly.SharedMemory("end_before", "i32", 1),
             options.features.windowed or options.features.ends_early,
