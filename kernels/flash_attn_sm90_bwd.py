@@ -196,7 +196,6 @@ def _options_of(tensors: Tensors, request: Request, apart: bool) -> Sm90Backward
         apart=apart,
         bias_by_query=request.bias_by_query,
         loads=request.aux_tensors > 0,
-        bias_in_float32=request.bias_by_query and tensors["bias"].dtype is torch.float32,
     )
 
 

@@ -28,7 +28,6 @@ import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_arrive, barrier_sync, elect_one, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position
-from fly.backends.nvvm.wgmma import WarpgroupAtom
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
@@ -170,13 +169,12 @@ class _OfValues(_Half):
 
     def _onto_chunks(self, p: tuple[fly.Value, ...], state: State, j: fly.Value) -> list[fly.Value]:
         """Start dV += P^T dO, a group for each chunk."""
-        dout, started = self.buffers.dout, []
+        dout = self.buffers.dout
         for place in dout.places(state.dout_at):
             self._arrived(dout, place, lambda: j)
-        for place, onto in zip(dout.places(state.dout_at), state.sums, strict=True):
-            atom = WarpgroupAtom(2 * len(onto), self.dtype.name)
-            started.append(wgmma.issue(atom, p, dout.operand(place, along_rows=True), BLOCK_M // atom.k, onto))
-        return started
+        return [
+            self._onto_values(p, place, dv) for place, dv in zip(dout.places(state.dout_at), state.sums, strict=True)
+        ]
 
     def meet_before(self) -> None:
         """Until dS of the tile before is in shared memory, and P of it has been read."""

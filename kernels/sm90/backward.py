@@ -35,8 +35,8 @@ class Sm90BackwardOptions:
     `stages`: slots of tiles of Q. `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add
     to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads
     of a key head, each of other blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of
-    the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone;
-    `bias_in_float32`: and in float32. `loads`: functions on scores have tensors.
+    the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
+    `loads`: functions on scores have tensors.
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -54,7 +54,6 @@ class Sm90BackwardOptions:
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
-    bias_in_float32: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_bytes > _MOST_SHARED:
@@ -81,7 +80,7 @@ class Sm90BackwardOptions:
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
-        form = self.ordered, self.apart, self.bias_in_float32, self.clears
+        form = self.ordered, self.apart, self.clears
         found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
         if self.parts == 1 or self.ordered:  # in turn the producer would spill more
             return found

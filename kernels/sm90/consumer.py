@@ -405,8 +405,8 @@ class Consumer:
         return self._narrow(self.pull(made, excess, at, j, step))
 
     def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
-        """Start dV += P^T dO."""
-        atom = WarpgroupAtom(self.options.head_dim_v, self.dtype.name)
+        """Start dV += P^T dO, of a tile of dO, or of a chunk of its columns and as many of dV."""
+        atom = WarpgroupAtom(2 * len(dv), self.dtype.name)
         return wgmma.issue(atom, p, self.buffers.dout.operand(at, along_rows=True), BLOCK_M // atom.k, dv)
 
     def _onto_keys(self, ds: tuple[fly.Value, ...], at: Position, dk: fly.Value) -> fly.Value:

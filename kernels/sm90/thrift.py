@@ -41,7 +41,7 @@ class Thrift:
 
 @dataclass(frozen=True)
 class Build:
-    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension; `in_float32`: a bias is."""
+    """Of `Sm90BackwardOptions`, what decides that; `dim`: the larger head dimension."""
 
     dim: int
     causal: bool
@@ -51,7 +51,6 @@ class Build:
     loads: bool
     ordered: bool
     apart: bool
-    in_float32: bool
     clears: bool
 
     @property
