@@ -49,6 +49,7 @@ from .sm90.group_parts import parts_of, round_keys, sums_of
 from .sm90.key_block import Buffers, produce
 from .sm90.key_work import KeyBlocks, Place, with_shape_anew
 from .sm90.later import Behind, Later
+from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
 from .work.query_tiles import tiles_of_all
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
@@ -176,6 +177,8 @@ def flash_attn_sm90_bwd(
 
 
 def _consumer_of(options: Sm90BackwardOptions) -> type[Consumer]:
+    if options.paired:
+        return Paired
     if not options.later:
         return Consumer
     return Behind if options.behind else Later
@@ -207,6 +210,8 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     options = _options_of(tensors, request, apart=consumer is not None)
     packed, ordered = options.packed, options.ordered
     sequences, heads = request.batch, request.num_heads
+    lengths = [len(tensors[name]) // sequences if packed else tensors[name].shape[1] for name in ("q", "k")]
+    options = replace(options, paired=pays(options, *lengths))
     clusters = -(-request.seq_len_kv // options.span)
     q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
     (entries, tokens), device = q.shape[:2], q.device

@@ -36,7 +36,8 @@ class Sm90BackwardOptions:
     to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads
     of a key head, each of other blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of
     the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
-    `loads`: functions on scores have tensors.
+    `loads`: functions on scores have tensors. `paired`: each block of a cluster makes dQ of every other tile
+    (`sm90.paired`).
 
     Raises:
         ShapeError: a block of more shared memory than there is.
@@ -54,6 +55,7 @@ class Sm90BackwardOptions:
     apart: bool = False
     bias_by_query: bool = False
     loads: bool = False
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_bytes > _MOST_SHARED:
@@ -69,7 +71,7 @@ class Sm90BackwardOptions:
     @property
     def blocks(self) -> int:
         """Blocks of a cluster, which see the same tiles of queries; one: there are no clusters."""
-        return 2 if self.apart else 1
+        return 2 if self.apart or self.paired else 1
 
     @property
     def span(self) -> int:
@@ -80,7 +82,7 @@ class Sm90BackwardOptions:
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
         dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
-        form = self.ordered, self.apart, self.clears
+        form = self.ordered, self.apart, self.clears, self.paired
         found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
         if self.parts == 1 or self.ordered:  # in turn the producer would spill more
             return found
@@ -116,12 +118,22 @@ class Sm90BackwardOptions:
         return self.crowded and limited and "bias" not in self.features.operands
 
     @property
-    def ds_stages(self) -> int:
-        """Slots of dS: two, so that one barrier a tile is enough; three if `behind`.
+    def ds_own(self) -> int:
+        """Slots of dS that no other block needs: two, so that one barrier a tile is enough; three if `behind`.
 
-        In a cluster there are as many as of Q, and as many for the other block's.
+        In pairs every other tile has a slot, and in the other clusters all of dS is sent.
         """
-        return self.stages * self.blocks if self.blocks > 1 else 2 + self.behind
+        return int(self.paired) if self.blocks > 1 else 2 + self.behind
+
+    @property
+    def ds_sent(self) -> int:
+        """Slots of dS on its way to the other block of a cluster, which has as many for what arrives."""
+        return 0 if self.blocks == 1 else 1 if self.paired else self.stages
+
+    @property
+    def ds_slots(self) -> int:
+        """Slots of dS: the block's own, what it sends, what it gets."""
+        return self.ds_own + 2 * self.ds_sent
 
     @property
     def chunked(self) -> bool:
@@ -169,20 +181,20 @@ class Sm90BackwardOptions:
 
     @property
     def beside_tile(self) -> PanelTile:
-        """Of the other block's keys: the columns that this block makes dQ of."""
+        """Of the other block's keys: the columns that this block makes dQ of, in pairs all."""
         whole = self.tiles["k"]
-        return replace(whole, columns=whole.columns // self.blocks)
+        return whole if self.paired else replace(whole, columns=whole.columns // self.blocks)
 
     @property
     def _key_columns(self) -> int:
-        """Columns of K, of which in a cluster a piece is to be whole lines of some panel."""
-        unit = self.pieces * wgmma.K if self.blocks > 1 else 1
+        """Columns of K, of which a piece that two blocks share is to be whole lines of some panel."""
+        unit = self.pieces * wgmma.K if self.apart else 1
         return -(-self.head_dim // unit) * unit
 
     @property
     def pieces(self) -> int:
         """Products that make dQ."""
-        return CONSUMERS * self.blocks
+        return CONSUMERS * (self.blocks if self.apart else 1)
 
     @property
     def dq_columns(self) -> int:
@@ -205,6 +217,11 @@ class Sm90BackwardOptions:
         return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies else LATER)
 
     @property
+    def unmet(self) -> bool:
+        """Whether consumers do not meet at a barrier when they have written a tile's dS."""
+        return self.later or self.paired
+
+    @property
     def behind(self) -> bool:
         """With `later`, whether that dQ is started behind the next tile's dS, and not before its dV."""
         return self.later and self.held and not self.causal and not self.features.windowed
@@ -221,7 +238,7 @@ class Sm90BackwardOptions:
         slots = {"q": self.stages, "dout": self.dout_slots}
         tiles = sum(tile.bytes * slots.get(name, 1) for name, tile in self.tiles.items())
         tiles += self.beside_tile.bytes if self.blocks > 1 else 0
-        return tiles + self.ds_stages * self.ds_tile.bytes + self.weight_bytes + statistics
+        return tiles + self.ds_slots * self.ds_tile.bytes + self.weight_bytes + statistics
 
 
 def _in_pieces(tile: PanelTile, pieces: int) -> PanelTile:

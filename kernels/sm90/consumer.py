@@ -28,6 +28,7 @@ from fly.backends.nvvm.intrinsics import (
     barrier_sync,
     fence_async_shared,
     store_matrices,
+    sync_warp,
     warpgroup_id,
 )
 from fly.backends.nvvm.mbarrier import Position
@@ -349,17 +350,8 @@ class Consumer:
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight; then the next one's is, but behind the last."""
         q, dout = self.buffers.q, self.buffers.dout
-        j, listed = self._tile(step.walk, step.number, state.q_at), step.walk.listed
-        late = self.options.thrift.is_late(step.masked)
-        decided = self._decided(j, step) if self.options.thrift.decides else None
-        (raw,) = wgmma.wait(0, state.product)
-        started = None if late else self.excess(state.dout_at, j)
-        made, p, kept = self._weighed(raw, state.q_at, j, step, decided)
-        started = self.excess(state.dout_at, j) if started is None else started
-        dk, dv = state.sums
-        dv = self._onto_values(p, state.dout_at, dv)
-        (excess,) = wgmma.wait(1, started)
-        ds = self._pulled(made, kept, excess, state.dout_at, j, step)
+        j, ds, dv = self._through_ds(step, state)
+        listed, (dk, _) = step.walk.listed, state.sums
         self._put(ds, state.slot)
         started = self._dq(state.slot)
         dk = self._onto_keys(ds, state.q_at, dk)
@@ -373,6 +365,19 @@ class Consumer:
         (dk,) = wgmma.wait(0 if step.last else 1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)
+
+    def _through_ds(self, step: Step, state: State) -> tuple[Any, tuple[fly.Value, ...], fly.Value]:
+        """Of a tile whose S is in flight: its number, dS as the A operand of dK, and dV, which is in flight then."""
+        j = self._tile(step.walk, step.number, state.q_at)
+        late = self.options.thrift.is_late(step.masked)
+        decided = self._decided(j, step) if self.options.thrift.decides else None
+        (raw,) = wgmma.wait(0, state.product)
+        started = None if late else self.excess(state.dout_at, j)
+        made, p, kept = self._weighed(raw, state.q_at, j, step, decided)
+        started = self.excess(state.dout_at, j) if started is None else started
+        dv = self._onto_values(p, state.dout_at, state.sums[1])
+        (excess,) = wgmma.wait(1, started)
+        return j, self._pulled(made, kept, excess, state.dout_at, j, step), dv
 
     def _weighed(
         self, raw: fly.Value, at: Position, j: fly.Value, step: Step, decided: DecidedTile | None = None
@@ -500,6 +505,15 @@ class Consumer:
         fence_async_shared()
         barrier_sync(WRITTEN, CONSUMERS * WARPGROUP)
 
+    def _publish(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
+        """The consumer's keys of dS to shared memory, and say so to who waits for them."""
+        assert self.buffers.written is not None
+        self._store(ds, slot)
+        fence_async_shared()
+        sync_warp()
+        with fly.when(fly.lane_id() == 0):
+            self.buffers.written.arrive(slot)
+
     def _store(self, ds: tuple[fly.Value, ...], slot: Any) -> None:
         """The consumer's keys of dS to shared memory."""
         tile = self.options.ds_tile
@@ -525,7 +539,7 @@ class Consumer:
     @property
     def piece(self) -> Any:
         """Which of the pieces of dQ's columns the consumer's is."""
-        return self.block.rank * CONSUMERS + self.index
+        return self.block.rank * CONSUMERS + self.index if self.options.apart else self.index
 
     def _dq(self, slot: Any) -> fly.Value:
         """Start the consumer's piece of dS K, of the block's keys."""

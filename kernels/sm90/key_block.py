@@ -27,7 +27,7 @@ class Block:
     """What a block works on: keys of a key head from `first_key` on, and which tokens are the sequence's.
 
     `part`: the number of the key head, or where its query heads are in several `parts` that part's. `rank`: the
-    block's in its cluster, whose other block has the keys from `first_beside` on.
+    block's in its cluster.
     """
 
     batch: fly.Value
@@ -42,10 +42,6 @@ class Block:
     def kv_head(self) -> Any:
         """The key head."""
         return self.part if self.parts == 1 else self.part // self.parts
-
-    @property
-    def first_beside(self) -> Any:
-        return self.first_key ^ BLOCK_M
 
     @property
     def shift(self) -> fly.Value | None:
@@ -89,7 +85,7 @@ class Buffers:
     """Shared memory of one block; `delta`: -delta; `arrived`: barriers of K and V.
 
     `tiles`: with lists, which one a slot of Q has; `beside`: in a cluster, columns of the other block's K, which have
-    a barrier too; `written`: where consumers do not meet (`sm90.later`), whether a slot of dS has all keys'.
+    a barrier too; `written`: where consumers are `unmet`, whether a slot of dS has all of the block's keys.
     """
 
     k: fly.Pointer
@@ -115,7 +111,7 @@ class Buffers:
         counts = {"q": options.stages, "dout": options.dout_slots}
         tiles = {**options.tiles, "ds": options.ds_tile, "beside": options.beside_tile}
         # large alignments first, so that small buffers leave no gaps between them
-        sizes = {"k": 1, "v": 1, "ds": options.ds_stages, **counts} | ({"beside": 1} if others else {})
+        sizes = {"k": 1, "v": 1, "ds": options.ds_slots, **counts} | ({"beside": 1} if others else {})
         found = {name: fly.alloc_shared(name, tiles[name].bytes * count, 1024) for name, count in sizes.items()}
         q_ring, dout_ring = (Ring.allocate(name, count, warps) for name, count in counts.items())
         numbers, slots = options.numbers, options.delta_slots
@@ -132,14 +128,14 @@ class Buffers:
             tiles=fly.SharedMemory("tiles", "i32", options.stages)
             if options.features.block_size is not None
             else None,
-            written=Mbarriers.allocate("written", options.ds_stages, warps) if options.later else None,
+            written=Mbarriers.allocate("written", options.ds_own, warps) if options.unmet else None,
         )
 
     def kept(self, options: Sm90BackwardOptions, block: Block) -> list[tuple[fly.Pointer, PanelTile, Any]]:
         """What stays, in the order of `arrived`: where it is, its tile and the first of its keys."""
         found = [(self.k, options.tiles["k"], block.first_key), (self.v, options.tiles["v"], block.first_key)]
         if self.beside is not None:
-            found.append((self.beside, options.beside_tile, block.first_beside))
+            found.append((self.beside, options.beside_tile, block.first_key ^ options.block_n))
         return found
 
 
@@ -160,7 +156,7 @@ def produce(
     def keep(index: int, memory: fly.Pointer, tile: PanelTile, first_key: Any) -> None:
         place = entry_of(block.keys), block.keys.start + first_key, block.kv_head
         # of the other block's keys, the columns that this one makes
-        column = block.rank * tile.columns if index == 2 else 0
+        column = block.rank * tile.columns if index == 2 and options.apart else 0
         buffers.arrived.arrive_expecting(index, tile.bytes)
         copy_tile(v if index == 1 else k, tile, memory, [place], buffers.arrived.at(index), column)
 

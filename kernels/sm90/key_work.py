@@ -64,6 +64,7 @@ class KeyWork:
         heads = first, first + self.group
         lists = self.options.features.block_size is not None
         walk = Walk(self.tiles.mirrored() if ordered else self.tiles, ordered, self.here if lists else None)
+        walk = walk.in_pairs(self.block.rank) if self.options.paired else walk
         return replace(self, heads=heads, walk=walk)
 
     @property

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import fly
 from fly.backends.nvvm import wgmma
-from fly.backends.nvvm.intrinsics import fence_async_shared, sync_warp
 from fly.backends.nvvm.mbarrier import Position
 
 from ..problem.gradients import Weights, transposed
@@ -51,7 +50,7 @@ class Later(Consumer):
         """Zeros, as if they were dS of a tile before the first one: what they make is added to that one's dQ."""
         at = Position.start()
         zeros = fly.broadcast(fly.f32(0.0), self.layout.values).to(self.dtype)
-        self._publish(tuple(zeros[i : i + 8] for i in range(0, len(zeros), 8)), at)
+        self._publish(tuple(zeros[i : i + 8] for i in range(0, len(zeros), 8)), at.index)
         return Pending(at, fly.first_lane(self.work.heads[0]), fly.first_lane(fly.i32(0) + self.walk.tiles.first))
 
     def end(self, slot: Pending) -> None:
@@ -73,8 +72,8 @@ class Later(Consumer):
         (excess,) = wgmma.wait(2, started)
         ds = self._pulled_from(less, made, kept, excess, state, j, step)
         (part,) = wgmma.wait(1, part)
-        here = Pending(before.at.next(self.options.ds_stages), step.place.head, j)
-        self._publish(ds, here.at)
+        here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
+        self._publish(ds, here.at.index)
         dk = self._onto_keys(ds, state.q_at, dk)
         self.add(part, before.head, before.tile, state.q_at)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
@@ -107,15 +106,6 @@ class Later(Consumer):
         whole = transposed(fly.Fragment(self.layout, ((excess,),)))
         return self._narrow(made.score_gradients(whole, less).raw)
 
-    def _publish(self, ds: tuple[fly.Value, ...], at: Position) -> None:
-        """The consumer's keys of dS to shared memory, and say so."""
-        assert self.buffers.written is not None
-        self._store(ds, at.index)
-        fence_async_shared()
-        sync_warp()
-        with fly.when(fly.lane_id() == 0):
-            self.buffers.written.arrive(at.index)
-
     def _wait_for(self, pending: Pending) -> None:
         """Until all keys' dS of a tile is in shared memory."""
         assert self.buffers.written is not None
@@ -136,9 +126,9 @@ class Behind(Later):
         dv = self._onto_values(p, state.dout_at, dv)
         (excess,) = wgmma.wait(1, started)
         ds = self._pulled_from(less, made, kept, excess, state, j, step)
-        here = Pending(before.at.next(self.options.ds_stages), step.place.head, j)
+        here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._wait_for(before)
-        self._publish(ds, here.at)
+        self._publish(ds, here.at.index)
         part = self._dq(before.at.index)
         dk = self._onto_keys(ds, state.q_at, dk)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)

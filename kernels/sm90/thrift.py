@@ -52,6 +52,7 @@ class Build:
     ordered: bool
     apart: bool
     clears: bool
+    paired: bool
 
     @property
     def by_head(self) -> bool:
@@ -137,6 +138,9 @@ TOGETHER: tuple[Row, ...] = (
     Row(112, 128, lambda b: b.mixed, _MIXED),
     # loops for part and for whole blocks of the list
     Row(120, 128, lambda b: b.lists_and_drops, Thrift(roles=True, decides=True)),
+    # loops over pairs of tiles
+    Row(120, 128, lambda b: b.paired and b.causal and b.packed, Thrift(roles=True, late="masked")),
+    Row(120, 128, lambda b: b.paired and (b.causal or b.packed), _ROLES),
 )
 # here all blocks have the turn's numbers besides
 IN_TURN: tuple[Row, ...] = (

@@ -19,13 +19,14 @@ class Walk:
     """A block's steps over tiles of queries, those of `tiles`; `downwards`: from the last tile on (`sm90.turns`).
 
     `listed`: the list of a block mask, whose steps `tiles` counts then; `here`: with lists, whether the block has any
-    keys.
+    keys. `swapped`: of steps in pairs, what the number of a pair's step is xored with.
     """
 
     tiles: TileRange
     downwards: bool = False
     here: Any = None
     listed: TileList | None = None
+    swapped: Any = None
 
     @property
     def exists(self) -> Any:
@@ -36,7 +37,18 @@ class Walk:
         """Which tile."""
         if self.listed is not None:
             return self.listed.tile(step)
+        if self.swapped is not None:
+            return self.tiles.first + ((step - self.tiles.first) ^ self.swapped)
         return self.tiles.first + self.tiles.end - 1 - step if self.downwards else step
+
+    def in_pairs(self, rank: Any) -> Walk:
+        """The same in pairs of tiles, the second of which is a block's of rank 1; a block's own one comes last.
+
+        Behind an odd number of tiles there is one more, without queries.
+        """
+        tiles = self.tiles
+        end = tiles.first + (tiles.end - tiles.first + 1) // 2 * 2
+        return replace(self, tiles=replace(tiles, end=end), swapped=rank ^ 1)
 
     def of_head(
         self, given: BoundFeatures, place: tuple[Any, Any], first_key: Any, queries: Any, uniform: Uniform

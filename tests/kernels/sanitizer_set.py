@@ -209,10 +209,13 @@ FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ..
     ({"queries": [130] * 2, "keys": [290] * 2, "head_dim": 128}, False, asked("seqused", "window both")),
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
+    # long enough for tiles in pairs
+    ({"queries": [1600], "keys": [1700], "heads": 2, "kv_heads": 1, "head_dim": 128}, False, asked()),
+    ({"queries": [4100], "keys": [4100], "heads": 1, "head_dim": 112, "packed": True}, True, asked()),
     # enough heads for blocks that clear sums of later ones
     ({"queries": [130] * 5, "keys": [130] * 5, "heads": 33, "kv_heads": 33, "head_dim": 128}, False, asked()),
 )
-# of its form for wide heads: clusters to 192, blocks alone above
+# of its form for wide heads
 WIDE: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (
     ({"queries": [130], "keys": [290], "head_dim": 192, "head_dim_v": 128}, True, asked()),
     ({"queries": [33, 0, 130], "keys": [40, 20, 300], "head_dim": 192, "packed": True}, False, asked("dropout")),

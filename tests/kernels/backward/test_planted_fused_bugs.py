@@ -179,7 +179,7 @@ BUGS = (
         "dS of the tile before is read behind its slot's next writing",
         bwd.Behind,
         "step",
-        "here = Pending(before.at.next(self.options.ds_stages), => here = Pending(before.at.next(2),",
+        "here = Pending(before.at.next(self.options.ds_own), => here = Pending(before.at.next(2),",
         "full",
         "shared-race wrong",
     ),
