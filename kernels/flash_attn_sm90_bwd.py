@@ -10,8 +10,8 @@ dV it sums up in registers, and queries pass by in tiles of 64.
 
 S and dP have keys as rows, so that P and dS are register operands of dV and dK as they are. dS goes to shared memory
 besides, from where both consumers read all of it: each makes half of the tile's dQ, at once (`sm90.consumer`), a tile
-later (`sm90.later`) or in clusters, where a block does so for every other tile (`sm90.paired`). They add it to sums in
-global memory (`sm90.dq_sums`), in an order that is not the same in every run unless blocks do so in turn (`sm90.turns`).
+later (`sm90.later`) or in clusters, each block for every other tile (`sm90.paired`). It is added to sums in global
+memory (`sm90.dq_sums`), in an order that is not the same in every run unless blocks do so in turn (`sm90.turns`).
 """
 
 from __future__ import annotations
