@@ -55,9 +55,14 @@ class Build:
     paired: bool
 
     @property
+    def with_slopes(self) -> bool:
+        """Whether scores get ALiBi's slopes."""
+        return "alibi_slopes" in self.features.operands
+
+    @property
     def by_head(self) -> bool:
         """Whether scores take numbers of a query head, loaded for all of its tiles: these are better kept."""
-        return self.loads or "alibi_slopes" in self.features.operands
+        return self.loads or self.with_slopes
 
     @property
     def sloped(self) -> bool:
@@ -132,12 +137,23 @@ _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 # in order: the first that a build has
 TOGETHER: tuple[Row, ...] = (
     # an address for each of a tile's elements of a bias, beside dP in registers
+    Row(120, 128, lambda b: b.biased and b.features.drops, Thrift(roles=True, late="all", lengths=True)),
     Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     # P in two forms and dropout's words beside dP
     Row(112, 128, lambda b: b.mixed, _MIXED),
     # loops for part and for whole blocks of the list
     Row(120, 128, lambda b: b.lists_and_drops, Thrift(roles=True, decides=True)),
+    # a head's slope beside that
+    Row(120, 128, lambda b: b.with_slopes and b.features.block_size is not None, Thrift(roles=True, late="masked")),
+    Row(
+        120,
+        128,
+        lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands,
+        Thrift(roles=True, heads=True, late="all"),
+    ),
+    Row(120, 128, lambda b: b.packed and b.features.drops, _ROLES),
+    Row(120, 128, lambda b: b.causal and b.with_slopes and b.features.drops, Thrift(places=True)),
     # loops over pairs of tiles
     Row(120, 128, lambda b: b.paired and b.causal and b.packed, Thrift(roles=True, late="masked")),
     Row(120, 128, lambda b: b.paired and (b.causal or b.packed), _ROLES),
