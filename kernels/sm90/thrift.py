@@ -137,6 +137,7 @@ _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 # in order: the first that a build has
 TOGETHER: tuple[Row, ...] = (
     # an address for each of a tile's elements of a bias, beside dP in registers
+    Row(120, 128, lambda b: b.biased and b.features.drops and b.causal, Thrift(late="all", lengths=True)),
     Row(120, 128, lambda b: b.biased and b.features.drops, Thrift(roles=True, late="all", lengths=True)),
     Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
@@ -181,14 +182,17 @@ IN_TURN: tuple[Row, ...] = (
 
 # consumers apart (`flash_attn_sm90_bwd_wide`)
 APART: tuple[Row, ...] = (
+    Row(240, 256, lambda b: b.biased and b.features.drops and not b.causal, replace(_AGAIN_DECIDES, lengths=True)),
     Row(224, 256, lambda b: b.biased and b.features.drops, _BIASED_AND_DROPPED),
+    Row(240, 256, lambda b: b.biased, replace(_AGAIN, places=True, lengths=True)),
     Row(192, 256, lambda b: b.packed and b.features.drops and b.causal, _ROLES),
     Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
     Row(192, 256, lambda b: b.packed or b.features != NO_FEATURES, _AGAIN),
     Row(144, 192, lambda b: b.features.drops and (b.packed or b.by_head or b.biased), _AGAIN),
     Row(160, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
-    Row(160, 192, lambda b: b.capped and b.causal and b.limited, _TILES),
+    Row(160, 192, lambda b: b.limited and (b.capped or b.features.score_mod is not None), _TILES),
+    Row(184, 192, lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands, _TILES),
     Row(160, 192, lambda b: b.limited or (b.capped and b.causal), _ROLES),
     Row(144, 160, lambda b: b.dropped and b.causal, _ROLES),
     Row(144, 160, lambda b: b.clears and not b.causal, _ROLES),
