@@ -184,7 +184,8 @@ IN_TURN: tuple[Row, ...] = (
 APART: tuple[Row, ...] = (
     Row(240, 256, lambda b: b.biased and b.features.drops and not b.causal, replace(_AGAIN_DECIDES, lengths=True)),
     Row(224, 256, lambda b: b.biased and b.features.drops, _BIASED_AND_DROPPED),
-    Row(240, 256, lambda b: b.biased, replace(_AGAIN, places=True, lengths=True)),
+    Row(248, 256, lambda b: b.biased, replace(_AGAIN, places=True, lengths=True)),
+    Row(240, 248, lambda b: b.biased, replace(_AGAIN, lengths=True)),
     Row(192, 256, lambda b: b.packed and b.features.drops and b.causal, _ROLES),
     Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
     Row(192, 256, lambda b: b.packed or b.features != NO_FEATURES, _AGAIN),
@@ -192,7 +193,7 @@ APART: tuple[Row, ...] = (
     Row(160, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
     Row(160, 192, lambda b: b.limited and (b.capped or b.features.score_mod is not None), _TILES),
-    Row(184, 192, lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands, _TILES),
+    Row(144, 192, lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands, _AGAIN),
     Row(160, 192, lambda b: b.limited or (b.capped and b.causal), _ROLES),
     Row(144, 160, lambda b: b.dropped and b.causal, _ROLES),
     Row(144, 160, lambda b: b.clears and not b.causal, _ROLES),
@@ -204,6 +205,7 @@ APART: tuple[Row, ...] = (
 )
 APART_IN_TURN: tuple[Row, ...] = (
     Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
+    Row(248, 256, lambda b: b.biased, replace(_AGAIN, lengths=True)),
     Row(192, 256, lambda b: True, _AGAIN),
     Row(184, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 184, lambda b: b.mixed, _DECIDES),

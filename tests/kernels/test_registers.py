@@ -19,6 +19,8 @@ CROWDED_FOR_PTXAS = [
     ("sm_90a", "forward", "generic", 256, "packed"),
     ("sm_90a", "backward", "sm90", 128, "softcap, dropout"),
     ("sm_90a", "backward", "sm90", 128, "packed, deterministic"),
+    ("sm_90a", "backward", "sm90", 128, "packed, long"),
+    ("sm_90a", "backward", "sm90", 128, "alibi, softcap"),
     ("sm_90a", "backward", "sm90_wide", 160, "plain"),
     ("sm_90a", "backward", "sm90_wide", 176, "softcap, window"),
     ("sm_90a", "backward", "sm90_wide", 248, "bias"),

@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
         {"queries": [0, 133, 1, 260], "keys": [20, 300, 0, 90], "packed": True, "head_dim": 128, "dtype": "f16"},
         False,
     ),
-    "packed, causal": ({"queries": [140, 70], "keys": [140, 270], "packed": True, "head_dim": 120}, True),
+    "packed, causal": ({"queries": [140, 70], "keys": [140, 270], "packed": True, "head_dim": 128}, True),
     "one query": ({"queries": [1], "keys": [290], "head_dim": 128, "dtype": "f16"}, False),
     "V of fewer columns": ({"queries": [200], "keys": [100], "head_dim": 128, "head_dim_v": 40}, True),
 }

@@ -39,6 +39,15 @@ def listed_and_dropped(inputs: Inputs) -> dict[str, Any]:
     return {"mask": mask, **dropped(inputs)}
 
 
+def sloped(inputs: Inputs) -> dict[str, Any]:
+    return {"alibi_slopes": inputs.floats(2).abs()}
+
+
+def listed_and_sloped(inputs: Inputs) -> dict[str, Any]:
+    mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", (64, 128))
+    return {"mask": mask, **sloped(inputs)}
+
+
 # sizes, head dimension, causal, in turn, the call's options
 CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "softcap, in turn": (TOKENS, 128, True, True, lambda i: {"softcap": 3.0}),
@@ -71,7 +80,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "dropout, apart, in turn": (TOKENS, 256, True, True, dropped),
     "packed, apart, in turn": (PACKED, 256, True, True, lambda i: {}),
     "a bias, apart, in turn, causal": (TOKENS, 256, True, True, biased),
-    "slopes, apart, in turn": (TOKENS, 256, True, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "slopes, apart, in turn": (TOKENS, 256, True, True, sloped),
     "a bias in float32, apart": (TOKENS, 256, False, False, biased),
     "softcap and dropout, apart": (TOKENS, 256, False, False, capped_and_dropped),
     "dropout, apart, narrower": (TOKENS, 224, True, False, dropped),
@@ -86,8 +95,8 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
         lambda i: {"softcap": 3.0, "window_size": (40, 20)},
     ),
     "a bias, in turn, full": (TOKENS, 128, False, True, biased),
-    "slopes, in turn": (TOKENS, 128, True, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
-    "slopes, in turn, full": (TOKENS, 128, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "slopes, in turn": (TOKENS, 128, True, True, sloped),
+    "slopes, in turn, full": (TOKENS, 128, False, True, sloped),
     "packed, in wider clusters, in turn": (PACKED, 192, True, True, lambda i: {}),
     "dropout, in clusters, in turn": (TOKENS, 160, False, True, dropped),
     "a function with a tensor, in clusters": (TOKENS, 152, True, False, FEATURES["score_mod aux"]),
@@ -96,7 +105,22 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "packed and dropout, apart": (PACKED, 200, True, False, dropped),
     "dropout, in wider clusters, in turn": (TOKENS, 192, True, True, dropped),
     "softcap and dropout, in wider clusters, in turn": (TOKENS, 184, False, True, capped_and_dropped),
-    "slopes, apart, in turn, 216 columns": (TOKENS, 216, False, True, lambda i: {"alibi_slopes": i.floats(2).abs()}),
+    "slopes, apart, in turn, 216 columns": (TOKENS, 216, False, True, sloped),
+    "a block mask and slopes": (TOKENS, 128, False, False, listed_and_sloped),
+    "softcap and slopes": (TOKENS, 128, True, False, lambda i: {"softcap": 3.0, **sloped(i)}),
+    "softcap and slopes, in clusters": (TOKENS, 160, True, False, lambda i: {"softcap": 3.0, **sloped(i)}),
+    "dropout and slopes": (TOKENS, 128, True, False, lambda i: {**dropped(i), **sloped(i)}),
+    "packed, dropout": (PACKED, 128, False, False, dropped),
+    "a bias and dropout": (TOKENS, 128, False, False, lambda i: {**biased(i), **dropped(i)}),
+    "a bias and dropout, causal": (TOKENS, 128, True, False, lambda i: {**biased(i), **dropped(i)}),
+    "a bias, apart, 248 columns": (TOKENS, 248, True, False, biased),
+    "softcap in a window, in wider clusters, full": (
+        TOKENS,
+        184,
+        False,
+        False,
+        lambda i: {"softcap": 3.0, "window_size": (40, 20)},
+    ),
     "softcap in a window, in clusters": (
         TOKENS,
         160,
