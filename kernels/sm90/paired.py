@@ -30,8 +30,7 @@ from .backward import BLOCK_N, LATER, Sm90BackwardOptions
 from .consumer import Consumer, State, Step
 
 STORED = 4  # first named barrier of the consumers' own: dS that is sent is in shared memory
-OWN = 0  # the slot of dS that is not sent
-LONG = {False: 1536, True: 4096}  # tokens of a sequence, by whether the mask is causal, from which this is faster
+LONG = {False: 1536, True: 4096}  # tokens of a sequence from which on pairs are faster, by whether it is causal
 
 
 def pays(options: Sm90BackwardOptions, queries: int, keys: int) -> bool:
@@ -81,11 +80,15 @@ class Paired(Consumer):
         first = replace(second, number=second.number - 1, last=False)
         return self._own(second, self._sent(first, state))
 
+    def _of_pair(self, state: State) -> Position:
+        """Where dS is: one slot is the own one, one to send, one the other block's, each used once a pair."""
+        return Position(fly.i32(0), state.q_at.phase)
+
     def _sent(self, step: Step, state: State) -> State:
         """One tile of queries, of which the other block makes dQ."""
         exchange = self.exchange
         assert exchange is not None
-        q, dout, at = self.buffers.q, self.buffers.dout, Position(fly.i32(0), state.q_at.phase)
+        q, dout, at = self.buffers.q, self.buffers.dout, self._of_pair(state)
         _, ds, dv = self._through_ds(step, state)
         exchange.claim(at)
         self._store(ds, exchange.sent(at))
@@ -107,7 +110,7 @@ class Paired(Consumer):
         """One tile of queries, of which this block makes dQ."""
         exchange, buffers = self.exchange, self.buffers
         assert exchange is not None and buffers.beside is not None and buffers.written is not None
-        q, dout, at = buffers.q, buffers.dout, Position(fly.i32(OWN), state.q_at.phase)
+        q, dout, at = buffers.q, buffers.dout, self._of_pair(state)
         j, ds, dv = self._through_ds(step, state)
         self._publish(ds, at.index)
         part = self._part_of_dq(exchange.wait(at), buffers.beside, self.options.beside_tile, self.piece)
