@@ -32,12 +32,13 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
         *("split_combine", "transpose_values", "rotate_and_append"),
         *("row_statistics", "sink_gradients", "flash_attn_generic_dkdv", "flash_attn_generic_dq"),
         "flash_attn_generic_probabilities",
-        *("flash_attn_sm90_bwd", "round_dq", "clear_unseen"),
+        *("flash_attn_sm90_bwd", "round_dq", "clear_unseen", "round_keys"),
     }
     options = [statics["options"] for _, statics, _, _ in compiler.calls if "options" in statics]
     backward = [build for build in options if isinstance(build, BackwardOptions)]
     fused = [build for build in options if isinstance(build, Sm90BackwardOptions)]
     builds = [build for build in options if not isinstance(build, BackwardOptions | Sm90BackwardOptions)]
+    assert {build.paired for build in fused} == {False, True}
     assert {name for build in builds for name in build.features.operands} == set(OPERANDS)
     assert any(build.features.score_mod for build in builds) and any(build.features.mask_mod for build in builds)
     assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
@@ -49,6 +50,8 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     assert {(build.head_dim, build.ordered) for build in fused} == {
         (64, False),
         (64, True),
+        (112, False),
+        (112, True),
         (128, False),
         (128, True),
         (192, False),
