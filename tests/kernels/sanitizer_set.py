@@ -210,8 +210,7 @@ FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ..
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
     # long enough for tiles in pairs
-    ({"queries": [1600], "keys": [1700], "heads": 2, "kv_heads": 1, "head_dim": 128}, False, asked()),
-    ({"queries": [4100], "keys": [4100], "heads": 1, "head_dim": 112, "packed": True}, True, asked()),
+    ({"queries": [1600], "keys": [1700], "heads": 2, "kv_heads": 2, "head_dim": 128}, False, asked()),
     # enough heads for blocks that clear sums of later ones
     ({"queries": [130] * 5, "keys": [130] * 5, "heads": 33, "kv_heads": 33, "head_dim": 128}, False, asked()),
 )
