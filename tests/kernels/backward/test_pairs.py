@@ -200,7 +200,7 @@ BUGS = (
         "wrong",
     ),
     Bug(
-        "dQ is of the own block's keys alone",
+        "both blocks of a cluster have the keys of the first",
         key_work.KeyBlocks,
         "work",
         "first_key + rank * options.block_n => first_key + rank * 0",
