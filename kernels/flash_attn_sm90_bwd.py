@@ -47,7 +47,7 @@ from .sm90.dq_sums import Sums, clear_unseen, round_dq
 from .sm90.exchange import Exchange
 from .sm90.group_parts import parts_of, round_keys, sums_of
 from .sm90.key_block import Buffers, produce
-from .sm90.key_work import KeyBlocks, Place, with_shape_anew
+from .sm90.key_work import KeyBlocks, Place, with_sizes_anew
 from .sm90.later import Behind, Later
 from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
@@ -117,7 +117,7 @@ def flash_attn_sm90_bwd(
     in_turn = ahead = None
     if counts is not None and options.ordered:
         kv_head, batch, exists = head
-        apart = with_shape_anew(dq_sums, fly.thread_id.x) if options.thrift.roles else dq_sums
+        apart = with_sizes_anew(dq_sums, fly.thread_id.x) if options.thrift.roles else dq_sums
         ticket = turns.taken(counts, apart, batch * kv_heads + kv_head, exists, options.blocks, rank)
         blocks = replace(blocks, ticket=ticket)
     early = None if options.thrift.roles else blocks.work(head)

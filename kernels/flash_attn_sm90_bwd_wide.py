@@ -79,6 +79,7 @@ class _Half(Consumer):
     ) -> tuple[Any, ...]:
         """All tiles of one query head: a step makes dQ of the tile before, as the other block's dS takes a while."""
         first, last = self._ends_of(head)
+        end = self._through_last(last)
 
         def begun() -> State:
             return State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
@@ -89,14 +90,14 @@ class _Half(Consumer):
 
         def several() -> tuple[Any, ...]:
             state = self.step(first, begun())
-            state = self.step(last, self._through(first.number + 1, last, state))
+            state = self.step(end, self._through(first.number + 1, last, state))
             return state.sums, state.q_at, state.dout_at
 
         sums, q_at, dout_at = fly.cond(first.number == last.number, one, several)
         before = q_at.before(self.options.stages)
         self.meet_before()
         (part,) = wgmma.wait(0, self._dq_of_both(before))
-        self.take(part, last.place, last.walk.tile(last.number), before)
+        self.take(part, end.place, end.walk.tile(end.number), before)
         return sums, q_at, dout_at, slot
 
     def _dq_of_both(self, at: Position) -> fly.Value:

@@ -47,7 +47,7 @@ from .dq_sums import Sums, put
 from .dropout import made_again, remade
 from .exchange import Exchange
 from .key_block import Block, Buffers
-from .key_work import KeyWork, Place
+from .key_work import KeyWork, Place, with_sizes_anew
 from .producer import Slots, clear_tail
 from .stores import store_runs
 from .walk import Walk
@@ -182,6 +182,8 @@ class Consumer:
     ) -> None:
         """dK or dV of the consumer's rows, of a part of the key head in float32 (`group_parts.place_of`)."""
         last = self._behind(place)
+        if last is not self:
+            results = with_sizes_anew(results, fly.i32(0) + int(place))
         block, written, values = last.block, count if last is self else last.work.written, scaled(sums)
         if self.options.parts > 1:
             first = last.first_key
@@ -256,7 +258,9 @@ class Consumer:
         """The last step, of blocks in turn that of the first tile: where that is said, no number is kept for it."""
         if not self.options.thrift.turned:
             return last
-        return replace(last, number=fly.i32(0) + last.walk.tiles.first, walk=replace(last.walk, downwards=False))
+        # as if there was one tile, the first, in step 0
+        tiles = replace(last.walk.tiles, end=1)
+        return replace(last, number=fly.i32(0), walk=replace(last.walk, tiles=tiles))
 
     def _ends_of(self, head: fly.Value) -> tuple[Step, Step]:
         """A query head's first step and its last."""
@@ -276,7 +280,7 @@ class Consumer:
         parts = [(first, whole_from, True), (whole_from, whole_end, False), (whole_end, end, True)]
         if last.walk.listed is not None:
             parts = parts[1:]
-        if self.options.features.masks_every_tile:
+        if self.options.features.masks_every_tile or self.options.thrift.masks:
             parts = [(first, end, True)]
         for start, stop, masked in parts:
             for number, carried in (loop := fly.range(start, stop, carry=state)):
@@ -539,7 +543,12 @@ class Consumer:
     @property
     def piece(self) -> Any:
         """Which of the pieces of dQ's columns the consumer's is."""
-        return self.block.rank * CONSUMERS + self.index if self.options.apart else self.index
+        rank, index = self.block.rank, self.index
+        with fly.reread_ids() if self.options.thrift.piece else nullcontext():
+            if self.options.apart:
+                rank = fly.block_id.x % self.options.blocks if self.options.thrift.piece else rank
+                return rank * CONSUMERS + index
+            return warpgroup_id() - 1 if self.options.thrift.piece else index
 
     def _dq(self, slot: Any) -> fly.Value:
         """Start the consumer's piece of dS K, of the block's keys."""

@@ -170,7 +170,16 @@ class KeyBlocks:
             return work.begun()
 
 
-def with_shape_anew(tensor: fly.Tensor, step: Any) -> fly.Tensor:
-    """The same tensor; nothing that is made of its shape behind `step` (i32) is kept for others."""
-    shape = tuple(anew(n, step) if isinstance(n, fly.Value) else n for n in tensor.shape)
-    return fly.Tensor(tensor.pointer, tensor.dtype, shape, tensor.stride, tensor.alignment)
+def with_sizes_anew(tensor: fly.Tensor, step: Any) -> fly.Tensor:
+    """The same tensor; nothing that is made of its shape and strides behind `step` (i32) is kept for others."""
+
+    def made(number: Any) -> Any:
+        if not isinstance(number, fly.Value):
+            return number
+        if number.dtype is fly.i32:
+            return anew(number, step)
+        low, high = (anew(half.to(fly.i32), step).to(fly.i64) for half in (number, number >> 32))
+        return (high << 32) | (low & 0xFFFFFFFF)
+
+    shape, stride = (tuple(map(made, numbers)) for numbers in (tensor.shape, tensor.stride))
+    return fly.Tensor(tensor.pointer, tensor.dtype, shape, stride, tensor.alignment)

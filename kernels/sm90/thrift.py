@@ -21,8 +21,9 @@ class Thrift:
     tile is decided before its scores are there. `late`: dP of "masked" tiles, or of "all", is started behind P and
     not before. `places`: which keys a lane has, and where its part of dS goes, is made again by every tile;
     `lengths`: so are the lengths that a bias's queries and keys are cut to. `turned`: of blocks in turn, which see
-    tiles from the last one on, the last step says that its tile is the first; not of clusters. `tiles`: the producer
-    finds out once more which keys and tiles there are when K and V are on their way; not of blocks in turn.
+    tiles from the last one on, the last step says that its tile is the first. `tiles`: the producer finds out once
+    more which keys and tiles there are when K and V are on their way; not of blocks in turn. `masks`: all tiles are
+    masked, in one loop instead of three. `piece`: every tile finds out from ids which piece of dQ is the consumer's.
     """
 
     roles: bool = False
@@ -33,6 +34,8 @@ class Thrift:
     lengths: bool = False
     turned: bool = False
     tiles: bool = False
+    masks: bool = False
+    piece: bool = False
 
     def is_late(self, masked: bool) -> bool:
         """Whether dP of a tile, `masked` or not, is."""
@@ -131,14 +134,18 @@ _DECIDES = Thrift(roles=True, decides=True)
 _AGAIN_DECIDES = Thrift(roles=True, heads=True, decides=True)
 _PLACES = Thrift(roles=True, heads=True, places=True)
 _BIASED = Thrift(roles=True, heads=True, late="all", places=True, lengths=True)
-_BIASED_AND_DROPPED = Thrift(roles=True, heads=True, decides=True, places=True, lengths=True)
 _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 
 # in order: the first that a build has
 TOGETHER: tuple[Row, ...] = (
     # an address for each of a tile's elements of a bias, beside dP in registers
     Row(120, 128, lambda b: b.biased and b.features.drops and b.causal, Thrift(late="all", lengths=True)),
-    Row(120, 128, lambda b: b.biased and b.features.drops, Thrift(roles=True, late="all", lengths=True)),
+    Row(
+        120,
+        128,
+        lambda b: b.biased and b.features.drops,
+        Thrift(roles=True, late="all", lengths=True, masks=True),
+    ),
     Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     # P in two forms and dropout's words beside dP
@@ -162,6 +169,7 @@ TOGETHER: tuple[Row, ...] = (
 # here all blocks have the turn's numbers besides
 IN_TURN: tuple[Row, ...] = (
     Row(112, 128, lambda b: b.biased and not b.causal, replace(_BIASED, turned=True)),
+    Row(112, 128, lambda b: b.biased, replace(_BIASED, masks=True, piece=True)),
     Row(104, 128, lambda b: b.biased, _BIASED),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
     Row(56, 64, lambda b: b.biased and b.causal, _PLACES),
@@ -183,7 +191,13 @@ IN_TURN: tuple[Row, ...] = (
 # consumers apart (`flash_attn_sm90_bwd_wide`)
 APART: tuple[Row, ...] = (
     Row(240, 256, lambda b: b.biased and b.features.drops and not b.causal, replace(_AGAIN_DECIDES, lengths=True)),
-    Row(224, 256, lambda b: b.biased and b.features.drops, _BIASED_AND_DROPPED),
+    Row(
+        232,
+        256,
+        lambda b: b.biased and b.features.drops and b.causal,
+        replace(_AGAIN_DECIDES, lengths=True, masks=True, piece=True),
+    ),
+    Row(224, 256, lambda b: b.biased and b.features.drops, replace(_AGAIN_DECIDES, places=True, lengths=True)),
     Row(248, 256, lambda b: b.biased, replace(_AGAIN, places=True, lengths=True)),
     Row(240, 248, lambda b: b.biased, replace(_AGAIN, lengths=True)),
     Row(192, 256, lambda b: b.packed and b.features.drops and b.causal, _ROLES),
@@ -204,8 +218,10 @@ APART: tuple[Row, ...] = (
     Row(152, 160, lambda b: not (b.causal or b.packed) and b.added and not b.biased, _ROLES),
 )
 APART_IN_TURN: tuple[Row, ...] = (
+    Row(240, 256, lambda b: b.mixed and b.causal, replace(_AGAIN, turned=True)),
     Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
-    Row(248, 256, lambda b: b.biased, replace(_AGAIN, lengths=True)),
+    Row(240, 256, lambda b: b.biased and b.causal, replace(_AGAIN, lengths=True, turned=True, masks=True)),
+    Row(248, 256, lambda b: b.biased, replace(_AGAIN, lengths=True, turned=True)),
     Row(192, 256, lambda b: True, _AGAIN),
     Row(184, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 184, lambda b: b.mixed, _DECIDES),

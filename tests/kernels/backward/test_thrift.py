@@ -113,6 +113,8 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "packed, dropout": (PACKED, 128, False, False, dropped),
     "a bias and dropout": (TOKENS, 128, False, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, causal": (TOKENS, 128, True, False, lambda i: {**biased(i), **dropped(i)}),
+    "a bias and dropout, apart, causal": (TOKENS, 256, True, False, lambda i: {**biased(i), **dropped(i)}),
+    "softcap and dropout, apart, in turn": (TOKENS, 256, True, True, capped_and_dropped),
     "a bias, apart, 248 columns": (TOKENS, 248, True, False, biased),
     "softcap in a window, in wider clusters, full": (
         TOKENS,
