@@ -24,6 +24,7 @@ from benchmarks import (
     report,
     run_record,
     shapes,
+    training,
     tune,
 )
 from benchmarks import comparison as benchmark
@@ -416,7 +417,7 @@ def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
     timed = (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade)
-    timed += (cold_compiles, gradient_host)
+    timed += (cold_compiles, gradient_host, training)
     for module in (*timed, foreign, published):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
@@ -432,6 +433,37 @@ def test_dropout_is_timed_against_the_same_call_without(monkeypatch, capsys):
     assert header.startswith("emulated") and columns.split()[-1] == "ratio"
     assert [line.split()[:4] for line in lines] == [["generic", "64", "32", form] for form in ("full", "causal")]
     assert {options.get("dropout_p") for options in given} == {None, dropout.PROBABILITY}
+
+
+def test_every_provider_trains_the_same_model(monkeypatch, capsys):
+    """A line for each of two that are the same, whose losses agree, by kind of step."""
+    flash = replace(FORWARD.named(["SDPA flash"])[0], missing=lambda device: None)
+    found = replace(flash, name="fly"), flash, replace(flash, name="other", missing=lambda device: "not here")
+    monkeypatch.setattr(type(FORWARD), "named", lambda self, names: found)
+    training.main(["--device", "cpu", "--rounds", "1", "--times", "1", "--length", "32", "--head_dim", "16"])
+    missing, size, *lines = capsys.readouterr().out.splitlines()
+    assert missing == "without other: not here" and size == "2 layers, B4 H4 S32 D16 bf16 causal"
+    assert [line.split("  ")[0] for line in lines] == [kind for kind in training.KINDS for _ in found[:2]]
+    assert all("times as fast" in line for line in lines)
+    train = training.example()
+    model = training.Training.of(train, train.TOY, "cpu")
+    before = model.step(flash, training.KINDS[0])
+    assert model.step(flash, training.KINDS[1]) == before > model.step(flash, training.KINDS[0])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--times", "0"], "--times must be at least 1, got 0"),
+        (["--head_dim", "3"], "--head_dim must divide 64, got 3"),
+        (["--length", "100"], "--length must divide 128, got 100"),
+    ],
+)
+def test_bad_flags_of_training(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        training.main(["--device", "cpu", *flags])
+    assert message in capsys.readouterr().err
 
 
 def test_the_host_time_of_each_function_stands_beside_sdpas(monkeypatch, capsys):
