@@ -430,9 +430,23 @@ def test_dropout_is_timed_against_the_same_call_without(monkeypatch, capsys):
     monkeypatch.setattr(dropout, "flydsl_flash_attn_func", lambda q, k, v, causal, **options: given.append(options))
     dropout.main(["--device", "cpu", "--kernel", "generic", "--seq_len", "32"])
     header, columns, *lines = capsys.readouterr().out.splitlines()
-    assert header.startswith("emulated") and columns.split()[-1] == "ratio"
+    assert header.startswith("emulated") and columns.split()[-4:] == ["with", "dropout", "in", "turn"]
     assert [line.split()[:4] for line in lines] == [["generic", "64", "32", form] for form in ("full", "causal")]
     assert {options.get("dropout_p") for options in given} == {None, dropout.PROBABILITY}
+
+
+def test_gradients_are_timed_with_dropout_and_in_turn(monkeypatch, capsys):
+    given = []
+
+    def attend(q, k, v, causal, **options):
+        given.append(options)
+        return q * 1.0
+
+    monkeypatch.setattr(dropout, "flydsl_flash_attn_func", attend)
+    monkeypatch.setattr(dropout.torch.autograd, "grad", lambda out, leaves, dout, retain_graph: ())
+    dropout.main(["--device", "cpu", "--kernel", "backward", "--seq_len", "32"])
+    assert [len(line.split()) for line in capsys.readouterr().out.splitlines()[2:]] == [9, 9]
+    assert [options.get("deterministic") for options in given] == [None, None, True] * 2
 
 
 def test_every_provider_trains_the_same_model(monkeypatch, capsys):

@@ -15,6 +15,8 @@ from kernels.sm90 import ahead
 from tests.kernels.backward.test_block_mask_gradients import uneven
 from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
 from tests.kernels.backward.test_generic_bwd_gpu import wrong
+from tests.kernels.backward.test_thrift import CASES as THRIFTY
+from tests.kernels.backward.test_thrift import wrong_of_case
 from tests.kernels.feature_cases import FEATURES, Inputs, stripes
 
 pytestmark = [
@@ -104,6 +106,11 @@ def test_tiles_in_pairs(queries, keys, causal, packed, head_dim, monkeypatch, se
     for _ in range(3):
         assert not wrong(inputs, causal), f"seed {seed}"
     assert found and all(found)
+
+
+@pytest.mark.parametrize("name", THRIFTY)
+def test_builds_that_find_things_out_again(name, monkeypatch, seed):
+    assert not wrong_of_case(name, 7, monkeypatch, seed, "cuda"), f"seed {seed}"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -23,20 +23,23 @@ PACKED: dict[str, Any] = {"queries": [0, 90, 20], "keys": [20, 140, 0], "heads":
 
 
 def dropped(inputs: Inputs) -> dict[str, Any]:
-    return {"dropout_p": 0.3, "rng_state": state_of(inputs.seed)}
+    return {"dropout_p": 0.3, "rng_state": state_of(inputs.seed).to(inputs.device)}
 
 
 def biased(inputs: Inputs) -> dict[str, Any]:
-    return {"bias": inputs.floats(1, 2, 100, 140)}
+    return {"bias": inputs.floats(1, 2, inputs.queries[0], inputs.keys[0])}
 
 
 def capped_and_dropped(inputs: Inputs) -> dict[str, Any]:
     return {"softcap": 3.0, **dropped(inputs)}
 
 
+def listed(inputs: Inputs) -> dict[str, Any]:
+    return {"mask": create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], inputs.device, (64, 128))}
+
+
 def listed_and_dropped(inputs: Inputs) -> dict[str, Any]:
-    mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", (64, 128))
-    return {"mask": mask, **dropped(inputs)}
+    return {**listed(inputs), **dropped(inputs)}
 
 
 def sloped(inputs: Inputs) -> dict[str, Any]:
@@ -44,8 +47,7 @@ def sloped(inputs: Inputs) -> dict[str, Any]:
 
 
 def listed_and_sloped(inputs: Inputs) -> dict[str, Any]:
-    mask = create_block_mask(uneven, None, 2, inputs.queries[0], inputs.keys[0], "cpu", (64, 128))
-    return {"mask": mask, **sloped(inputs)}
+    return {**listed(inputs), **sloped(inputs)}
 
 
 # sizes, head dimension, causal, in turn, the call's options
@@ -154,17 +156,22 @@ def builds(monkeypatch):
     return found
 
 
+def wrong_of_case(name: str, times: int, monkeypatch: Any, seed: int, device: str = "cpu") -> list[str]:
+    """Which gradients are wrong of a case whose sequences are so many times as long."""
+    sizes, head_dim, causal, in_turn, options_of = CASES[name]
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90" if head_dim <= 128 else "sm90_wide")
+    longer = {side: [times * n for n in sizes[side]] for side in ("queries", "keys")}
+    inputs = Inputs(**{**sizes, **longer}, head_dim=head_dim, seed=seed, device=device)
+    options = options_of(inputs)
+    if "mask" in options:
+        return wrong_with_mask(inputs, causal, **options)
+    return wrong(inputs, causal, in_turn, **options)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_references(name, builds, monkeypatch, seed):
-    sizes, head_dim, causal, in_turn, options_of = CASES[name]
-    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90" if head_dim <= 128 else "sm90_wide")
-    inputs = Inputs(**sizes, head_dim=head_dim, seed=seed)
-    options = options_of(inputs)
-    if "mask" in options:
-        assert not wrong_with_mask(inputs, causal, **options), f"seed {seed}"
-    else:
-        assert not wrong(inputs, causal, in_turn, **options), f"seed {seed}"
+    assert not wrong_of_case(name, 1, monkeypatch, seed), f"seed {seed}"
     assert builds and all(options.thrift != Thrift() for options in builds)
 
 
