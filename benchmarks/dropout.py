@@ -5,9 +5,9 @@
     python benchmarks/dropout.py --device cpu               # one small shape, in the emulator
 
 A line is one kernel and shape of 16384 tokens and 2048 columns: milliseconds without and with dropout, medians with a
-cold L2 cache where calls take turns, and how many times as long the latter take. `rng_state` is given, so that no draw
-is timed. "backward" is the gradients of q, k and v alone, in turn (`deterministic`) too. That results are right is for
-the tests to say.
+cold L2 cache where calls take turns, and how many times as long the latter take. `rng_state` is given, so that no
+draw is timed. "backward" is the gradients of q, k and v alone, in turn (`deterministic`) too. That results are right
+is for the tests to say.
 """
 
 from __future__ import annotations
