@@ -23,7 +23,7 @@ MAX_MBARRIERS = 128
 @dataclass(frozen=True)
 class Components:
     """Which components of the launch's clocks a block has: warps, warpgroups' products, warps' bulk stores,
-    warps' asynchronous copies, and mbarriers."""
+    as far as they read and as far as they write, warps' asynchronous copies, and mbarriers."""
 
     first: int
     warps: int
@@ -31,7 +31,7 @@ class Components:
 
     @staticmethod
     def count(warps: int, roles: int) -> int:
-        return 3 * warps + roles + MAX_MBARRIERS
+        return 4 * warps + roles + MAX_MBARRIERS
 
     def warp(self, number: int) -> int:
         return self.first + number
@@ -45,8 +45,11 @@ class Components:
     def copies(self, warp: int) -> int:
         return self.first + self.readers + warp
 
+    def written(self, warp: int) -> int:
+        return self.first + self.readers + self.warps + warp
+
     def mbarrier(self, number: int) -> int:
-        return self.first + self.readers + self.warps + number
+        return self.first + self.readers + 2 * self.warps + number
 
     @property
     def readers(self) -> int:
@@ -64,7 +67,9 @@ class Components:
             return f"a bulk store of warp {number - self.warps - self.roles}"
         if number < self.readers + self.warps:
             return f"a copy of warp {number - self.readers} that is not waited for"
-        return f"a bulk copy that completes on {mbarriers[number - self.readers - self.warps].name}"
+        if number < self.readers + 2 * self.warps:
+            return f"a bulk store of warp {number - self.readers - self.warps}"
+        return f"a bulk copy that completes on {mbarriers[number - self.readers - 2 * self.warps].name}"
 
 
 @dataclass(frozen=True)

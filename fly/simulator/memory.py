@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fly.simulator.clocks import ASYNC, HOST, Additions, Conflict, Parties, Party, Shadow, words_of
+from fly.simulator.clocks import ASYNC, Additions, Conflict, Parties, Party, Shadow, words_of
 from fly.simulator.report import Finding
 
 if TYPE_CHECKING:
@@ -141,16 +141,16 @@ class GlobalMemory:
             if does == "writes":
                 span.added.forget(units)
 
-    def check_fetch(self, span: Span, offsets: np.ndarray, size: int, clocks: np.ndarray) -> None:
-        """Raises a Finding where a bulk copy reads what the launch has stored: the dialect has no fence for that."""
+    def check_fetch(self, span: Span, offsets: np.ndarray, size: int, clocks: np.ndarray, fenced: np.ndarray) -> None:
+        """Raises a Finding where a bulk copy reads what it does not know of, or not by its warp's last fence."""
         if not span.written:
             return
         words = words_of(offsets, size, 1)
         self._check(span.shadow.unseen(words, clocks), span, "reads")
-        stored = span.shadow.writer[ASYNC, words] != HOST
-        if stored.any():
-            place = self._named(span, int(words[stored.argmax()]))
-            raise Finding("proxy-fence", f"a bulk copy reads {place}, which a warp stored in the same launch")
+        stored = span.shadow.unseen(words, fenced)
+        if stored is not None:
+            what = f"a bulk copy reads {self._named(span, stored.word)}, which the launch has stored"
+            raise Finding("proxy-fence", f"{what}, with no fence.proxy.async.global since that is known")
 
     def restore(self) -> None:
         """Take back what the launch stored: counters of a launch that fails would mislead the next one."""

@@ -14,7 +14,7 @@ import numpy as np
 from fly.backends.nvvm.wgmma import WarpgroupAtom
 from fly.simulator.arithmetic import is_array
 from fly.simulator.barriers import Mbarrier, NamedBarrier, Stores
-from fly.simulator.clocks import NEVER, Party
+from fly.simulator.clocks import Party
 from fly.simulator.memory import scatter
 from fly.simulator.products import InFlight, Located, multiply, registers_as_rows
 from fly.simulator.program import Node
@@ -39,6 +39,7 @@ class Role(Warps):
         self.groups = self.retired = 0
         self.started = ""  # where the last product was
         self.stored = [Stores() for _ in range(self.warps)]
+        self.fenced = self.clocks[:, 0].copy()  # what each warp's bulk copies know of global memory
         self.late: dict[int, Callable[[], None]] = {}  # products whose operands are read at the wait
         self.issued = 0  # asynchronous copies
         self._polled: tuple[tuple[int, bytes], int] | None = (
@@ -201,6 +202,10 @@ class Role(Warps):
             self.clocks[warp, 1] = np.maximum(self.clocks[warp, 1], self.clocks[warp, 0])
             self.clocks[warp, 0, self.own[warp]] += 1
 
+    def fence_async_global(self, node: Node, m: Mask) -> None:
+        for warp in self.active_warps(m):
+            self.fenced[warp] = self.clocks[warp, 0]
+
     def fence_mbarrier_init(self, node: Node, m: Mask) -> None:
         for warp in self.active_warps(m):
             own, clocks = self.own[warp], self.clocks[warp, 0]
@@ -293,7 +298,7 @@ class Role(Warps):
         """Start a copy to a block of the cluster, whose mbarrier may not expect the bytes of another one's yet."""
         warp, own = self._one_lane(m), self.block
         corner = [self.uniform(m, c, "a coordinate") for c in reversed(at)]
-        clocks = self.clocks[warp].copy()
+        clocks, fenced = self.clocks[warp].copy(), self.fenced[warp].copy()
         barrier = block.mbarrier(arrives, clocks[0])
         barrier.check_visible(clocks)
         words = self._box(block, tensor_map, place, corner)
@@ -302,7 +307,7 @@ class Role(Warps):
         block.shared.announce(words, clocks[0], clocks[1], barrier.component, phase)
 
         def land() -> None:
-            data = tensor_map.fetch(own.memory, corner, clocks[0])
+            data = tensor_map.fetch(own.memory, corner, clocks[0], fenced)
             block.shared.chunks[tensor_map.chunks(place)] = data.ravel().view(np.complex128)
             barrier.landed(tensor_map.bytes, clocks, early=block is not own)
             barrier.advance()
@@ -369,8 +374,8 @@ class Role(Warps):
         component = block.components.stores(self.first_warp + warp)
         number = self.stored[warp].issue(int(self.indices(m)[0]), self.place)
         block.shared.shadow.read(words, component, number)
-        # others never know of it: a wait is for what the copy reads, not for what it writes
-        by = Party(slice(None), self.clocks[warp, 0].copy(), component, NEVER)
+        writer = block.components.written(self.first_warp + warp)
+        by = Party(slice(None), self.clocks[warp, 0].copy(), writer, number)
 
         def land() -> None:
             data = block.shared.chunks[tensor_map.chunks(place)].view(np.uint8)
@@ -395,6 +400,12 @@ class Role(Warps):
             del self.stored[warp].places[number]
         for warp in self.active_warps(m):
             component = self.block.components.stores(self.first_warp + warp)
+            self.clocks[warp, 0, component] = self.stored[warp].over
+
+    def tma_wait(self, node: Node, m: Mask, *, newer: int) -> Waiting:
+        yield from self.tma_wait_read(node, m, newer=newer)
+        for warp in self.active_warps(m):
+            component = self.block.components.written(self.first_warp + warp)
             self.clocks[warp, 0, component] = self.stored[warp].over
 
     def _on_its_way(self, stores: set[tuple[int, int]]) -> bool:

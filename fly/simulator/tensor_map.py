@@ -98,18 +98,23 @@ class TensorMap:
         high = max(low, min(self.box[-1], self.shape[-1] - corner[-1]) * size)
         return offsets.ravel() + corner[-1] * size, inside.ravel(), low, high
 
-    def fetch(self, memory: GlobalMemory, corner: Sequence[int], clocks: np.ndarray) -> np.ndarray:
+    def fetch(
+        self, memory: GlobalMemory, corner: Sequence[int], clocks: np.ndarray, fenced: np.ndarray
+    ) -> np.ndarray:
         """(lines, line_bytes) of a box, zeros where the tensor has nothing; read by who has these `clocks`.
 
+        `fenced`: those of its last `fence_async_global`.
+
         Raises:
-            Finding: the tensor is not in the memory of the launch, or the launch itself stored to what is read.
+            Finding: the tensor is not in the memory of the launch, or what the launch stored is not known, or not
+                fenced.
         """
         span = memory.span(self.address, self.address + self.extent)
         data = np.zeros((math.prod(self.box[:-1]), self.line_bytes), np.uint8)
         offsets, inside, low, high = self.lines(corner)
         if high > low and inside.any():
             starts = offsets[inside] + (self.address - span.start) + low
-            memory.check_fetch(span, starts, high - low, clocks)
+            memory.check_fetch(span, starts, high - low, clocks, fenced)
             data[inside, low:high] = _runs(span.bytes, starts, high - low)
         return data
 

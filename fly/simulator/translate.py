@@ -45,6 +45,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.prmt": ("prmt", ()),
     "hopper.sync_warp": ("sync_warp", ()),
     "hopper.fence_async_shared": ("fence_async_shared", ()),
+    "hopper.fence_async_global": ("fence_async_global", ()),
     "hopper.fence_mbarrier_init": ("fence_mbarrier_init", ()),
     "hopper.mbarrier_init": ("mbarrier_init", ()),
     "hopper.tma_prefetch": ("tma_prefetch", ()),
@@ -74,6 +75,7 @@ WAITING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper.tma_load": ("tma_load", ()),
     "hopper.tma_load_to_all": ("tma_load_to_all", ("blocks",)),
     "hopper.tma_store": ("tma_store", ()),
+    "hopper.tma_wait": ("tma_wait", ("newer",)),
     "hopper.tma_wait_read": ("tma_wait_read", ("newer",)),
 }
 _PACE = ("s.setprio", "s.nop", "s.waitcnt", "sched.barrier", "sched.group.barrier")

@@ -111,6 +111,10 @@ OPERATIONS = {
         '"hopper.fence_async_shared"() : () -> ()',
         '"fence.proxy.async.shared::cta;", "~{memory}" : () -> ()',
     ),
+    "fence_async_global": (
+        '"hopper.fence_async_global"() : () -> ()',
+        '"fence.proxy.async.global;", "~{memory}" : () -> ()',
+    ),
     "fence_mbarrier_init": (
         '"hopper.fence_mbarrier_init"() : () -> ()',
         '"fence.mbarrier_init.release.cluster;", "~{memory}" : () -> ()',
@@ -175,6 +179,10 @@ OPERATIONS = {
         '"cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [$1, {$2}], [$0];", "r,l,r,~{memory}" %arg2, %{{.*}}',
     ),
     "tma_commit": ('"hopper.tma_commit"() : () -> ()', '"cp.async.bulk.commit_group;", "~{memory}" : () -> ()'),
+    "tma_wait": (
+        '"hopper.tma_wait"() {newer = 3} : () -> ()',
+        '"cp.async.bulk.wait_group 3;", "~{memory}" : () -> ()',
+    ),
     "tma_wait_read": (
         '"hopper.tma_wait_read"() {newer = 3} : () -> ()',
         '"cp.async.bulk.wait_group.read 3;", "~{memory}" : () -> ()',
@@ -405,6 +413,7 @@ CALLS = {
     "anew": (lambda m, x, n: intrinsics.anew(n, n), '"hopper.anew"(%arg3, %arg3)'),
     "sync_warp": (lambda m, x, n: intrinsics.sync_warp(), '"hopper.sync_warp"() : () -> ()'),
     "fence_async_shared": (lambda m, x, n: intrinsics.fence_async_shared(), '"hopper.fence_async_shared"()'),
+    "fence_async_global": (lambda m, x, n: intrinsics.fence_async_global(), '"hopper.fence_async_global"()'),
     "fence_mbarrier_init": (lambda m, x, n: intrinsics.fence_mbarrier_init(), '"hopper.fence_mbarrier_init"()'),
     "mbarrier_init": (
         lambda m, x, n: Mbarriers.allocate("x", 1, 4).init(),
@@ -432,6 +441,7 @@ CALLS = {
         '"hopper.tma_store"(%{{.*}}, %arg0, %c64_i32, %arg3, %c1_i32)',
     ),
     "tma_commit": (lambda m, x, n: tma.commit(), '"hopper.tma_commit"()'),
+    "tma_wait": (lambda m, x, n: tma.wait(2), '"hopper.tma_wait"() {newer = 2 : i64}'),
     "tma_wait_read": (lambda m, x, n: tma.wait_read(2), '"hopper.tma_wait_read"() {newer = 2 : i64}'),
     "wgmma": (
         lambda m, x, n: started(8),

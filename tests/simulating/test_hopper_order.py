@@ -418,12 +418,14 @@ def test_the_kernel_is_right_without_it(case: Mistake):
 
 
 @fly.kernel
-def stored_and_copied(x: fly.Tensor, source: fly.TensorMap, *, row: int):
+def stored_and_copied(x: fly.Tensor, source: fly.TensorMap, *, row: int, fenced: bool = False):
     """Row 0 of x = 1, and then a copy of row `row` of it."""
     to, landed = fly.alloc_shared("row", 512, 128), landing()
     x.store(1.0, 0, thread())
     fly.barrier()
     with fly.when(thread() == 0):
+        if fenced:
+            intrinsics.fence_async_global()
         landed.arrive_expecting(0, 512)
         tma.load(source, to, (row, 0), landed.at(0))
     landed.wait(0, 0)
@@ -434,6 +436,68 @@ def test_a_copy_does_not_see_what_threads_have_stored_to_global_memory(schedule)
     x = torch.zeros(2, 128)
     report = reported(lambda: stored_and_copied[1, 128](x, fly.tensor_map(x, (1, 128)), row=0), schedule)
     assert report.kind == "proxy-fence"
-    assert "a bulk copy reads byte 0 of x, which a warp stored in the same launch" in report.text
-    stored_and_copied[1, 128](x, fly.tensor_map(x, (1, 128)), row=1)
-    assert x[0].all()
+    assert (
+        "a bulk copy reads byte 0 of x, which the launch has stored, with no fence.proxy.async.global" in report.text
+    )
+    for right in ({"row": 1}, {"row": 0, "fenced": True}):
+        x.zero_()
+        stored_and_copied[1, 128](x, fly.tensor_map(x, (1, 128)), **right)
+        assert x[0].all()
+
+
+@fly.kernel
+def handed_over(
+    x: fly.Tensor,
+    source: fly.TensorMap,
+    middle: fly.TensorMap,
+    count: fly.Tensor,
+    out: fly.Tensor,
+    *,
+    waits: bool = True,
+    order: str = "release",
+    fenced: bool = True,
+):
+    """Block 0 copies x to `middle` by way of shared memory, block 1 copies that to its own and stores it to out."""
+    memory, landed = fly.alloc_shared("memory", 512, 128), landing()
+    with fly.when((fly.block_id.x == 0) & (thread() == 0)):
+        landed.arrive_expecting(0, 512)
+        tma.load(source, memory, (0, 0), landed.at(0))
+        landed.wait(0, 0)
+        tma.store(middle, memory, (0, 0))
+        tma.commit()
+        (tma.wait if waits else tma.wait_read)()
+        fly.atomic_add(fly.i32(1), count.at(0), order=order)
+    with fly.when(fly.block_id.x == 1):
+        with fly.when(thread() == 0):
+            for _ in (spin := fly.while_((fly.load_acquire(count.at(0)),), lambda c: c[0] == 0)):
+                spin.next(fly.load_acquire(count.at(0)))
+            if fenced:
+                intrinsics.fence_async_global()
+            landed.arrive_expecting(0, 512)
+            tma.load(middle, memory, (0, 0), landed.at(0))
+        landed.wait(0, 0)
+        out.store(memory_of(memory), thread())
+
+
+def memory_of(start: fly.Pointer) -> fly.Value:
+    """This thread's number of a line."""
+    return memory.load(start.offset(thread() * 4), fly.f32)
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [({"waits": False}, "global-race"), ({"order": "relaxed"}, "global-race"), ({"fenced": False}, "proxy-fence")],
+    ids=str,
+)
+def test_a_block_copies_what_another_one_has_copied_out(mistake, kind, schedule):
+    x = torch.randn(1, 128)
+
+    def call(**options):
+        between, out = torch.zeros(1, 128), torch.zeros(128)
+        maps = (fly.tensor_map(t, (1, 128)) for t in (x, between))
+        handed_over[2, 128](x, *maps, torch.zeros(1, dtype=torch.int32), out, **options)
+        return out
+
+    assert reported(lambda: call(**mistake), schedule).kind == kind
+    assert torch.equal(call(), x[0])

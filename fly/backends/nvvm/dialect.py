@@ -17,6 +17,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.anew` | the first number, made where the second one is, of which nothing else depends |
 | `hopper.sync_warp` | all lanes of the warp arrive; memory accesses are ordered across it |
 | `hopper.fence_async_shared` | this thread's stores to shared memory become visible to TMA and WGMMA |
+| `hopper.fence_async_global` | what this thread knows of global memory is so for its bulk copies from here on |
 | `hopper.fence_mbarrier_init` | initialised mbarriers become visible to TMA and the cluster |
 | `hopper.mbarrier_init` | an mbarrier whose phases take so many arrivals |
 | `hopper.mbarrier_arrive` | one arrival |
@@ -32,6 +33,7 @@ are 32-bit ones of shared memory, but for pointers.
 | `hopper.tma_store` | start copying a box from shared memory |
 | `hopper.tma_commit` | close the thread's group of stores |
 | `hopper.tma_wait_read` | until all but the `newer` last groups have read their shared memory |
+| `hopper.tma_wait` | until they have been written too |
 | `hopper.wgmma` | start D = A B or D += A B, in one group: see below |
 | `hopper.computed` | this f32, never below zero, is computed before what is behind it |
 | `hopper.wgmma_wait` | until at most the `newer` last groups are unfinished; accumulators go through it |
@@ -105,6 +107,7 @@ irdl.dialect @hopper {{
   }}
   irdl.operation @sync_warp {{ }}
   irdl.operation @fence_async_shared {{ }}
+  irdl.operation @fence_async_global {{ }}
   irdl.operation @fence_mbarrier_init {{ }}
   irdl.operation @mbarrier_init {{
     %i32 = irdl.is i32
@@ -157,6 +160,10 @@ irdl.dialect @hopper {{
     irdl.operands(source: %i32, map: %ptr, coordinates: variadic %i32)
   }}
   irdl.operation @tma_commit {{ }}
+  irdl.operation @tma_wait {{
+    %int = irdl.base "#builtin.integer"
+    irdl.attributes {{ "newer" = %int }}
+  }}
   irdl.operation @tma_wait_read {{
     %int = irdl.base "#builtin.integer"
     irdl.attributes {{ "newer" = %int }}

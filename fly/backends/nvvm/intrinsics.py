@@ -134,6 +134,15 @@ def fence_async_shared() -> None:
     operation("fence_async_shared")
 
 
+def fence_async_global() -> None:
+    """Bulk copies that this thread starts from here on read global memory as the thread itself would.
+
+    Needed behind an acquire, where others have written what is copied, by stores or by bulk stores that were waited
+    for.
+    """
+    operation("fence_async_global")
+
+
 def fence_mbarrier_init() -> None:
     """Initialised mbarriers become visible to TMA and to the cluster."""
     operation("fence_mbarrier_init")

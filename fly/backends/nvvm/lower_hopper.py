@@ -34,6 +34,7 @@ selp.u32 $0, 1, 0, q;
     "prmt": "prmt.b32 $0, $1, $2, $3;",
     "sync_warp": "bar.warp.sync 0xffffffff;",
     "fence_async_shared": "fence.proxy.async.shared::cta;",
+    "fence_async_global": "fence.proxy.async.global;",
     "fence_mbarrier_init": "fence.mbarrier_init.release.cluster;",
     "mbarrier_init": "mbarrier.init.shared::cta.b64 [$0], $1;",
     "mbarrier_arrive": "{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [$0];\n}",
@@ -66,6 +67,7 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], 
 }""",
     "tma_prefetch": "prefetch.tensormap [$0];",
     "tma_commit": "cp.async.bulk.commit_group;",
+    "tma_wait": "cp.async.bulk.wait_group <newer>;",
     "tma_wait_read": "cp.async.bulk.wait_group.read <newer>;",
 }
 

@@ -47,7 +47,7 @@ def load(
 
 
 def store(tensor_map: TensorMap, source: Pointer, coordinates: Sequence[Any]) -> None:
-    """One thread starts the copy of a box from shared memory; see `commit` and `wait_read`."""
+    """One thread starts the copy of a box from shared memory; see `commit`, `wait` and `wait_read`."""
     at = _coordinates(tensor_map, coordinates)
     operation("tma_store", [shared_address(source), tensor_map.pointer, *at])
 
@@ -60,3 +60,8 @@ def commit() -> None:
 def wait_read(newer: int = 0) -> None:
     """Until all but the `newer` last groups of this thread have read their shared memory."""
     operation("tma_wait_read", attributes={"newer": newer})
+
+
+def wait(newer: int = 0) -> None:
+    """Until they have been written: this thread, and who acquires what it releases from here on, may read them."""
+    operation("tma_wait", attributes={"newer": newer})
