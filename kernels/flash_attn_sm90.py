@@ -111,7 +111,7 @@ def run_block(
     scale_log2: fly.Value,
     operands: tuple[Any, ...],
     options: Sm90Options,
-    producer_role: type[Producer],
+    producer_role: Callable[..., Producer],
     consumer_role: type[ConsumerOf[Any]],
     helper_of: HelperOf | None = None,
     fill: Callable[[Buffers], None] | None = None,

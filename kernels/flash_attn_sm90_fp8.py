@@ -37,11 +37,13 @@ from .problem.contract import Launch, Request, Tensors
 from .problem.online_softmax import Growth, OnlineSoftmax, margin_of
 from .sm90.builds import build_for, keys_seen
 from .sm90.fp8_builds import FAST_TILES, MOST_LOG2, ONES, TILES, Fp8Options, has_first_rows, transposing
+from .sm90.helpers import HelperOf
 from .sm90.launch import bind_build, typical_lengths
 from .sm90.producer import Buffers, Pages, Producer, entry_of
 from .sm90.schedule import PackedRows
 from .sm90.transpose_values import TRANSPOSED_DIMS, behind_transposing, transposed_like
 from .sm90.transposer import Transposer
+from .sm90.values_ahead import ValuesAhead, is_ahead
 from .work.kept_pairs import KeptPairs
 from .work.score_stages import OfHead
 from .work.tile_scheduler import Work
@@ -57,6 +59,7 @@ def flash_attn_sm90_fp8(
     q: fly.TensorMap,
     k: fly.TensorMap,
     v: fly.TensorMap,
+    raw_v: fly.TensorMap | None,
     out: fly.Tensor,
     lse: fly.Tensor | None,
     cu_seqlens_q: fly.Tensor | None,
@@ -73,15 +76,21 @@ def flash_attn_sm90_fp8(
 ) -> None:
     """out = softmax(softmax_scale * q k^T) v, as `flash_attn_sm90` with e4m3 maps of q, k and v, and bf16 out.
 
-    v: without `transposers` a map of what `transpose_values` makes; operands: those of `options.features`, among them
-    q_descale, k_descale and v_descale, (B, Hkv) f32.
+    v: without `transposers` a map of what `transpose_values` makes, or where `options.ahead` the launch itself, of
+    `raw_v`, a map of v as it lies; operands: those of `options.features`, among them q_descale, k_descale and
+    v_descale, (B, Hkv) f32.
     """
     tensors = (out, lse, cu_seqlens_q, cu_seqlens_kv, counters, whole_out, whole_lse)
     sizes = (seq_len_kv, group, section)
     consumer = FastConsumer if options.chained else Fp8Consumer
-    transposer = Transposer.of if options.transposers else None
+    helper: HelperOf | None = Transposer.of if options.transposers else None
+    producer: Callable[..., Producer] = Fp8Producer
+    if options.ahead:
+        assert raw_v is not None
+        ahead = ValuesAhead.allocate(raw_v, v, group, options)
+        helper, producer = ahead.helper, functools.partial(Fp8Producer, ahead=ahead)
     fill = functools.partial(fill_ones, options=options) if options.ones else None
-    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, Fp8Producer, consumer, transposer, fill)
+    run_block((q, k, v), tensors, sizes, scale_log2, operands, options, producer, consumer, helper, fill)
 
 
 def fill_ones(buffers: Buffers, options: Fp8Options) -> None:
@@ -96,8 +105,20 @@ def fill_ones(buffers: Buffers, options: Fp8Options) -> None:
     fence_async_shared()
 
 
+@dataclass(frozen=True)
 class Fp8Producer(Producer):
-    """The producer of 8-bit tiles."""
+    """The producer of 8-bit tiles; `ahead`: where V is transposed by the launch itself."""
+
+    ahead: ValuesAhead | None = None
+
+    def run(self) -> None:
+        super().run()
+        if self.ahead is not None:
+            self.ahead.finish(self.schedule)
+
+    def _await_values(self, work: Work) -> None:
+        if self.ahead is not None:
+            self.ahead.wait(self.schedule, work)
 
     def _load_v(self, at: Position, work: Work, j: Any, pages: Pages) -> Position:
         if self.buffers.raw_v is not None:
@@ -335,9 +356,12 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         options = replace(options, first_rows=has_first_rows(request, options))
     elif SOMEWHERE.intersection(request.features) or request.value_dim not in TRANSPOSED_DIMS:
         options = transposing(options)
+    options = replace(options, ahead=is_ahead(request, options, units) and not options.takes_late)
     if options.transposers:
         return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits).launch()
     # only its sizes and strides matter here, and the workspace's are for others
     tensors = {**tensors, "transposed": transposed_like(tensors["v"]), "workspace": None}
     forward = bind_build(flash_attn_sm90_fp8, tensors, request, options, splits)
+    if options.ahead:
+        return forward.beside("transposed", tensors["transposed"].numel()).launch()
     return behind_transposing(forward, tensors).launch()

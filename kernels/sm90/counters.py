@@ -1,8 +1,9 @@
 """Counters in device memory, i32, from which persistent blocks take their tiles: zero before and after each launch.
 
-Two for all launches; after them, in larger sets, one for each tile that is put together from parts. A launch resets
-what it used, so one set serves all launches that cannot overlap: those on one stream. A launch that is captured into
-a graph gets a set of its own, since the graph may be replayed beside anything.
+Two for all launches; after them, in larger sets, one for each tile that is put together from parts, or two more and
+one for each key head whose values are transposed (`sm90.values_ahead`). A launch resets what it used, so one set
+serves all launches that cannot overlap: those on one stream. A launch that is captured into a graph gets a set of its
+own, since the graph may be replayed beside anything.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 from fly.errors import DeviceError
 
 FIRST_ARRIVAL = 4  # as tensors are aligned to 16 bytes
-MAX_ARRIVALS = 252
-# by the number of arrivals: 1 and 16 MiB
-_SETS = {0: 1 << 16, MAX_ARRIVALS: 1 << 14}
+MAX_ARRIVALS, MANY_ARRIVALS = 252, 1020
+# by the number of arrivals: 1 and two times 16 MiB
+_SETS = {0: 1 << 16, MAX_ARRIVALS: 1 << 14, MANY_ARRIVALS: 1 << 12}
 
 
 class TileCounters:
-    """Sets of counters of one device, with `arrivals` of parts (0 or `MAX_ARRIVALS`); use `counters_of`.
+    """Sets of counters of one device, with so many `arrivals` (a key of `_SETS`); use `counters_of`.
 
     Making it waits for the device, once.
     """
@@ -45,7 +46,8 @@ class TileCounters:
         """The set for a launch on a stream, a driver's handle.
 
         Raises:
-            DeviceError: 65536 launches have been captured into graphs, or 16384 that put parts together.
+            DeviceError: 65536 launches have been captured into graphs, or 16384 that put parts together, or 4096 that
+                transpose values.
         """
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return self._new()

@@ -19,14 +19,15 @@ FIRST_ROWS = 8  # of each 16, which a warp has
 ONES = 8  # columns of V that are one, the fewest that a product makes: what P is multiplied by to be added up
 PIECE = 32  # columns of O that a product makes where registers are left for no more
 WARPS = WARPGROUP // 32
+AHEAD_WARPS = 2  # of the producer's warpgroup, where these transpose V for all blocks
 SHARED_BYTES = 227 << 10  # of a block
 RESERVED = 4096  # of these, for barriers and alignment
 
 # Like kernels/sm90/tiles.py; those of 96 and 192, and with one consumer, were not measured. Without `sums` where they
-# took longer than additions.
+# took longer than additions, without `ahead` where a launch that transposes V before was faster.
 _ONE = {"block_n": 128, "stages": 2, "q_stages": 2, "cost": 0.75, "sums": False}
 TILES: dict[Key, Mapping[str, Any]] = {
-    (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2, "ping_pong": False},
+    (64, 64, False, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2, "ping_pong": False, "ahead": True},
     (64, 64, False, 1, None): _ONE,
     (64, 64, True, 3, None): {"block_n": 128, "stages": 2, "q_stages": 2, "sums": False},
     (64, 64, True, 1, None): _ONE,
@@ -43,26 +44,28 @@ TILES: dict[Key, Mapping[str, Any]] = {
         "ping_pong": False,
         "hold": True,
         "sums": False,
+        "ahead": True,
     },
     (128, 128, True, 1, None): _ONE,
     (192, 192, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False},
     (192, 192, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False},
-    (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False},
-    (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False},
+    (256, 256, False, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False, "ahead": True},
+    (256, 256, True, 2, None): {"block_n": 128, "stages": 2, "q_stages": 1, "sums": False, "ahead": True},
 }
 # With `fp8_accumulate="fast"`.
 _LAZY = {"chained": True, "rescale": "wave", "offset": 7, "stages": 2}
+_LAZY_AHEAD = {**_LAZY, "ahead": True}
 FAST_TILES: dict[Key, Mapping[str, Any]] = {
-    (64, 64, False, 3, None): {**_LAZY, "block_n": 128, "q_stages": 2},
-    (64, 64, True, 3, None): {**_LAZY, "block_n": 128, "q_stages": 2},
+    (64, 64, False, 3, None): {**_LAZY_AHEAD, "block_n": 128, "q_stages": 2},
+    (64, 64, True, 3, None): {**_LAZY_AHEAD, "block_n": 128, "q_stages": 2},
     (96, 96, False, 2, None): {**_LAZY, "block_n": 192, "q_stages": 2},
     (96, 96, True, 2, None): {**_LAZY, "block_n": 192, "q_stages": 2},
-    (128, 128, False, 2, None): {**_LAZY, "block_n": 192, "q_stages": 2},
-    (128, 128, True, 2, None): {**_LAZY, "block_n": 192, "q_stages": 2},
+    (128, 128, False, 2, None): {**_LAZY_AHEAD, "block_n": 192, "q_stages": 2},
+    (128, 128, True, 2, None): {**_LAZY_AHEAD, "block_n": 192, "q_stages": 2},
     (192, 192, False, 2, None): {**_LAZY, "block_n": 128, "q_stages": 1},
     (192, 192, True, 2, None): {**_LAZY, "block_n": 128, "q_stages": 1},
-    (256, 256, False, 2, None): {**_LAZY, "block_n": 128, "q_stages": 1},
-    (256, 256, True, 2, None): {**_LAZY, "block_n": 128, "q_stages": 1},
+    (256, 256, False, 2, None): {**_LAZY_AHEAD, "block_n": 128, "q_stages": 1},
+    (256, 256, True, 2, None): {**_LAZY_AHEAD, "block_n": 128, "q_stages": 1},
 }
 # Of decoding, where memory decides: the transposer has a warpgroup. More tiles in flight make blocks end less evenly.
 _ONCE = {"block_n": 128, "transposed_stages": 1, "transposers": WARPS, "sums": False}
@@ -92,7 +95,8 @@ class Fp8Options(Sm90Options):
     in f32; `sums`: products make the sums of P too, where that takes no instruction of its own; `offset`: what P is
     measured with, see `OFFSET`; `transposed_stages`: slots for transposed tiles of V; `transposers`: the warps that
     make them, of the producer's warpgroup, or all of one more. `first_rows`: a sequence and key head has
-    `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no output.
+    `FIRST_ROWS` rows at most, and others of each 16 have no softmax and no output. `ahead`: where V is read by many
+    tiles, blocks transpose it for each other (`sm90.values_ahead`), and no launch does before.
     """
 
     rescale: str = "always"
@@ -102,6 +106,7 @@ class Fp8Options(Sm90Options):
     transposed_stages: int = 0
     transposers: int = 0
     first_rows: bool = False
+    ahead: bool = False
     most_unchained: ClassVar[int] = 128  # keys of a tile: of more, sums in a product's accumulators lose too much
     decoding: ClassVar[Mapping[int, Mapping[str, Any]]] = DECODING
     keys_alone: ClassVar[Mapping[str, Mapping[Key, int]]] = ALONE
@@ -164,12 +169,18 @@ class Fp8Options(Sm90Options):
         )
 
     @property
+    def ahead_tiles(self) -> tuple[PanelTile, PanelTile]:
+        """Of V as it lies, and transposed, where blocks do that for each other."""
+        keys, columns = self.block_n, self.head_dim_v
+        return PanelTile.widest(keys, columns, 1), PanelTile.widest(columns, keys, 1)
+
+    @property
     def raw_tile(self) -> PanelTile | None:
         return PanelTile.widest(self.block_n, self.head_dim_v, 1) if self.transposers else None
 
     @property
     def helper_warps(self) -> int:
-        return self.transposers or WARPS
+        return AHEAD_WARPS if self.ahead else self.transposers or WARPS
 
     @property
     def v_stages(self) -> int:
@@ -197,7 +208,7 @@ def transposing(options: Fp8Options) -> Fp8Options:
     """
     for block_n, stages in ((options.block_n, 2), (128, 2), (128, 1)):
         if block_n <= options.block_n:
-            found = replace(options, block_n=block_n, stages=2, transposers=2, transposed_stages=stages)
+            found = replace(options, block_n=block_n, stages=2, transposers=2, transposed_stages=stages, ahead=False)
             if found.tile_bytes + RESERVED <= SHARED_BYTES:
                 return found
     raise ShapeError(f"tiles of {options} leave no room for transposed ones")

@@ -13,7 +13,8 @@ from ..problem.contract import Request, Tensors
 from ..work.launch import forward_steps, unflattened
 from ..work.steps import BoundKernel, Steps, bind_kernel
 from .builds import Sm90Options, section_for
-from .counters import MAX_ARRIVALS, counters_of
+from .counters import MANY_ARRIVALS, MAX_ARRIVALS, counters_of
+from .fp8_builds import Fp8Options
 
 
 def typical_lengths(tensors: Tensors, request: Request) -> tuple[int, int] | None:
@@ -37,7 +38,9 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
     packed = tensors.get("cu_seqlens_q") is not None
     pack, queries = options.pack_gqa, options.queries
     sets = request.num_heads // pack
-    counters = counters_of(device, MAX_ARRIVALS if options.combines else 0)
+    ahead = isinstance(options, Fp8Options) and options.ahead
+    arrivals = MANY_ARRIVALS if ahead else MAX_ARRIVALS if options.combines else 0
+    counters = counters_of(device, arrivals)
     blocks = q.shape[1] // queries + request.batch if packed else -(-q.shape[1] // queries) * len(q)
     grid = min(units, blocks * sets * splits)
     if options.blocks > 1:
@@ -48,6 +51,9 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
         name: fly.tensor_map(tensor, box, swizzle=tile.swizzle)
         for name, tensor, box, tile in zip(("q", "k", values), copied, options.boxes, options.copied, strict=True)
     }
+    if isinstance(options, Fp8Options) and ahead:
+        raw, _ = options.ahead_tiles
+        own["v"] = fly.tensor_map(tensors["v"], (1, raw.rows, 1, raw.panel_columns), swizzle=raw.swizzle)
     own |= {
         "counters": counters.example,
         "seq_len_kv": k.shape[1],
@@ -58,6 +64,7 @@ def bind_build(kernel: Any, tensors: Tensors, request: Request, options: Sm90Opt
 
     def bound(tensors: Tensors, called: Mapping[str, str]) -> BoundKernel:
         called, statics = {"v": values, **called}, {"options": options}
+        called |= {"raw_v": "v"} if ahead else {}
         arguments = {**tensors, **own}
         return bind_kernel(
             kernel, grid, options.threads, arguments, statics, called=called, operands=request.operands

@@ -155,11 +155,16 @@ class Producer:
         def start() -> Opened:
             here, ahead = (self._pages(work, work.tiles.end - i) for i in (1, 2))
             q_next = self._load_q(q_at, work)
-            return q_next, self._load_k(k_at, work, work.tiles.end - 1, here), (here, ahead)
+            k_next = self._load_k(k_at, work, work.tiles.end - 1, here)
+            self._await_values(work)
+            return q_next, k_next, (here, ahead)
 
         none = (fly.i32(0),) * self.schedule.pages_of_tile
         opened: Opened = fly.cond(work.exists, start, lambda: (q_at, k_at, (none, none)))
         return opened
+
+    def _await_values(self, work: Work) -> None:
+        """Until V of a tile's head can be copied: at once, where the launch makes none of it."""
 
     def _load_q(self, at: Position, work: Work) -> Position:
         head = (work.head,) if self.pack == 1 else (work.head, 0)

@@ -64,7 +64,7 @@ class TileTranspose:
     @property
     def units(self) -> list[tuple[int, int]]:
         """(group, block) of what a warp transposes at a time, counted from its first ones."""
-        return [(group, step) for group in self._groups for step in range(self._blocks)]
+        return [(group, step) for group in self.groups for step in range(self.blocks)]
 
     def load(
         self, memory: fly.Pointer, units: Sequence[tuple[int, int]] | None = None
@@ -114,18 +114,18 @@ class TileTranspose:
         return self._warp % (self.warps // self.sharing)
 
     @property
-    def _groups(self) -> range:
+    def groups(self) -> range:
         """Groups that a warp takes, counted from its first."""
         return range(0, self.raw.rows // KEYS, self.warps // self.sharing)
 
     @property
-    def _blocks(self) -> int:
+    def blocks(self) -> int:
         """Blocks of `DIMS` dimensions that a warp takes of each group."""
         return self.raw.columns // DIMS // self.sharing
 
     @property
     def _first_block(self) -> Any:
-        return 0 if self.sharing == 1 else self._warp // (self.warps // self.sharing) * self._blocks
+        return 0 if self.sharing == 1 else self._warp // (self.warps // self.sharing) * self.blocks
 
 
 def _phase(tile: PanelTile, row: fly.Value) -> fly.Value:

@@ -74,9 +74,13 @@ class Steps:
 
     def behind(self, kernel: BoundKernel, part: str, nbytes: int) -> Steps:
         """With one more kernel before them, which leaves `part` of so many bytes at the workspace's beginning."""
+        return replace(self.beside(part, nbytes), kernels=(kernel, *self.kernels))
+
+    def beside(self, part: str, nbytes: int) -> Steps:
+        """With one more `part` of so many bytes at the workspace's beginning."""
         start = aligned(nbytes)
         parts = {part: 0} | {name: start + place for name, place in self.parts.items()}
-        return replace(self, kernels=(kernel, *self.kernels), parts=parts, nbytes=start + self.nbytes)
+        return replace(self, parts=parts, nbytes=start + self.nbytes)
 
     def launch(self) -> Launch:
         """All of them as one launch, which takes from a call's tensors what the kernels take and it does not make."""

@@ -29,6 +29,7 @@ from kernels import dispatch, flash_attn_generic_bwd, flash_attn_generic_probabi
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.contract import Prepare, Request
+from kernels.sm90 import values_ahead
 from tests.kernels.backward.builds import arguments_of
 from tests.kernels.cache.kv_cache_cases import Case, Problem
 from tests.kernels.feature_cases import FEATURES, Inputs
@@ -157,6 +158,10 @@ def eight_bit(kernel: dispatch.Kernel, dims: tuple[int, ...], device: str) -> No
             names = ("q_descale", "k_descale", "v_descale")
             scales = {name: random(device, *shape, dtype=torch.float32) for name in names}
             flydsl_flash_attn_func(q, k, v, True, return_lse=True, num_kv_splits=splits, **scales)
+        q, k, v = (random(device, 17, 100, 8, dim, dtype=torch.float8_e4m3fn) for _ in range(3))
+        few, values_ahead.HEADS_PER_WAVE = values_ahead.HEADS_PER_WAVE, 1
+        flydsl_flash_attn_func(q, k, v, dim == 128)  # blocks transpose V for each other, two tiles each at most
+        values_ahead.HEADS_PER_WAVE = few
         paged = Paged.of(PAGED_KEYS, 16, 2, (dim, dim), torch.float32, seed=dim, device=device)
         k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (paged.k, paged.v))
         q = random(device, len(PAGED_KEYS), 1, 16, dim, dtype=torch.float8_e4m3fn)

@@ -12,7 +12,7 @@ from tests.kernels import sanitizer_set
 from tests.kernels.sm90 import hopper_stub
 from tests.runtime.fakes import Compiler
 
-MOST_BUILDS = 242  # a sanitizer makes loading and running one take seconds
+MOST_BUILDS = 245  # a sanitizer makes loading and running one take seconds
 MOST_BACKWARD_BUILDS = 28
 
 
@@ -44,6 +44,7 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     assert {build.page_size for build in builds} == {None, *sanitizer_set.PAGE_SIZES}
     assert {getattr(build, "pack_gqa", 1) for build in builds} >= {1, 8}
     assert {getattr(build, "blocks", 1) for build in builds} == {1, 2}
+    assert {build.head_dim for build in builds if getattr(build, "ahead", False)} == {64, 128, 256}
     assert {build.results for build in backward} == {("dk", "dv"), ("dk",), ("dv",)}
     assert {build.adds_bias for build in backward} == {True, False} and any(build.aux_gradients for build in backward)
     assert any(build.features.drops for build in backward) and any(build.features.block_size for build in backward)

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fly import config
 from fly.errors import UnsupportedError
 from kernels import flash_attn_interface, flash_attn_sm90_fp8
 from kernels.flash_attn_api import flash_attn_func, flash_attn_with_kvcache
 from kernels.flash_attn_interface import flydsl_flash_attn_func, flydsl_flash_attn_workspace
-from kernels.problem.catalogue import DESCALES
+from kernels.problem.catalogue import DESCALES, FP8_SUMS
+from kernels.sm90 import values_ahead
 from kernels.sm90.builds import options_of
 from kernels.sm90.fp8_builds import TILES, transposing
 from tests.kernels.fp8_reference import reference
@@ -43,6 +45,27 @@ def wrong(generator, q, k, v, causal, **options) -> str | None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lengths(dim, causal, shape, generator):
     assert wrong(generator, *inputs(generator, *shape, dim), causal) is None
+
+
+@pytest.mark.parametrize("how", FP8_SUMS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "heads"), [(40, 300, 300, 8), (8, 2000, 2000, 8), (16, 700, 50, 16)]
+)
+def test_blocks_that_transpose_values_for_each_other(batch, queries, keys, heads, causal, dim, how, generator):
+    """Time after time: counters are as they were."""
+    q, k, v = inputs(generator, queries, keys, dim, batch, heads, heads)
+    first = flydsl_flash_attn_func(q, k, v, causal, fp8_accumulate=how)
+    for _ in range(20):
+        assert torch.equal(flydsl_flash_attn_func(q, k, v, causal, fp8_accumulate=how), first)
+    report = check(first, reference(q, k, v, causal=causal, fp8_accumulate=how))
+    assert report.ok, f"seed {generator.initial_seed()}: {report}"
+    with config.KERNEL.set_to("sm90_fp8"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values_ahead, "is_ahead", lambda *given: False)
+        patch.setattr(flash_attn_sm90_fp8, "is_ahead", lambda *given: False)
+        patch.setattr(flash_attn_interface, "_plans", {})
+        assert torch.equal(flydsl_flash_attn_func(q, k, v, causal, fp8_accumulate=how), first)
 
 
 @pytest.mark.parametrize("transposes", [False, True])
