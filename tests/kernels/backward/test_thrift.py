@@ -114,6 +114,8 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "dropout and slopes": (TOKENS, 128, True, False, lambda i: {**dropped(i), **sloped(i)}),
     "packed, dropout": (PACKED, 128, False, False, dropped),
     "a bias and dropout": (TOKENS, 128, False, False, lambda i: {**biased(i), **dropped(i)}),
+    "a bias and dropout, narrow": (TOKENS, 64, True, False, lambda i: {**biased(i), **dropped(i)}),
+    "a bias and dropout, narrower": (TOKENS, 96, False, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, causal": (TOKENS, 128, True, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, apart, causal": (TOKENS, 256, True, False, lambda i: {**biased(i), **dropped(i)}),
     "softcap and dropout, apart, in turn": (TOKENS, 256, True, True, capped_and_dropped),
