@@ -147,7 +147,12 @@ TOGETHER: tuple[Row, ...] = (
         Thrift(roles=True, late="all", lengths=True, masks=True),
     ),
     Row(104, 128, lambda b: b.biased, Thrift(roles=True, heads=True, late="all", places=True)),
-    Row(72, 96, lambda b: b.biased and b.features.drops, Thrift(roles=True, late="masked", lengths=True)),
+    Row(
+        72,
+        96,
+        lambda b: b.biased and b.features.drops and not b.causal,
+        Thrift(roles=True, late="masked", lengths=True),
+    ),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     Row(48, 64, lambda b: b.biased and b.features.drops and b.causal, _ROLES),
     # P in two forms and dropout's words beside dP
