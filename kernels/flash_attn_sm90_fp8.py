@@ -356,7 +356,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
         options = replace(options, first_rows=has_first_rows(request, options))
     elif SOMEWHERE.intersection(request.features) or request.value_dim not in TRANSPOSED_DIMS:
         options = transposing(options)
-    options = replace(options, ahead=is_ahead(request, options, units) and not options.takes_late)
+    options = replace(options, ahead=is_ahead(request, options, units))
     if options.transposers:
         return bind_build(flash_attn_sm90_fp8, tensors, request, options, splits).launch()
     # only its sizes and strides matter here, and the workspace's are for others
