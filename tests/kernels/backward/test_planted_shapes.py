@@ -285,7 +285,7 @@ BUGS = (
             f"both consumers have dQ's first piece, {case}",
             consumer.Consumer,
             "piece",
-            "self.block.rank * CONSUMERS + self.index => self.block.rank * CONSUMERS",
+            "rank * CONSUMERS + index => rank * CONSUMERS",
             f"256, {case}",
             "wrong global-race",
         )
