@@ -48,14 +48,14 @@ from .problem.gradients import SCORES_ALONE, HeadOfKeys, Inputs, tile_by_tile, t
 from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
+from .work.gradient_steps import GradientSteps
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
 from .work.sequences import sequences_of, tokens_of
-from .work.sink_gradients import rows_of_part, sink_gradients
-from .work.steps import BoundKernel, Steps, aligned, bind_kernel
+from .work.sink_gradients import rows_of_part
 from .work.tile_list import BY_KEYS, TileList
-from .work.tile_scheduler import fold_grid, head_of_block
+from .work.tile_scheduler import head_of_block
 
 
 @dataclass(frozen=True)
@@ -445,38 +445,24 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     )
     of_queries = replace(of_queries, adds_bias=_is_summed(dbias), aux_gradients=aux)
     lse = tensors["lse"]
-    start = aligned(4 * lse.numel())
-    parts = {"lse2": 0} if tensors.get("delta") is not None else {"lse2": 0, "delta": start}
-    given = {
-        **tensors,
-        "scale_log2": request.scale_log2,
-        "group": request.num_heads // request.num_kv_heads,
-        # only sizes and strides matter here
-        **dict.fromkeys(parts, torch.empty(lse.shape, dtype=torch.float32, device=lse.device)),
-    }
+    parts = ("lse2",) if tensors.get("delta") is not None else ("lse2", "delta")
+    made = dict.fromkeys(parts, torch.empty(lse.shape, dtype=torch.float32, device=lse.device))
     batch, heads, wave = request.batch, request.num_heads, description.wave_size
-    steps: list[BoundKernel] = []
-
-    def add(
-        kernel: Any, grid: tuple[int, int, int], threads: int, operands: Sequence[str] = (), **statics: Any
-    ) -> None:
-        grid, fold = fold_grid(grid)
-        steps.append(bind_kernel(kernel, grid, threads, given, {**statics, **fold}, operands=operands))
-
+    steps = GradientSteps(tensors, request, made, group=heads // request.num_kv_heads)
     rows, tokens = THREADS // lanes_of_row(request.value_dim), tensors["out"].shape[-3]
     entries = 1 if tensors["out"].dim() == 3 else batch
-    add(row_statistics, (-(-tokens // rows), heads, entries), THREADS, head_dim=request.value_dim)
-    if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, batch), wave)
+    steps.add(row_statistics, (-(-tokens // rows), heads, entries), THREADS, head_dim=request.value_dim)
+    steps.add_sinks()
     by_keys = [BY_KEYS.get(name, name) for name in request.operands]
     for options in of_keys:
         blocks = (-(-request.seq_len_kv // options.block_m), request.num_kv_heads, batch)
-        given |= {name: tensors[name] if name in options.results else None for name in ("dk", "dv")}
-        add(flash_attn_generic_dkdv, blocks, options.waves * wave, by_keys, options=options)
+        left_out = {name: None for name in ("dk", "dv") if name not in options.results}
+        threads = options.waves * wave
+        steps.add(flash_attn_generic_dkdv, blocks, threads, by_keys, instead=left_out, options=options)
     blocks = (-(-request.seq_len // of_queries.block_m), heads, batch)
     operands = (*request.operands, *(f"d{aux_name(i)}" for i in aux))
-    add(flash_attn_generic_dq, blocks, of_queries.waves * wave, operands, options=of_queries)
-    return Steps(tuple(steps), parts, 2 * start).launch()
+    steps.add(flash_attn_generic_dq, blocks, of_queries.waves * wave, operands, options=of_queries)
+    return steps.launch()
 
 
 def _is_summed(dbias: torch.Tensor | None) -> bool:

@@ -16,9 +16,8 @@ memory (`sm90.dq_sums`), in an order that is not the same in every run unless bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from fly.backends.nvvm.intrinsics import (
     warpgroup_id,
 )
 from fly.backends.nvvm.mbarrier import init_all
-from fly.backends.target import target
 from fly.ir.dtypes import dtype as dtype_of
 from fly.runtime.device import device_of
 
@@ -51,13 +49,11 @@ from .sm90.key_work import KeyBlocks, Place, with_sizes_anew
 from .sm90.later import Behind, Later
 from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
+from .work.gradient_steps import GradientSteps
 from .work.query_tiles import tiles_of_all
 from .work.row_statistics import THREADS, lanes_of_row, row_statistics
 from .work.sequences import tokens_of
-from .work.sink_gradients import sink_gradients
-from .work.steps import BoundKernel, Steps, aligned, bind_kernel
 from .work.tile_list import BY_KEYS
-from .work.tile_scheduler import fold_grid
 
 
 @fly.kernel
@@ -202,120 +198,115 @@ def _options_of(tensors: Tensors, request: Request, apart: bool) -> Sm90Backward
     )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Which build a call gets, and how its blocks lie: so many `clusters` for each key head, or part of its group.
+
+    `slices`: key heads, or parts, of all sequences, about `beside` of them side by side; `distance`: `distance_of`.
+    """
+
+    options: Sm90BackwardOptions
+    clusters: int
+    slices: int
+    beside: int
+    distance: int
+
+    @staticmethod
+    def of(tensors: Tensors, request: Request, apart: bool) -> _Plan:
+        """As `request` and the average lengths of sequences decide."""
+        options, sequences = _options_of(tensors, request, apart), request.batch
+        packed = options.packed
+        lengths = [len(tensors[name]) // sequences if packed else tensors[name].shape[1] for name in ("q", "k")]
+        options = replace(options, paired=pays(options, *lengths))
+        clusters = -(-request.seq_len_kv // options.span)
+        blocks, units = clusters * options.blocks, device_of(tensors["q"].device).compute_units
+        options = replace(options, parts=parts_of(request, options, blocks, units))
+        slices = sequences * request.num_kv_heads * options.parts
+        beside = sections.heads_beside(request, options, slices, blocks, units)
+        distance = distance_of(request, options, slices, blocks, beside, units)
+        return _Plan(replace(options, clears=distance > 0), clusters, slices, beside, distance)
+
+    def counts(self, tiles: int) -> int:
+        """How many numbers blocks tell each other something by, with so many `tiles` of queries."""
+        if self.options.ordered:
+            return turns.counts_needed(tiles, self.slices, self.options.blocks)
+        return COUNTS * self.slices if self.distance else 0
+
+    def grid(self, request: Request) -> tuple[int, int, int]:
+        """Of the fused kernel."""
+        if self.options.sectioned:
+            return sections.grid(self.clusters, self.slices, self.options.blocks, self.beside)
+        return self.clusters * self.options.blocks, self.slices // request.batch, request.batch
+
+
 def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None = None) -> Launch:
     """Compile and bind the backward pass of one kind of call: statistics of the rows, dK, dV and sums of dQ, then dQ.
 
     See `flash_attn_generic_bwd.prepare`; `consumer`: of `flash_attn_sm90_bwd`.
     """
-    options = _options_of(tensors, request, apart=consumer is not None)
-    packed, ordered = options.packed, options.ordered
-    sequences, heads = request.batch, request.num_heads
-    lengths = [len(tensors[name]) // sequences if packed else tensors[name].shape[1] for name in ("q", "k")]
-    options = replace(options, paired=pays(options, *lengths))
-    clusters = -(-request.seq_len_kv // options.span)
-    q, k, v, dout = ((t.unsqueeze(0) if packed else t) for t in (tensors[name] for name in ("q", "k", "v", "dout")))
-    (entries, tokens), device = q.shape[:2], q.device
-    units = device_of(device).compute_units
-    of_head = clusters * options.blocks
-    parts = parts_of(request, options, of_head, units)
-    options, kv_heads = replace(options, parts=parts), request.num_kv_heads * parts
-    group, slices = heads // kv_heads, sequences * kv_heads
-    beside = sections.heads_beside(request, options, slices, of_head, units)
-    distance = distance_of(request, options, slices, of_head, beside, units)
-    options = replace(options, clears=distance > 0)
-    tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M)
-    pitch = -(-tokens // ALONG) * ALONG
-    # only sizes and strides of these matter here
-    numbers = torch.empty((entries, heads, pitch), dtype=torch.float32, device=device)[:, :, :tokens]
+    plan = _Plan.of(tensors, request, apart=consumer is not None)
+    options, heads, sequences = plan.options, request.num_heads, request.batch
+    inputs = [tensors[name] for name in ("q", "k", "v", "dout")]
+    q, k, v, dout = (t.unsqueeze(0) if options.packed else t for t in inputs)
+    entries, tokens = q.shape[:2]
+    memory = partial(torch.empty, dtype=torch.float32, device=q.device)
+    numbers = memory((entries, heads, -(-tokens // ALONG) * ALONG))[:, :, :tokens]
     lines = THREADS // lanes_of_row(request.value_dim)
     # blocks of `row_statistics` clear as many rows as they have
+    tiles = tiles_of_all(tokens, sequences, options.packed, BLOCK_M)
     padded = -(-tiles * BLOCK_M // lines) * lines
-    shape = entries, heads, padded, options.pieces * options.dq_columns
-    sums = torch.empty(shape, dtype=torch.float32, device=device)
-    rows = numbers[0] if packed else numbers
-    all_tiles = entries * heads * padded // BLOCK_M
-    counts = COUNTS * slices if distance else 0
-    if ordered:
-        counts = turns.counts_needed(all_tiles, slices, options.blocks)
-    key_sums = sums_of(k, request, parts, packed) if parts > 1 else {}
-    own = {
-        **key_sums,
-        "dq_sums": sums,
-        "counts": torch.empty(counts, dtype=torch.int32, device=device) if counts else None,
-        "lse2": rows,
-        # not `delta`, which is the caller's
-        "deltas": rows,
-        "tokens": tokens,
-        "sequences": sequences,
-        "scale_log2": request.scale_log2,
-        "group": group,
-        "distance": distance,
-    }
-    maps: dict[str, Any] = {
-        name: fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
-        for (name, tile), tensor in zip(options.tiles.items(), (q, k, v, dout), strict=True)
-    }
-    maps |= dict.fromkeys(("lse2", "deltas"), fly.tensor_map(numbers, (1, 1, options.numbers)))
-    steps: list[BoundKernel] = []
+    sums = memory((entries, heads, padded, options.pieces * options.dq_columns))
+    key_sums = sums_of(k, request, options.parts, options.packed) if options.parts > 1 else {}
+    rows = numbers[0] if options.packed else numbers
+    made = {**key_sums, "dq_sums": sums, "lse2": rows, "deltas": rows}  # `delta` is the caller's
+    if counts := plan.counts(entries * heads * padded // BLOCK_M):
+        made["counts"] = memory(counts, dtype=torch.int32)
+    group = heads * sequences // plan.slices
+    of_call = {"tokens": tokens, "sequences": sequences, "group": group, "distance": plan.distance}
+    steps = GradientSteps(tensors, request, made, **of_call)
 
-    def add(
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        statics: dict[str, Any],
-        operands: Sequence[str] = (),
-        more: Tensors = MappingProxyType({}),
-        delta: str = "deltas",
-        folds: bool = True,
-    ) -> None:
-        grid, fold = fold_grid(grid) if folds else (grid, {})
-        arguments = {**tensors, **own, **more}
-        called = {"delta": delta}
-        steps.append(bind_kernel(kernel, grid, threads, arguments, statics | fold, called=called, operands=operands))
-
-    statics: dict[str, Any] = {"head_dim": request.value_dim}
-    negated = {"negated": True}
+    # what nobody adds to at first needs no zeros, nor what blocks clear themselves
+    cleared: dict[str, Any] = {"dq_sums": None} if options.ordered else {}
+    if plan.distance:
+        cleared = {"dq_sums": sums.flatten(0, 1)[None, : plan.distance * group]}
+    statistics: dict[str, Any] = {"head_dim": request.value_dim}
     # of the first heads last, whose rows are in the second-level cache then
-    order = {"first_heads": distance > 0, "last_first": True}
-    # what nobody adds to at first needs no zeros
-    cleared: Tensors = {"dq_sums": None} if ordered else {}
-    if distance:
-        cleared = {"dq_sums": sums.flatten(0, 1)[None, : distance * group]}
-    add(row_statistics, (padded // lines, heads, entries), THREADS, statics | negated | order, more=cleared)
+    order: dict[str, Any] = {"negated": True, "first_heads": plan.distance > 0, "last_first": True}
+    delta = {"delta": "deltas"}
+    blocks = padded // lines, heads, entries
+    steps.add(row_statistics, blocks, THREADS, called=delta, instead=cleared, **statistics, **order)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
-        add(row_statistics, blocks, THREADS, statics, more={"dq_sums": None, "counts": None}, delta="delta")
-    if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), target(device_of(device).target).wave_size, negated)
-    statics = {"options": options}
-    blocks = of_head, kv_heads, sequences
-    if options.sectioned:
-        blocks = sections.grid(clusters, slices, options.blocks, beside)
-    written: Tensors = {} if ordered else {"dq": None}
-    more = {**maps, **written}
-    by_keys = [BY_KEYS.get(name, name) for name in request.operands]
-    add(
+        steps.add(row_statistics, blocks, THREADS, instead={"dq_sums": None, "counts": None}, **statistics)
+    steps.add_sinks(called=delta, negated=True)
+
+    tiles_of = zip(options.tiles.items(), (q, k, v, dout), strict=True)
+    given: dict[str, Any] = {
+        name: fly.tensor_map(tensor, (1, tile.rows, 1, tile.panel_columns), swizzle=tile.swizzle)
+        for (name, tile), tensor in tiles_of
+    }
+    given |= dict.fromkeys(("lse2", "deltas"), fly.tensor_map(numbers, (1, 1, options.numbers)))
+    if not options.ordered:
+        given["dq"] = None
+    steps.add(
         flash_attn_sm90_bwd,
-        blocks,
+        plan.grid(request),
         BLOCK_THREADS,
-        statics | {"consumer": consumer},
-        by_keys,
-        more,
+        [BY_KEYS.get(name, name) for name in request.operands],
+        called=delta,
+        instead=given,
         folds=not options.sectioned,
+        options=options,
+        consumer=consumer,
     )
-    blocks = -(-request.seq_len // BLOCK_M), heads, sequences
-    if not ordered or turns.may_see_nothing(request):
-        last = clear_unseen if ordered else round_dq
-        add(last, blocks, options.pieces * WARPGROUP, statics, request.operands)
+
+    if not options.ordered or turns.may_see_nothing(request):
+        last, blocks = (
+            clear_unseen if options.ordered else round_dq,
+            (-(-request.seq_len // BLOCK_M), heads, sequences),
+        )
+        steps.add(last, blocks, options.pieces * WARPGROUP, request.operands, options=options)
     if key_sums:
         blocks = -(-request.seq_len_kv // BLOCK_M), request.num_kv_heads, sequences
-        add(round_keys, blocks, WARPGROUP, statics, request.operands)
-    sizes = {name: tensor.numel() for name, tensor in key_sums.items()}
-    sizes |= {"dq_sums": sums.numel(), "lse2": entries * heads * pitch, "deltas": entries * heads * pitch}
-    if counts:
-        sizes["counts"] = counts
-    places, nbytes = {}, 0
-    for name, size in sizes.items():
-        places[name] = nbytes
-        nbytes += aligned(4 * size)
-    return Steps(tuple(steps), places, nbytes).launch()
+        steps.add(round_keys, blocks, WARPGROUP, request.operands, options=options)
+    return steps.launch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from fly.backends.target import target
 from fly.runtime.device import device_of
 
 from ..problem.contract import Launch, Request, Tensors
+from ..work.gradient_steps import GradientSteps
 from ..work.query_tiles import tiles_of_all
 from ..work.row_statistics import THREADS, lanes_of_row, row_statistics
-from ..work.sink_gradients import sink_gradients
-from ..work.steps import BoundKernel, Steps, aligned, bind_kernel
-from ..work.tile_scheduler import fold_grid
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
 from .dq_in_place import clear_dq, order_dq
 from .dq_sums import round_dq
@@ -72,45 +69,20 @@ def prepare_backward(
         for name in ("dk", "dv"):
             *rows, kv_heads, dim = tensors[name].shape
             made[f"{name}_parts"] = memory(*rows, kv_heads * parts, dim)
-    given = {
-        **tensors,
-        **made,  # only sizes and strides matter here
-        "scale_log2": request.scale_log2,
-        "group": group // parts,
-        "sequences": sequences,
-    }
-    steps: list[BoundKernel] = []
-
-    def add(
-        of_step: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        operands: Sequence[str] = (),
-        called: Mapping[str, str] | None = None,
-        **statics: Any,
-    ) -> None:
-        grid, fold = fold_grid(grid)
-        statics = {**statics, **fold}
-        steps.append(bind_kernel(of_step, grid, threads, given, statics, called=called, operands=operands))
-
-    add(row_statistics, (padded // lines, heads, entries), THREADS, head_dim=request.value_dim)
-    if (dsink := tensors.get("dsink")) is not None:
-        add(sink_gradients, (dsink.shape[0], heads, sequences), wave)
+    steps = GradientSteps(tensors, request, made, group=group // parts, sequences=sequences)
+    steps.add(row_statistics, (padded // lines, heads, entries), THREADS, head_dim=request.value_dim)
+    steps.add_sinks()
     threads = WAVES * wave
     of_queries = -(-request.seq_len // BLOCK_M), heads, sequences
     if in_place:
-        add(clear_dq, of_queries, threads, request.operands, options=options)
+        steps.add(clear_dq, of_queries, threads, request.operands, options=options)
     blocks = key_blocks, request.num_kv_heads * parts, sequences
     called = {name: f"{name}_parts" for name in ("dk", "dv")} if parts > 1 else {}
     called |= {"dq_sums": "dq"} if in_place else {}
-    divided = {"parts": parts} if parts > 1 else {}
-    add(kernel, blocks, threads, request.operands, called, options=options, **divided)
+    divided: dict[str, Any] = {"parts": parts} if parts > 1 else {}
+    steps.add(kernel, blocks, threads, request.operands, called=called, options=options, **divided)
     if parts > 1:
         blocks = -(-request.seq_len_kv // ROWS), request.num_kv_heads, sequences
-        add(add_parts, blocks, ADDING_THREADS, request.operands, options=options, parts=parts)
-    add(order_dq if in_place else round_dq, of_queries, threads, request.operands, options=options)
-    places, nbytes = {}, 0
-    for name, part in made.items():
-        places[name] = nbytes
-        nbytes += aligned(part.nbytes)
-    return Steps(tuple(steps), places, nbytes).launch()
+        steps.add(add_parts, blocks, ADDING_THREADS, request.operands, options=options, parts=parts)
+    steps.add(order_dq if in_place else round_dq, of_queries, threads, request.operands, options=options)
+    return steps.launch()

@@ -18,8 +18,8 @@ from fly.backends.nvvm.mbarrier import Mbarriers
 from ..problem.contract import Request
 from ..problem.features import NO_FEATURES
 from ..work.row_statistics import clear
+from ..work.spin import spin
 from .backward import LATER, Sm90BackwardOptions
-from .turns import spin
 
 FIRST = 32  # the first of the workers, the threads that clear: those before copy
 WORKERS = WARPGROUP - FIRST

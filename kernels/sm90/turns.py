@@ -29,6 +29,7 @@ from fly.backends.nvvm.mbarrier import Mbarriers, Position, Ring, init_all
 from ..problem.contract import Request
 from ..problem.mask import QueryRange, TileRange
 from ..work.sequences import Uniform
+from ..work.spin import spin
 from .backward import BLOCK_M, CONSUMERS, Sm90BackwardOptions
 
 _TICKET_BYTES = 16  # that a copy to another block takes at least
@@ -93,12 +94,6 @@ def taken(
 def number_of(ticket: fly.SharedMemory, uniform: Uniform) -> fly.Value:
     """What a ticket says, by all threads of a warp or by one alone."""
     return uniform(ticket.load(0))
-
-
-def spin(look: Callable[[], fly.Value], wanted: Any) -> None:
-    """By one thread: until what it looks at is what is `wanted`."""
-    for _ in (turns := fly.while_((look(),), lambda seen: seen[0] != wanted)):
-        turns.next(look())
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fly.backends.nvvm.intrinsics import anew, barrier_sync, fence_async_global,
 from fly.backends.nvvm.mbarrier import Mbarriers, init_all
 
 from ..problem.contract import Request
+from ..work.spin import spin
 from ..work.tile_scheduler import Work
 from .counters import FIRST_ARRIVAL, MANY_ARRIVALS
 from .fp8_builds import AHEAD_WARPS, SHARED_BYTES, Fp8Options
@@ -25,7 +26,6 @@ from .helpers import HelperOf
 from .producer import copy_tile
 from .schedule import Schedule
 from .transposer import TileTranspose
-from .turns import spin
 
 CLAIMED, ENDED = 2, 3  # counters: of tiles, and of roles that have nothing left to do
 ROLES = 2  # of a block: its producer, and the warps that transpose

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,19 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.training import example
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "04_train.py"
 needs_emulator = pytest.mark.skipif(find_spec("tinygrad") is None, reason="needs the emulator")
 
 
 @pytest.fixture
-def train(monkeypatch):
+def train():
     """The script as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("train_example", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    return example()
 
 
 def tiny(train):

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from fly.errors import ShapeError, UnsupportedError
-from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.call.gradients import backward
 from kernels.dispatch import BACKWARD, as_backward, choose
 from kernels.flash_attn_interface import OPTION_DEFAULTS, checked, flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.problem.mask import KeyRange, QueryRange
 from kernels.sm90.backward import BLOCK_M, BLOCK_N, Sm90BackwardOptions
+from kernels.work import gradient_steps
 from tests.kernels.backward.fused_calls import Options, wrong
 from tests.kernels.backward.test_block_mask_gradients import uneven
 from tests.kernels.backward.test_block_mask_gradients import wrong as wrong_with_mask
@@ -250,13 +250,13 @@ def test_ends_of_what_blocks_of_keys_see_do_not_come_down(seed):
 def test_who_asks_for_the_same_bits_gets_sums_in_turn(asked, monkeypatch, seed):
     inputs = Inputs([40], [40], 2, 2, 64, seed=seed)
     builds: list[bool] = []
-    bound = sm90_bwd.bind_kernel
+    bound = gradient_steps.bind_kernel
 
     def bind(*arguments: Any, **named: Any) -> Any:
         builds.extend(x["options"].ordered for x in arguments if isinstance(x, dict) and "options" in x)
         return bound(*arguments, **named)
 
-    monkeypatch.setattr(sm90_bwd, "bind_kernel", bind)
+    monkeypatch.setattr(gradient_steps, "bind_kernel", bind)
     out = flydsl_flash_attn_func(
         *(x.requires_grad_() for x in inputs.tensors()), deterministic=asked == "deterministic"
     )

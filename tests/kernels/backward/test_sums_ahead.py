@@ -101,7 +101,7 @@ BUGS = (
         "the launch before clears a head less",
         bwd,
         "prepare",
-        ": distance * group => : (distance - 1) * group + 1",
+        ": plan.distance * group => : (plan.distance - 1) * group + 1",
         "several blocks",
         "wrong",
     ),

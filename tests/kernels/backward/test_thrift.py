@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kernels import flash_attn_sm90_bwd as sm90_bwd
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90.backward import Sm90BackwardOptions
 from kernels.sm90.thrift import APART, APART_IN_TURN, IN_TURN, TOGETHER, Thrift
+from kernels.work import gradient_steps
 from tests.kernels.backward.fused_calls import Options, wrong
 from tests.kernels.backward.planted import forget
 from tests.kernels.backward.test_block_mask_gradients import uneven
@@ -148,13 +148,13 @@ def builds(monkeypatch):
     """Options of the kernels that calls bind."""
     forget(monkeypatch)
     found: list[Sm90BackwardOptions] = []
-    bound = sm90_bwd.bind_kernel
+    bound = gradient_steps.bind_kernel
 
     def bind(*arguments: Any, **named: Any) -> Any:
         found.extend(x["options"] for x in arguments if isinstance(x, dict) and "options" in x)
         return bound(*arguments, **named)
 
-    monkeypatch.setattr(sm90_bwd, "bind_kernel", bind)
+    monkeypatch.setattr(gradient_steps, "bind_kernel", bind)
     return found
 
 
