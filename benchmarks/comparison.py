@@ -35,7 +35,7 @@ def _bind(
     """Every provider's call, warmed up, or the reason why there is none."""
     tensors = of.tensors(workload, 0, device)
     for provider in providers:
-        reason = provider.unsupported(workload)
+        reason = provider.refuses(workload)
         if reason is None:
             try:
                 call = provider.bind(workload, *tensors)

@@ -28,13 +28,20 @@ class Provider:
 
     missing(device): why it cannot run on "cuda" or "cpu" here, or None. unsupported(workload): why it cannot
     do that workload, or None. bind(workload, *tensors): a call without arguments, of `Pass.tensors`; forward, it
-    gives out, shaped like q, and backward, the gradients of q, k and v.
+    gives out, shaped like q, and backward, the gradients of q, k and v. `pages`: whether it takes keys in pages.
     """
 
     name: str
     missing: Callable[[str], str | None]
     unsupported: Callable[[Workload], str | None]
     bind: Callable[..., Call]
+    pages: bool = False
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Why it cannot do a workload, or None."""
+        if workload.page_size and not self.pages:
+            return "not called on keys in pages"
+        return self.unsupported(workload)
 
 
 def _installed(module: str) -> bool:
@@ -76,7 +83,10 @@ def _fly_missing(device: str) -> str | None:
 def _fly(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     from kernels.flash_attn_interface import flydsl_flash_attn_func
 
-    return partial(flydsl_flash_attn_func, q, k, v, workload.causal, **workload.keywords(q.device.type))
+    options = workload.keywords(q.device.type)
+    if workload.page_size:
+        k, v, options["block_table"], options["seqused_kv"] = workload.pages(k, v)
+    return partial(flydsl_flash_attn_func, q, k, v, workload.causal, **options)
 
 
 def _fly_forced(kernel: str, workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
@@ -87,27 +97,6 @@ def _fly_forced(kernel: str, workload: Workload, q: torch.Tensor, k: torch.Tenso
             return chosen()
 
     return call
-
-
-def _pages(page_size: int, workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    """Fly on a dense workload's keys, in pages that are dealt out at random."""
-    from kernels.flash_attn_interface import flydsl_flash_attn_func
-
-    batch, keys = workload.batch, workload.seq_len_kv
-    of_sequence = -(-keys // page_size)
-    table = torch.randperm(batch * of_sequence, device=q.device)
-
-    def pool(tensor: torch.Tensor) -> torch.Tensor:
-        whole = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, of_sequence * page_size - keys))
-        pages = whole.view(len(table), page_size, *tensor.shape[2:])
-        return torch.empty_like(pages).index_copy_(0, table, pages)
-
-    options = {
-        "block_table": table.int().view(batch, of_sequence),
-        "seqused_kv": torch.full((batch,), keys, dtype=torch.int32, device=q.device),
-        "num_kv_splits": workload.num_kv_splits,
-    }
-    return partial(flydsl_flash_attn_func, q, pool(k), pool(v), workload.causal, **options)
 
 
 def _sdpa_unsupported(workload: Workload) -> str | None:
@@ -190,6 +179,9 @@ def _fa4(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         options = dict(zip(names, _packed(workload, q.device.type)))
         attend = partial(flash_attn_varlen_func, q, k, v, causal=workload.causal, **options)
+    elif workload.page_size:
+        k, v, table, lengths = workload.pages(k, v)
+        attend = partial(flash_attn_varlen_func, q, k, v, causal=workload.causal, page_table=table, seqused_k=lengths)
     else:
         attend = partial(flash_attn_func, q, k, v, causal=workload.causal)
 
@@ -282,7 +274,7 @@ def _fly_gradients_forced(kernel: str, workload: Workload, *tensors: torch.Tenso
 
 def _gradients_of(provider: Provider) -> Provider:
     """The same for the backward pass, by autograd."""
-    return replace(provider, bind=partial(_gradients, provider.bind))
+    return replace(provider, bind=partial(_gradients, provider.bind), pages=False)
 
 
 def _forward_tensors(workload: Workload, seed: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -300,7 +292,7 @@ class Pass:
     """A pass of attention that is checked and timed, and who computes it.
 
     `work`: its arithmetic over the forward pass's. `fly`, and `forced`: the same with one of its kernels, whether or
-    not it would be chosen; `paged`: on keys in pages. `tensors(workload, seed, device)`: what calls are bound to.
+    not it would be chosen. `tensors(workload, seed, device)`: what calls are bound to.
     `flushes`: how often the buffer that empties the L2 is read before a timed call, so that it takes longer than the
     host takes to queue the call. `kernels`: the table that chooses ours.
     """
@@ -313,12 +305,11 @@ class Pass:
     tensors: Callable[[Workload, int, str], tuple[torch.Tensor, ...]]
     flushes: int
     kernels: dispatch.Pass
-    paged: tuple[Provider, ...] = ()
 
     @property
     def ours(self) -> tuple[Provider, ...]:
         """Fly in every form."""
-        return self.fly, *self.paged, *self.forced
+        return self.fly, *self.forced
 
     @property
     def providers(self) -> tuple[Provider, ...]:
@@ -340,10 +331,10 @@ class Pass:
         return tuple(known[name.lower()] for name in names)
 
 
-FLY = Provider("fly", _fly_missing, _anything, _fly)
+FLY = Provider("fly", _fly_missing, _anything, _fly, pages=True)
 # the same with one of its kernels, whether or not it would be chosen
 FORCED: tuple[Provider, ...] = tuple(
-    Provider(f"fly {kernel}", _fly_missing, _anything, partial(_fly_forced, kernel))
+    Provider(f"fly {kernel}", _fly_missing, _anything, partial(_fly_forced, kernel), pages=True)
     for kernel in ("generic", "gfx950", "sm90")
 )
 PEERS: tuple[Provider, ...] = (
@@ -354,13 +345,10 @@ PEERS: tuple[Provider, ...] = (
     Provider("torch varlen", _gpu_module(vendor="NVIDIA"), _torch_varlen_unsupported, _torch_varlen),
     Provider("FA2", _gpu_module("flash_attn_2_cuda"), _anything, _fa2),
     Provider("FA3", _gpu_module("fa3_fwd_interface", "NVIDIA"), _anything, _fa3),
-    Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4),
+    Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4, pages=True),
     Provider("Triton", _gpu_module("triton"), _dense_only, _triton),
 )
-PAGED: tuple[Provider, ...] = tuple(
-    Provider(f"fly pages of {size}", _fly_missing, _dense_only, partial(_pages, size)) for size in (16, 64)
-)
-FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD, PAGED)
+FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD)
 
 _BY_AUTOGRAD = ("SDPA flash", "SDPA cuDNN", "torch varlen", "FA2", "FA4")
 BACKWARD = Pass(

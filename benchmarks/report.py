@@ -80,17 +80,20 @@ def ratios(figures: Sequence[Figure]) -> list[Ratio]:
 
 
 def _group(workload: Workload) -> str:
-    return f"D{workload.head_dim} {'causal' if workload.causal else 'full'}"
+    pages = f" pages={workload.page_size}" if workload.page_size else ""
+    return f"D{workload.head_dim} {'causal' if workload.causal else 'full'}{pages}"
 
 
 def _means(title: str, of: Sequence[Ratio], groups: Sequence[str]) -> list[str]:
     width = max(len(name) for name in (title, *(ratio.peer for ratio in of)))
-    lines = [f"{title:{width}} {'all':>6}" + "".join(f"{group:>12}" for group in groups)]
+    widths = [max(12, len(group) + 2) for group in groups]
+    lines = [f"{title:{width}} {'all':>6}" + "".join(f"{g:>{n}}" for g, n in zip(groups, widths))]
     for peer in dict.fromkeys(ratio.peer for ratio in of):
         mine = [ratio for ratio in of if ratio.peer == peer]
         cells = [[r.value for r in mine if _group(r.workload) == group] for group in groups]
         texts = [f"{geomean(cell):.3f}" if cell else "-" for cell in cells]
-        lines.append(f"{peer:{width}} {geomean([r.value for r in mine]):6.3f}" + "".join(f"{t:>12}" for t in texts))
+        means = "".join(f"{text:>{n}}" for text, n in zip(texts, widths))
+        lines.append(f"{peer:{width}} {geomean([r.value for r in mine]):6.3f}{means}")
     return lines
 
 
@@ -160,9 +163,10 @@ def plot_missing() -> str | None:
 
 
 def plottable(workload: Workload) -> bool:
-    """Whether a plot shows it: dense, square, with as many key heads as query heads."""
+    """Whether a plot shows it: dense, without pages, square, with as many key heads as query heads."""
     return (
         not workload.lengths
+        and not workload.page_size
         and workload.seq_len == workload.seq_len_kv
         and workload.num_heads == workload.num_kv_heads
     )

@@ -31,6 +31,7 @@ FOLDER = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 OURS = "fly"  # names of providers of ours begin so
 UNKNOWN = "–"  # a figure that a file does not have
+BEFORE = {"page_size": "0"}  # what files mean that were written before they had these columns
 
 Row = Mapping[str, str]
 
@@ -51,13 +52,13 @@ class Run:
         """
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            rows = tuple(reader)
+            rows = tuple(BEFORE | row for row in reader)
         if not rows:
             raise ValueError(f"{path} has no rows; expected what a benchmark wrote with --csv")
         preset = rows[0].get("preset")
         if preset not in SECTIONS:
             raise ValueError(f"{path}: preset is {preset!r}; expected one of {', '.join(SECTIONS)}")
-        missing = [name for name in SECTIONS[preset].columns if name not in (reader.fieldnames or ())]
+        missing = [name for name in SECTIONS[preset].columns if name not in rows[0]]
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}; write it again with --csv")
         return Run(path.name, rows)
@@ -132,7 +133,8 @@ def _lengths(row: Row) -> str:
 
 
 def _group(row: Row) -> str:
-    return f"D={row['head_dim']} {'causal' if row['causal'] == 'True' else 'full'}"
+    pages = f", pages of {row['page_size']}" if row["page_size"] != "0" else ""
+    return f"D={row['head_dim']} {'causal' if row['causal'] == 'True' else 'full'}{pages}"
 
 
 def _means(run: Run) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.workload import DTYPES, Workload
@@ -179,9 +179,13 @@ def chunked(
     seq_lens: Sequence[int] = (128, 512, 2048),
     head_dims: Sequence[int] = (128,),
 ) -> list[Workload]:
-    """A prompt in chunks: `seq_lens` queries at the end of many more keys, whose parts are left to the callee."""
+    """A prompt in chunks: `seq_lens` queries at the end of many more keys, as one tensor and in pages.
+
+    Parts of the keys are left to the callee.
+    """
     return [
-        kind.dense(1, queries, *heads, keys, splits=0)
+        replace(kind.dense(1, queries, *heads, keys, splits=0), page_size=page_size)
+        for page_size in (0, 64, 16)
         for kind in kinds((dtype,), causal, head_dims)
         for heads in ((32, 4), (32, 8))
         for queries in seq_lens
@@ -229,9 +233,9 @@ PRESETS: Mapping[str, Preset] = {
         "one short sequence, packed mixtures, 8 query heads to a key head", short, (*_EVERY, "torch varlen")
     ),
     "chunked": Preset(
-        "128, 512 and 2048 queries on 4096, 8192 and 32768 keys; 4 and 8 query heads to a key head; also from pages",
+        "128, 512 and 2048 queries on 4096, 8192 and 32768 keys; 4 and 8 query heads to a key head; also in pages",
         chunked,
-        ("fly", "fly pages of 16", "fly pages of 64", *_EVERY[1:], "torch varlen"),
+        (*_EVERY, "torch varlen"),
     ),
     "head_dims": Preset(
         "12 head dimensions from 24 to 224; 1024, 4096 and 16384 tokens; 16384 of them in all",

@@ -20,10 +20,12 @@ class Workload:
 
     With `lengths`, the (queries, keys) of each sequence, it is packed: q is (total queries, num_heads, head_dim), k
     and v likewise, and batch, seq_len and seq_len_kv are the number of sequences and the largest lengths
-    (`Workload.packed` fills them in). `num_kv_splits` is passed on; 0 leaves the choice to the callee.
+    (`Workload.packed` fills them in). `num_kv_splits` is passed on; 0 leaves the choice to the callee. With
+    `page_size`, providers get the keys of dense sequences in pages of so many, see `pages`.
 
     Raises:
-        ValueError: a size below 1 (0 is accepted in `lengths`), heads that do not divide, or an unknown dtype.
+        ValueError: a size below 1 (0 is accepted in `lengths`), heads that do not divide, an unknown dtype, or pages
+            of packed sequences.
     """
 
     batch: int
@@ -36,6 +38,7 @@ class Workload:
     causal: bool
     num_kv_splits: int = 1
     lengths: tuple[tuple[int, int], ...] = ()
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         for name in SIZES if self.lengths else DENSE_SIZES + SIZES:
@@ -43,6 +46,9 @@ class Workload:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_kv_splits < 0:
             raise ValueError(f"num_kv_splits must be at least 0, got {self.num_kv_splits}")
+        if self.page_size < 0 or (self.page_size and self.lengths):
+            wanted = "0 for packed sequences" if self.lengths else "at least 0"
+            raise ValueError(f"page_size must be {wanted}, got {self.page_size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:
@@ -87,7 +93,8 @@ class Workload:
             batch, lengths = f"B{self.batch}", pair(self.seq_len, self.seq_len_kv)
         heads, mask = pair(self.num_heads, self.num_kv_heads), "causal" if self.causal else "full"
         splits = "" if self.num_kv_splits == 1 else f" splits={self.num_kv_splits or 'auto'}"
-        return f"{batch} H{heads} S{lengths} D{self.head_dim} {self.dtype} {mask}{splits}"
+        pages = f" pages={self.page_size}" if self.page_size else ""
+        return f"{batch} H{heads} S{lengths} D{self.head_dim} {self.dtype} {mask}{splits}{pages}"
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -118,6 +125,26 @@ class Workload:
         for tensor in (q, k, v):
             tensor.uniform_(-1, 1, generator=generator)
         return q, k, v
+
+    def pages(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """k and v in pages that are dealt out at random, (pages, page_size, num_kv_heads, head_dim), the table of
+        each sequence's, (batch, pages) int32, and how many keys are in use, (batch,) int32.
+
+        Behind the last key of a sequence a page has zeros.
+        """
+        batch, keys, size = self.batch, self.seq_len_kv, self.page_size
+        of_sequence = -(-keys // size)
+        table = torch.randperm(
+            batch * of_sequence, generator=torch.Generator(k.device).manual_seed(0), device=k.device
+        )
+
+        def pool(tensor: torch.Tensor) -> torch.Tensor:
+            whole = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, of_sequence * size - keys))
+            pages = whole.view(len(table), size, *tensor.shape[2:])
+            return torch.empty_like(pages).index_copy_(0, table, pages)
+
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
+        return pool(k), pool(v), table.int().view(batch, of_sequence), lengths
 
     def offsets(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Where packed sequences start in q and in k, and end: two int32 tensors of batch + 1."""

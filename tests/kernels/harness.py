@@ -177,7 +177,7 @@ def run_workload(
         tensors = suite.of.tensors(workload, seed, device)
         ref = suite.reference(workload, tensors)
         for provider in providers:
-            reason = provider.unsupported(workload)
+            reason = provider.refuses(workload)
             if reason is not None:
                 rows.append(Row(workload, provider.name, SKIPPED, reason))
                 continue

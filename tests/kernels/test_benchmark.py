@@ -154,13 +154,22 @@ def test_summary():
     assert report.summary(figures[1:2], 1.0) == ["no ratios: that takes fly and a peer"]
 
 
+def test_means_are_apart_for_each_size_of_pages():
+    pages = [replace(FULL, page_size=size) for size in (0, 64, 16)]
+    figures = [figure(name, ms, of) for of in pages for name, ms in (("fly", 1.0), ("FA4", 2.0 + of.page_size))]
+    *_, header, _, best = report.summary(figures, 1.0)
+    assert header.endswith("   D16 full  D16 full pages=64  D16 full pages=16")
+    assert best.split()[-3:] == ["2.000", "66.000", "18.000"]
+
+
 def test_curves_are_of_dense_squares():
     dense = [shapes.Kind(64, "bf16", True).dense(1, length, 4) for length in (512, 256)]
     shared, packed = (
         shapes.Kind(64, "bf16", True).dense(1, 512, 4, 2),
         shapes.Kind(64, "bf16", True).packed([(9, 9)], 4),
     )
-    figures = [figure("fly", 1.0, workload) for workload in (*dense, shared, packed)]
+    pages = replace(dense[0], page_size=16)
+    figures = [figure("fly", 1.0, workload) for workload in (*dense, shared, packed, pages)]
     speeds = [(256, figures[1].tflops), (512, figures[0].tflops)]
     assert report.curves(figures) == {"D64 causal": {"fly": speeds}}
 
@@ -231,20 +240,39 @@ def test_short_cells():
 
 def test_chunked_cells():
     cells = shapes.PRESETS["chunked"].workloads("bf16", (True,))
-    assert len(cells) == len(set(cells)) == 18
+    assert len(cells) == len(set(cells)) == 54
     assert all(w.seq_len < w.seq_len_kv and not w.num_kv_splits for w in cells)
     assert {w.num_heads // w.num_kv_heads for w in cells} == {4, 8}
+    assert [w.page_size for w in cells] == [0] * 18 + [64] * 18 + [16] * 18
 
 
 def test_pages_hold_the_same_keys():
-    """Of two sequences, the last page of each in part."""
-    workload = Workload(2, 3, 40, 4, 2, 64, "bf16", True)
-    q, k, v = workload.tensors(0, "cpu")
-    plain, paged = FORWARD.named(["fly", "fly pages of 16"])
+    """Of two sequences, the last page of each in part; forced kernels get pages too, and most peers none."""
+    whole = Workload(2, 3, 40, 4, 2, 64, "bf16", True)
+    workload = replace(whole, page_size=16)
+    q, k, v = whole.tensors(0, "cpu")
+    plain, forced = FORWARD.named(["fly", "fly generic"])
     with config.ARCH.set_to("sm_90a"):
-        expected, out = (provider.bind(workload, q, k, v)() for provider in (plain, paged))
-    torch.testing.assert_close(out, expected)
-    assert paged.unsupported(Workload.packed([(3, 3)], 1, 1, 64, "bf16", True))
+        calls = plain.bind(whole, q, k, v), plain.bind(workload, q, k, v), forced.bind(workload, q, k, v)
+        expected, *others = (call() for call in calls)
+    for out in others:
+        torch.testing.assert_close(out, expected)
+    assert calls[1].keywords["block_table"].shape == (2, 3)
+    assert [p.name for p in (*FORWARD.ours, *FORWARD.peers) if p.refuses(workload) is None] == [
+        *("fly", "fly generic", "fly gfx950", "fly sm90", "FA4")
+    ]
+    assert plain.refuses(whole) is None and all(p.refuses(workload) for p in (*BACKWARD.ours, *BACKWARD.peers))
+
+
+def test_pages_are_dealt_out_and_end_in_zeros():
+    workload = Workload(2, 3, 40, 4, 2, 64, "bf16", True, page_size=16)
+    _, k, v = workload.tensors(0, "cpu")
+    pool, _, table, lengths = workload.pages(k, v)
+    assert pool.shape == (6, 16, 2, 64) and lengths.tolist() == [40, 40]
+    assert sorted(table.flatten().tolist()) == list(range(6)) != table.flatten().tolist()
+    for entry in range(2):
+        keys = pool[table[entry].long()].flatten(0, 1)
+        assert torch.equal(keys[:40], k[entry]) and not keys[40:].any()
 
 
 def test_presets_name_providers():
@@ -291,7 +319,7 @@ def pretended(of):
         return tuple(idle(provider.name) for provider in providers)
 
     (fly,) = idling([of.fly])
-    return replace(of, fly=fly, forced=idling(of.forced), peers=idling(of.peers), paged=idling(of.paged))
+    return replace(of, fly=fly, forced=idling(of.forced), peers=idling(of.peers))
 
 
 @pytest.fixture
@@ -375,7 +403,6 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
 )
 def test_a_figure_names_the_kernel_that_dispatch_chose(workload, arch, kernel):
     assert benchmark.kernel_of(figure("fly", 1.0, workload), arch) == kernel
-    assert benchmark.kernel_of(figure("fly pages of 16", 1.0, workload), arch) == kernel
     assert benchmark.kernel_of(figure("fly generic", 1.0, workload), arch) == "generic"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_a_run_becomes_tables_with_its_circumstances(tmp_path):
     assert packed.endswith("| – | – | – | – |")
     assert "| best peer | 2 | 0.791 | 0.500 | 1.250 | 0.500 | – |" in lines
     assert "| FA4 | 2 | 0.866 | 0.500 | 1.500 | 0.500 | – |" in lines
+
+
+def test_cells_in_pages_say_so_and_older_files_have_none(tmp_path):
+    pages = replace(SHARED, page_size=16)
+    figures = [figure(of, name, ms) for of in (SHARED, pages) for name, ms in (("fly", 2.0), ("FA4", 3.0))]
+    run = written(tmp_path / "a.csv", figures)
+    lines = results.page([run]).splitlines()
+    assert any(line.startswith("| D=64 full, pages of 16 | 1 × 1024, 64:8 heads |") for line in lines)
+    assert any(line.startswith("| D=64 full | 1 × 1024, 64:8 heads |") for line in lines)
+    with (tmp_path / "a.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.pop("page_size") == "0"]
+    with (tmp_path / "older.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert results.Run.read(tmp_path / "older.csv").rows == run.rows[:2]
 
 
 def test_what_a_file_does_not_say_is_named(tmp_path):
