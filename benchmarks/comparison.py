@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from benchmarks.report import Figure, plot, plot_missing, plottable, summary, ta
 from benchmarks.run_record import run_record, versions
 from benchmarks.shapes import PRESETS_OF, Preset
 from benchmarks.timing import host_microseconds, measure
-from benchmarks.workload import DTYPES, Workload
+from benchmarks.workload import ALL_DTYPES, DTYPES, Workload
 from fly.runtime.device import device_of
 from kernels.commands import request_of
 from kernels.dispatch import BACKWARD, as_backward, choose
@@ -72,8 +73,15 @@ def compare(
 
 def ceiling(dtype: str, device: str, size: int = CEILING_SIZE, iters: int = 20) -> float:
     """TFLOP/s of a square matrix product of random numbers: what this device reaches where nothing else is done."""
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
-    timing = measure({"matmul": lambda: a @ b}, device=device, iters=iters, warmup=3)["matmul"]
+    a, b = (torch.randn(size, size, device=device).to(ALL_DTYPES[dtype]) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> torch.Tensor:
+        if dtype in DTYPES:
+            return a @ b
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    timing = measure({"matmul": product}, device=device, iters=iters, warmup=3)["matmul"]
     return 2 * size**3 / timing.median / 1e9
 
 
@@ -83,7 +91,9 @@ def kernel_of(figure: Figure, arch: str, of: Pass = FORWARD) -> str:
     if provider in of.forced:
         return provider.name.removeprefix(f"{of.fly.name} ")
     sizes = {name: value for name, value in figure.workload.record().items() if not name.startswith("seqlens")}
-    request = request_of(argparse.Namespace(**sizes, **({"packed": True} if figure.workload.lengths else {})))
+    forms: dict[str, Any] = {"packed": True} if figure.workload.lengths else {}
+    forms |= {"feature": ["paged"]} if figure.workload.page_size else {}
+    request = request_of(argparse.Namespace(**sizes, **forms))
     assert request is not None
     return choose(arch, as_backward(request) if of.kernels is BACKWARD else request, of.kernels).name
 
@@ -134,7 +144,9 @@ def _parser(of: Pass = FORWARD) -> argparse.ArgumentParser:
     parser.add_argument(
         "--head_dim", type=int, nargs="+", metavar="N", help="head dimensions instead of the preset's"
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--dtype", choices=tuple(ALL_DTYPES), help="instead of the preset's (bf16, of fp8 f8e4m3)"
+    )
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
     parser.add_argument("--iters", type=int, metavar="N", default=30, help="rounds (30)")
     parser.add_argument(
@@ -193,7 +205,8 @@ def main(argv: Sequence[str] | None = None, of: Pass = FORWARD) -> int:
     try:
         providers = _chosen(args, preset, of)
         causal = (True, False) if args.causal is None else (args.causal,)
-        workloads = preset.workloads(args.dtype, causal, **chosen)
+        dtype = args.dtype or preset.dtype
+        workloads = preset.workloads(dtype, causal, **chosen)
     except (ValueError, ZeroDivisionError) as error:
         parser.error(str(error))
     if args.plot is not None and plot_missing():
@@ -216,9 +229,9 @@ def main(argv: Sequence[str] | None = None, of: Pass = FORWARD) -> int:
         if args.host:
             print_host_times(present, "cuda", of)
             return 0
-        before = ceiling(args.dtype, "cuda")
+        before = ceiling(dtype, "cuda")
         figures = run(workloads, present, device="cuda", iters=args.iters, cold=not args.warm, of=of)
-        top = max(before, after := ceiling(args.dtype, "cuda"))
+        top = max(before, after := ceiling(dtype, "cuda"))
     if args.csv is not None:
         same = {"ceiling_tflops": top, "l2": "warm" if args.warm else "cold", "rounds": args.iters}
         arch = device_of(torch.device("cuda")).target
@@ -226,7 +239,7 @@ def main(argv: Sequence[str] | None = None, of: Pass = FORWARD) -> int:
             args.csv, figures, same | run_record(args.preset, args.commit), partial(kernel_of, arch=arch, of=of)
         )
     if args.plot is not None and any(plottable(figure.workload) for figure in figures):
-        plot(args.plot, figures, top, f"Flash attention {of.name}, {args.dtype}, {device}")
-    print(f"matrix product {CEILING_SIZE}³ {args.dtype}: {before:.0f} TFLOP/s before, {after:.0f} after")
+        plot(args.plot, figures, top, f"Flash attention {of.name}, {dtype}, {device}")
+    print(f"matrix product {CEILING_SIZE}³ {dtype}: {before:.0f} TFLOP/s before, {after:.0f} after")
     print("\n".join(summary(figures, args.threshold)))
     return 0

@@ -28,7 +28,7 @@ from benchmarks.run_record import RUN_COLUMNS, run_record, versions
 from benchmarks.timing import measure
 
 Call = Callable[[], object]
-DTYPES = workload.DTYPES | {"f8e4m3": torch.float8_e4m3fn}
+DTYPES = workload.ALL_DTYPES
 PRESET = "decode"  # what its files call it
 COPY_BYTES = 4 << 30
 MOST_BYTES = 40 << 30  # of one cell's K and V

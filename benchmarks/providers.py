@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import Workload
+from benchmarks.workload import BYTES, IN_PAGES, Workload
 from fly import config
 from kernels import dispatch
 
@@ -28,20 +28,19 @@ class Provider:
 
     missing(device): why it cannot run on "cuda" or "cpu" here, or None. unsupported(workload): why it cannot
     do that workload, or None. bind(workload, *tensors): a call without arguments, of `Pass.tensors`; forward, it
-    gives out, shaped like q, and backward, the gradients of q, k and v. `pages`: whether it takes keys in pages.
+    gives out, shaped like q, and backward, the gradients of q, k and v. `takes`: which of `Workload.forms`.
     """
 
     name: str
     missing: Callable[[str], str | None]
     unsupported: Callable[[Workload], str | None]
     bind: Callable[..., Call]
-    pages: bool = False
+    takes: tuple[str, ...] = ()
 
     def refuses(self, workload: Workload) -> str | None:
         """Why it cannot do a workload, or None."""
-        if workload.page_size and not self.pages:
-            return "not called on keys in pages"
-        return self.unsupported(workload)
+        beyond = next((form for form in workload.forms if form not in self.takes), None)
+        return self.unsupported(workload) if beyond is None else f"not called on {beyond}"
 
 
 def _installed(module: str) -> bool:
@@ -80,10 +79,10 @@ def _fly_missing(device: str) -> str | None:
     return None
 
 
-def _fly(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+def _fly(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Call:
     from kernels.flash_attn_interface import flydsl_flash_attn_func
 
-    options = workload.keywords(q.device.type)
+    options = workload.keywords(q.device.type) | more
     if workload.page_size:
         k, v, options["block_table"], options["seqused_kv"] = workload.pages(k, v)
     return partial(flydsl_flash_attn_func, q, k, v, workload.causal, **options)
@@ -97,6 +96,10 @@ def _fly_forced(kernel: str, workload: Workload, q: torch.Tensor, k: torch.Tenso
             return chosen()
 
     return call
+
+
+def _bytes_only(workload: Workload) -> str | None:
+    return None if BYTES in workload.forms else "8 bits only"
 
 
 def _sdpa_unsupported(workload: Workload) -> str | None:
@@ -274,7 +277,7 @@ def _fly_gradients_forced(kernel: str, workload: Workload, *tensors: torch.Tenso
 
 def _gradients_of(provider: Provider) -> Provider:
     """The same for the backward pass, by autograd."""
-    return replace(provider, bind=partial(_gradients, provider.bind), pages=False)
+    return replace(provider, bind=partial(_gradients, provider.bind), takes=())
 
 
 def _forward_tensors(workload: Workload, seed: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -292,7 +295,7 @@ class Pass:
     """A pass of attention that is checked and timed, and who computes it.
 
     `work`: its arithmetic over the forward pass's. `fly`, and `forced`: the same with one of its kernels, whether or
-    not it would be chosen. `tensors(workload, seed, device)`: what calls are bound to.
+    not it would be chosen; `others`: in other ways. `tensors(workload, seed, device)`: what calls are bound to.
     `flushes`: how often the buffer that empties the L2 is read before a timed call, so that it takes longer than the
     host takes to queue the call. `kernels`: the table that chooses ours.
     """
@@ -305,11 +308,12 @@ class Pass:
     tensors: Callable[[Workload, int, str], tuple[torch.Tensor, ...]]
     flushes: int
     kernels: dispatch.Pass
+    others: tuple[Provider, ...] = ()
 
     @property
     def ours(self) -> tuple[Provider, ...]:
         """Fly in every form."""
-        return self.fly, *self.forced
+        return self.fly, *self.others, *self.forced
 
     @property
     def providers(self) -> tuple[Provider, ...]:
@@ -331,12 +335,14 @@ class Pass:
         return tuple(known[name.lower()] for name in names)
 
 
-FLY = Provider("fly", _fly_missing, _anything, _fly, pages=True)
+_EVERY_FORM = IN_PAGES, BYTES
+FLY = Provider("fly", _fly_missing, _anything, _fly, takes=_EVERY_FORM)
 # the same with one of its kernels, whether or not it would be chosen
 FORCED: tuple[Provider, ...] = tuple(
-    Provider(f"fly {kernel}", _fly_missing, _anything, partial(_fly_forced, kernel), pages=True)
+    Provider(f"fly {kernel}", _fly_missing, _anything, partial(_fly_forced, kernel), takes=_EVERY_FORM)
     for kernel in ("generic", "gfx950", "sm90")
 )
+FAST = Provider("fly fast", _fly_missing, _bytes_only, partial(_fly, fp8_accumulate="fast"), takes=_EVERY_FORM)
 PEERS: tuple[Provider, ...] = (
     Provider("aiter CK", _gpu_module("aiter", "AMD"), _dense_only, _aiter_ck),
     Provider("aiter asm", _gpu_module("aiter", "AMD"), _aiter_asm_unsupported, _aiter_asm),
@@ -344,11 +350,11 @@ PEERS: tuple[Provider, ...] = (
     Provider("SDPA cuDNN", _gpu_module(vendor="NVIDIA"), _sdpa_unsupported, partial(_sdpa, "CUDNN_ATTENTION")),
     Provider("torch varlen", _gpu_module(vendor="NVIDIA"), _torch_varlen_unsupported, _torch_varlen),
     Provider("FA2", _gpu_module("flash_attn_2_cuda"), _anything, _fa2),
-    Provider("FA3", _gpu_module("fa3_fwd_interface", "NVIDIA"), _anything, _fa3),
-    Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4, pages=True),
+    Provider("FA3", _gpu_module("fa3_fwd_interface", "NVIDIA"), _anything, _fa3, takes=(BYTES,)),
+    Provider("FA4", _gpu_module("flash_attn.cute", "NVIDIA"), _anything, _fa4, takes=(IN_PAGES,)),
     Provider("Triton", _gpu_module("triton"), _dense_only, _triton),
 )
-FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD)
+FORWARD = Pass("forward", 1.0, FLY, FORCED, PEERS, _forward_tensors, 1, dispatch.FORWARD, (FAST,))
 
 _BY_AUTOGRAD = ("SDPA flash", "SDPA cuDNN", "torch varlen", "FA2", "FA4")
 BACKWARD = Pass(

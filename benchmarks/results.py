@@ -21,6 +21,7 @@ if not __package__:  # run as a script
 
 from benchmarks import flash_attn_decode, report
 from benchmarks.foreign import __main__ as foreign
+from benchmarks.providers import FAST
 from benchmarks.report import geomean
 from benchmarks.run_record import MODEL
 from benchmarks.shapes import PRESETS_OF
@@ -137,15 +138,14 @@ def _group(row: Row) -> str:
     return f"D={row['head_dim']} {'causal' if row['causal'] == 'True' else 'full'}{pages}"
 
 
-def _means(run: Run) -> list[str]:
-    """Geometric means of the ratios of the first of ours, by peer and group."""
+def _means(run: Run, ours: str, first: str) -> list[str]:
+    """Geometric means of the ratios of one of ours over the best peer, and of the first of ours by peer and group."""
     groups = list(dict.fromkeys(map(_group, run.rows)))
     ratios: dict[str, list[tuple[str, float]]] = {}
-    first = next((name for name in run.providers if name.startswith(OURS)), None)
     for row in run.rows:
-        if row["provider"] == first and row["best_ratio"]:
+        if row["provider"] == ours and row["best_ratio"]:
             ratios.setdefault(report.BEST, []).append((_group(row), float(row["best_ratio"])))
-        elif not row["provider"].startswith(OURS) and row["fly_ratio"]:
+        elif ours == first and not row["provider"].startswith(OURS) and row["fly_ratio"]:
             ratios.setdefault(row["provider"], []).append((_group(row), float(row["fly_ratio"])))
 
     def mean(values: Sequence[float]) -> str:
@@ -156,7 +156,7 @@ def _means(run: Run) -> list[str]:
         + [mean([v for where, v in of if where == group]) for group in groups]
         for name, of in sorted(ratios.items(), key=lambda item: item[0] != report.BEST)
     ]
-    return _table([f"{first} over", "cells", "geometric mean", "least", *groups], rows)
+    return _table([f"{ours} over", "cells", "geometric mean", "least", *groups], rows)
 
 
 def _speeds(run: Run) -> list[str]:
@@ -166,7 +166,10 @@ def _speeds(run: Run) -> list[str]:
     if run["ceiling_tflops"]:
         reached = float(run["ceiling_tflops"])
         lines = [f"A square matrix product reached {reached:.0f} TFLOP/s in the same run.", ""]
-    lines += [*_means(run), "", "Speeds are TFLOP/s; in brackets the median time in ms and its quartiles.", ""]
+    for name in ours:
+        if name in (ours[0], FAST.name):
+            lines += [*_means(run, name, ours[0]), ""]
+    lines += ["Speeds are TFLOP/s; in brackets the median time in ms and its quartiles.", ""]
     rows = []
     for cell in run.cells(_FORWARD_CELL):
         row = next(iter(cell.values()))
@@ -285,6 +288,7 @@ SECTIONS: Mapping[str, Section] = {
     "short": _preset("short", "Short and ragged"),
     "chunked": _preset("chunked", "Chunked prefill"),
     "head_dims": _preset("head_dims", "Other head dimensions"),
+    "fp8": _preset("fp8", "8-bit floats"),
     "generic": _preset("generic", "The generic kernel against FlashAttention-2"),
     "backward": _preset("backward", "Gradients", of="backward"),
     "backward_gqa": _preset("backward_gqa", "Gradients with four query heads to a key head", of="backward"),

@@ -217,11 +217,13 @@ class Preset:
     """What one benchmark run times.
 
     `workloads(dtype, causal, seq_lens, head_dims)` gives the cells, the last two by default; `providers` are names.
+    `dtype`: if no other is asked for.
     """
 
     meaning: str
     workloads: Callable[..., list[Workload]]
     providers: tuple[str, ...]
+    dtype: str = "bf16"
 
 
 # widths that shared memory has no whole lines for, or products no whole steps
@@ -241,6 +243,12 @@ PRESETS: Mapping[str, Preset] = {
         "12 head dimensions from 24 to 224; 1024, 4096 and 16384 tokens; 16384 of them in all",
         partial(sweep, seq_lens=(1024, 4096, 16384), head_dims=ODD_HEAD_DIMS),
         ("fly", "fly generic", "SDPA cuDNN", "SDPA flash", "FA3"),
+    ),
+    "fp8": Preset(
+        "8 bits (e4m3): head dim 64, 128, 256; 2048, 4096 and 16384 tokens; 16384 of them in all",
+        partial(sweep, seq_lens=(2048, 4096, 16384)),
+        ("fly", "fly fast", "FA3"),
+        "f8e4m3",
     ),
     "generic": Preset(
         "the cells of h200, the generic kernel against FlashAttention-2", sweep, ("fly generic", "SDPA flash")

@@ -10,6 +10,9 @@ from itertools import accumulate
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+BYTE_DTYPES = {"f8e4m3": torch.float8_e4m3fn}
+ALL_DTYPES = DTYPES | BYTE_DTYPES
+IN_PAGES, BYTES = "keys in pages", "8 bits"
 SIZES = ("num_heads", "num_kv_heads", "head_dim")
 DENSE_SIZES = ("batch", "seq_len", "seq_len_kv")
 
@@ -51,8 +54,8 @@ class Workload:
             raise ValueError(f"page_size must be {wanted}, got {self.page_size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of {self.num_kv_heads} KV heads")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in ALL_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(ALL_DTYPES)}, got {self.dtype!r}")
         if self.lengths:
             self._check_lengths()
 
@@ -102,6 +105,12 @@ class Workload:
         return self.lengths or ((self.seq_len, self.seq_len_kv),) * self.batch
 
     @property
+    def forms(self) -> tuple[str, ...]:
+        """What not every provider takes: among `IN_PAGES` and `BYTES`."""
+        asked = {IN_PAGES: self.page_size > 0, BYTES: self.dtype in BYTE_DTYPES}
+        return tuple(form for form, is_asked in asked.items() if is_asked)
+
+    @property
     def flops(self) -> float:
         """4·D per query, key and head that meet; a causal square counts as half, as published figures do."""
 
@@ -121,9 +130,11 @@ class Workload:
         else:
             queries, keys = (self.batch, self.seq_len), (self.batch, self.seq_len_kv)
         sizes = (*queries, self.num_heads), (*keys, self.num_kv_heads), (*keys, self.num_kv_heads)
-        q, k, v = (torch.empty(*size, self.head_dim, dtype=DTYPES[self.dtype], device=device) for size in sizes)
-        for tensor in (q, k, v):
+        made_of = DTYPES.get(self.dtype, torch.bfloat16)
+        made = [torch.empty(*size, self.head_dim, dtype=made_of, device=device) for size in sizes]
+        for tensor in made:
             tensor.uniform_(-1, 1, generator=generator)
+        q, k, v = (tensor.to(ALL_DTYPES[self.dtype]) for tensor in made)
         return q, k, v
 
     def pages(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -139,9 +150,10 @@ class Workload:
         )
 
         def pool(tensor: torch.Tensor) -> torch.Tensor:
-            whole = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, of_sequence * size - keys))
+            bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            whole = torch.nn.functional.pad(bits, (0, 0, 0, 0, 0, of_sequence * size - keys))
             pages = whole.view(len(table), size, *tensor.shape[2:])
-            return torch.empty_like(pages).index_copy_(0, table, pages)
+            return torch.empty_like(pages).index_copy_(0, table, pages).view(tensor.dtype)
 
         lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
         return pool(k), pool(v), table.int().view(batch, of_sequence), lengths

@@ -261,6 +261,7 @@ def test_pages_hold_the_same_keys():
     assert [p.name for p in (*FORWARD.ours, *FORWARD.peers) if p.refuses(workload) is None] == [
         *("fly", "fly generic", "fly gfx950", "fly sm90", "FA4")
     ]
+    assert FORWARD.named(["SDPA flash"])[0].refuses(workload) == "not called on keys in pages"
     assert plain.refuses(whole) is None and all(p.refuses(workload) for p in (*BACKWARD.ours, *BACKWARD.peers))
 
 
@@ -273,6 +274,31 @@ def test_pages_are_dealt_out_and_end_in_zeros():
     for entry in range(2):
         keys = pool[table[entry].long()].flatten(0, 1)
         assert torch.equal(keys[:40], k[entry]) and not keys[40:].any()
+
+
+def test_cells_of_8_bits():
+    """Products as long as those of 16-bit cells, for those who take 8 bits; fly in both ways."""
+    preset = shapes.PRESETS["fp8"]
+    cells = preset.workloads(preset.dtype, (True, False))
+    assert len(cells) == len(set(cells)) == 18 and {w.dtype for w in cells} == {"f8e4m3"}
+    assert {(w.head_dim, w.seq_len) for w in cells} == {(d, s) for d in (64, 128, 256) for s in (2048, 4096, 16384)}
+    assert all(p.refuses(cells[0]) is None for p in FORWARD.named(preset.providers))
+    (flash, fast) = FORWARD.named(["SDPA flash", "fly fast"])
+    assert flash.refuses(cells[0]) == "not called on 8 bits"
+    assert fast.refuses(replace(cells[0], dtype="bf16")) == "8 bits only"
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_8_bits_are_added_up_in_either_way(page_size):
+    workload = Workload(1, 5, 40, 2, 1, 64, "f8e4m3", True, page_size=page_size)
+    q, k, v = workload.tensors(0, "cpu")
+    assert {t.dtype for t in (q, k, v)} == {torch.float8_e4m3fn}
+    calls = [p.bind(workload, q, k, v) for p in FORWARD.named(["fly", "fly fast"])]
+    assert [call.keywords.get("fp8_accumulate") for call in calls] == [None, "fast"]
+    with config.ARCH.set_to("sm_90a"):
+        exact, fast = (call() for call in calls)
+    assert exact.dtype is torch.bfloat16
+    torch.testing.assert_close(fast, exact, atol=2e-2, rtol=0)
 
 
 def test_presets_name_providers():
@@ -309,7 +335,8 @@ def test_host_times(capsys, monkeypatch):
 
 
 def test_ceiling():
-    assert benchmark.ceiling("bf16", "cpu", size=64, iters=2) > 0
+    for dtype in ("bf16", "f8e4m3"):
+        assert benchmark.ceiling(dtype, "cpu", size=64, iters=2) > 0
 
 
 def pretended(of):
@@ -399,6 +426,8 @@ def test_peers_are_named_by_one_flag(gpu, capsys):
         (Workload(1, 128, 128, 2, 2, 40, "bf16", True), "sm_90a", "sm90"),
         (Workload(1, 128, 128, 2, 2, 64, "bf16", True), "sm_80", "generic"),
         (Workload.packed([(5, 9), (0, 3)], 4, 2, 128, "f16", False), "gfx950", "gfx950"),
+        (Workload(1, 128, 128, 2, 2, 64, "bf16", True, page_size=16), "sm_90a", "sm90"),
+        (Workload(1, 128, 128, 2, 2, 64, "f8e4m3", True), "sm_90a", "sm90_fp8"),
     ],
 )
 def test_a_figure_names_the_kernel_that_dispatch_chose(workload, arch, kernel):

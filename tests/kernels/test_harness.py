@@ -227,7 +227,7 @@ def test_reduced_sets_keep_their_forms():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--provider", "flash"], "no provider is called 'flash'; providers: 'fly', 'fly generic', "),
+        (["--provider", "flash"], "no provider is called 'flash'; providers: 'fly', 'fly fast', 'fly generic', "),
         (["--seq_len", "0"], "seq_len must be at least 1, got 0"),
         (["--num_heads", "6", "--num_kv_heads", "4"], "num_heads (6) must be a multiple of 4 KV heads"),
         (["--dtype", "f32"], "invalid choice: 'f32'"),
@@ -290,7 +290,7 @@ def test_packed_inputs():
     [
         ({"batch": 2}, r"batch, seq_len and seq_len_kv must be \(1, 3, 5\)"),
         ({"lengths": ((3, -1),)}, "packed lengths must be at least 0"),
-        ({"dtype": "f64"}, "dtype must be one of bf16, f16, got 'f64'"),
+        ({"dtype": "f64"}, "dtype must be one of bf16, f16, f8e4m3, got 'f64'"),
         ({"page_size": 16}, "page_size must be 0 for packed sequences, got 16"),
     ],
 )

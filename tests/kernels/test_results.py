@@ -109,6 +109,15 @@ def test_cells_in_pages_say_so_and_older_files_have_none(tmp_path):
     assert results.Run.read(tmp_path / "older.csv").rows == run.rows[:2]
 
 
+def test_fast_sums_have_means_of_their_own(tmp_path):
+    bytes_ = replace(SQUARE, dtype="f8e4m3")
+    figures = [figure(bytes_, name, ms) for name, ms in (("fly", 2.0), ("fly fast", 1.0), ("FA3", 3.0))]
+    lines = results.page([written(tmp_path / "a.csv", figures)]).splitlines()
+    assert "| fly over | cells | geometric mean | least | D=64 causal |" in lines
+    start = lines.index("| fly fast over | cells | geometric mean | least | D=64 causal |")
+    assert lines[start + 2 : start + 4] == ["| best peer | 1 | 3.000 | 3.000 | 3.000 |", ""]
+
+
 def test_what_a_file_does_not_say_is_named(tmp_path):
     run = written(tmp_path / "a.csv", [figure(SQUARE, "fly", 2.0)], driver="", commit="", note="Transcribed")
     assert "Not recorded: driver, commit. Transcribed." in results.page([run])
@@ -148,8 +157,8 @@ def test_decoding_shows_the_floor_in_percent_of_the_time(tmp_path):
         ("preset,date\n", "has no rows"),
         (
             "preset,date\nfast,2026\n",
-            "preset is 'fast'; expected one of h200, short, chunked, head_dims, generic, backward, backward_gqa, "
-            "decode, foreign",
+            "preset is 'fast'; expected one of h200, short, chunked, head_dims, fp8, generic, backward, "
+            "backward_gqa, decode, foreign",
         ),
         ("preset,date\nh200,2026\n", "has no column batch"),
     ],
