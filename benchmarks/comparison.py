@@ -144,9 +144,7 @@ def _parser(of: Pass = FORWARD) -> argparse.ArgumentParser:
     parser.add_argument(
         "--head_dim", type=int, nargs="+", metavar="N", help="head dimensions instead of the preset's"
     )
-    parser.add_argument(
-        "--dtype", choices=tuple(ALL_DTYPES), help="instead of the preset's (bf16, of fp8 f8e4m3)"
-    )
+    parser.add_argument("--dtype", choices=tuple(ALL_DTYPES), help="instead of the preset's (bf16, of fp8 f8e4m3)")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="both by default")
     parser.add_argument("--iters", type=int, metavar="N", default=30, help="rounds (30)")
     parser.add_argument(
