@@ -301,10 +301,8 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     )
 
     if not options.ordered or turns.may_see_nothing(request):
-        last, blocks = (
-            clear_unseen if options.ordered else round_dq,
-            (-(-request.seq_len // BLOCK_M), heads, sequences),
-        )
+        last = clear_unseen if options.ordered else round_dq
+        blocks = -(-request.seq_len // BLOCK_M), heads, sequences
         steps.add(last, blocks, options.pieces * WARPGROUP, request.operands, options=options)
     if key_sums:
         blocks = -(-request.seq_len_kv // BLOCK_M), request.num_kv_heads, sequences
