@@ -17,6 +17,7 @@ Beyond `WHOLE` columns tiles of dO come in chunks (`Sm90BackwardOptions.chunked`
 which is free for the next tile's as soon as it was read. There dK is started before dQ, and the next S behind both.
 
 P has one slot: that of the next tile is written when dS of this one, which is made from it, is there. dS has two.
+What dropout decides on P comes with it, a bit each.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import fly
 from fly.backends.nvvm import wgmma
 from fly.backends.nvvm.intrinsics import WARPGROUP, anew, barrier_arrive, barrier_sync, elect_one, fence_async_shared
 from fly.backends.nvvm.mbarrier import Position
+from fly.ir import memory
 
 from .flash_attn_sm90_bwd import prepare as prepare_with
 from .problem.contract import Launch, Request, Tensors
-from .problem.dropout_tile import DecidedTile
+from .problem.dropout_tile import DecidedTile, KeptTile
 from .problem.gradients import HeadOfKeys, ScoreGradients, Weights, transposed
 from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.consumer import WRITTEN, Consumer, State, Step
@@ -73,6 +75,12 @@ class _Half(Consumer):
     def _own_weights(self) -> fly.Pointer:
         """Where this thread's first values of P are."""
         return of_thread(self.weights)
+
+    @property
+    def _own_decisions(self) -> fly.Pointer:
+        """Where this thread's first word of dropout's decisions is."""
+        behind = 4 * BLOCK_M * self.options.block_n
+        return self.weights.offset(fly.thread_id.x % WARPGROUP * 4 + behind)
 
     def head(
         self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: fly.Value
@@ -149,6 +157,8 @@ class _OfValues(_Half):
             self.meet_before()
         (handed,) = (made.steep or made.weights).tiles[0]
         put(handed, self._own_weights)
+        if self.options.hands_decisions:
+            self._hand_on(made, decided)
         barrier_arrive(WEIGHED, CONSUMERS * WARPGROUP)
         started = self._onto_chunks(self._of_values(made, j, decided), state, j)
         part = None if step.first else self._dq_of_both(before)
@@ -167,6 +177,14 @@ class _OfValues(_Half):
         if not (ahead or step.last):
             scores = self.scores(*step.next_at(q_next))
         return State(tuple(dv), scores, q_next, dout.after(state.dout_at), state.slot)
+
+    def _hand_on(self, made: Weights, decided: DecidedTile | None) -> None:
+        """What dropout decides, for the other consumer; `decided`: as of `_of_values`."""
+        if decided is None:
+            assert made.kept is not None
+            decided = made.kept.decided
+        for i, word in enumerate(decided.words.values()):
+            fly.store(word, self._own_decisions.offset(i * WARPGROUP * 4), align=4)
 
     def _onto_chunks(self, p: tuple[fly.Value, ...], state: State, j: fly.Value) -> list[fly.Value]:
         """Start dV += P^T dO, a group for each chunk."""
@@ -203,8 +221,7 @@ class _OfKeys(_Half):
         j, before = step.walk.tile(step.number), state.q_at.before(self.options.stages)
         (excess,) = wgmma.wait(0, state.product)
         barrier_sync(WEIGHED, CONSUMERS * WARPGROUP)
-        made = self._weights(step, j)
-        ds = self._narrow(self.pull(made, excess, state.dout_at, j, step))
+        ds = self._pulled(*self._weights(step, j), excess, state.dout_at, j, step)
         self.exchange.claim(state.q_at)
         self._hand_over(ds, state.q_at.index)
         # not before: loads of -delta may wait behind additions for longer than the next tile takes to arrive
@@ -240,15 +257,26 @@ class _OfKeys(_Half):
         barrier_sync(STORED, WARPGROUP)
         barrier_arrive(WRITTEN, CONSUMERS * WARPGROUP)
 
-    def _weights(self, step: Step, j: fly.Value) -> Weights:
-        """P of tile j, which the other consumer made, with scores' derivatives in it."""
+    def _weights(self, step: Step, j: fly.Value) -> tuple[Weights, KeptPairs | None]:
+        """P of tile j, which the other consumer made, with scores' derivatives in it, and what dropout keeps of it.
+
+        `Weights` know that themselves unless it was decided before the scores.
+        """
         values = load(BLOCK_M * self.options.block_n // WARPGROUP, self._own_weights)
         found = transposed(fly.Fragment(self.layout, ((values,),)))
         dropout = step.given.dropout(step.place)
         if dropout is None:
-            return Weights(found, ScoreGradients)
-        kept = remade(dropout, j).kept(found, j * BLOCK_M, anew(self.block.first_key, j))
-        return Weights(found, ScoreGradients, kept)
+            return Weights(found, ScoreGradients), None
+        if not self.options.hands_decisions:
+            kept = remade(dropout, j).kept(found, j * BLOCK_M, anew(self.block.first_key, j))
+            return Weights(found, ScoreGradients, kept), None
+        places = range(0, BLOCK_M * self.options.block_n // 8, WARPGROUP * 4)
+        words = [memory.load(self._own_decisions.offset(place), fly.i32) for place in places]
+        if self.options.thrift.decides:
+            decided = DecidedTile.of_words(words, self.layout, "columns")
+            return Weights(found, ScoreGradients), KeptPairs.of(decided, self.layout)
+        decided = DecidedTile.of_words(words, found.layout, "rows")
+        return Weights(found, ScoreGradients, KeptTile(decided, found.layout)), None
 
 
 def prepare(tensors: Tensors, request: Request) -> Launch:

@@ -151,6 +151,13 @@ class DecidedTile:
     made: Plan
     words: dict[Index, fly.Value]
 
+    @staticmethod
+    def of_words(words: Sequence[fly.Value], layout: fly.AccumulatorLayout, queries: Side) -> DecidedTile:
+        """Of one accumulator, whose `words` a lane with the same number decided on as `decided_tile` does."""
+        made = plan(layout, 1, 1, queries, True)
+        indices = [(r, c) for (r, _), (c, _) in itertools.product(made.made("rows"), made.made("columns"))]
+        return DecidedTile(made, dict(zip(indices, words, strict=True)))
+
     def place(self, row: int, column: int) -> tuple[Index, int]:
         """The word of an element, by its place relative to the lane's first, and which bit it is."""
         made = self.made

@@ -161,8 +161,17 @@ class Sm90BackwardOptions:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that one consumer hands to the other, in float32."""
-        return 4 * BLOCK_M * self.block_n if self.apart else 0
+        """Of the weights that one consumer hands to the other, in float32, with a bit each of dropout's decisions."""
+        weights = BLOCK_M * self.block_n
+        return 4 * weights + weights // 8 * self.hands_decisions if self.apart else 0
+
+    @property
+    def hands_decisions(self) -> bool:
+        """Whether one consumer hands dropout's decisions to the other too.
+
+        Not beside a bias of every score, where `ptxas` would spill the addresses that both consumers have.
+        """
+        return self.apart and self.features.drops and not self.bias_by_query
 
     @property
     def tiles(self) -> dict[str, PanelTile]:

@@ -387,7 +387,7 @@ class Consumer:
         self, raw: fly.Value, at: Position, j: fly.Value, step: Step, decided: DecidedTile | None = None
     ) -> tuple[Weights, tuple[fly.Value, ...], KeptPairs | None]:
         """`weigh`; also the A operand of dV, and what dropout keeps; `decided`: `_decided`, if it was before."""
-        made = self.weigh(raw, at, j, step, drops=False)
+        made = self.weigh(raw, at, j, step)
         if decided is not None:
             kept = KeptPairs.of(made_again(decided, j), self.layout)
             return made, kept.only(self._narrow(made.weights)), kept
@@ -423,7 +423,7 @@ class Consumer:
         atom = WarpgroupAtom(self.options.head_dim, self.dtype.name)
         return wgmma.issue(atom, ds, self.buffers.q.operand(at, along_rows=True), BLOCK_M // atom.k, dk)
 
-    def weigh(self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = True) -> Weights:
+    def weigh(self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = False) -> Weights:
         """P of tile j from its scores; statistics are in slot `at`, `drops` as in `weights`."""
         place, given, masked, listed = step.place, step.given, step.masked, step.walk.listed
         first_query, first_key = j * BLOCK_M, self.first_key

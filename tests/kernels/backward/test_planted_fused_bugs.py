@@ -18,7 +18,9 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90 import exchange, key_block, turns
 from kernels.work import row_statistics as rows
+from tests.kernels.backward.fused_calls import wrong as wrong_gradients
 from tests.kernels.backward.planted import Cases, forget, shown
+from tests.kernels.backward.test_dropout_kernels import state_of
 from tests.kernels.feature_cases import Inputs
 from tests.kernels.gradient_reference import by_autograd, gradients
 from tests.kernels.sm90.planting import Bug
@@ -50,6 +52,13 @@ def wrong(
     return bool(gradients(q, k, v, causal, dout).wrong(found))
 
 
+def wrong_with_dropout(seed: int, head_dim: int) -> bool:
+    """Of a call whose consumers share keys."""
+    with config.BACKWARD_KERNEL.set_to("sm90_wide"):
+        inputs = Inputs([150], [100], 1, 1, head_dim, seed=seed)
+        return bool(wrong_gradients(inputs, False, dropout_p=0.3, rng_state=state_of(seed)))
+
+
 def wrong_with_lists(seed: int) -> bool:
     """Of a causal call whose block mask lists whole blocks alone, and has a function that hides everything."""
     inputs = Inputs([100], [140], 1, 1, 64, seed=seed)
@@ -76,6 +85,8 @@ CASES: Cases = {
     "clusters": lambda seed: wrong(seed, 300, 100, kernel="sm90_wide"),
     "chunks": lambda seed: wrong(seed, 200, 100, kernel="sm90_wide", head_dim=256),
     "clusters in turn": lambda seed: wrong(seed, 70, 140, deterministic=True, kernel="sm90_wide"),
+    "clusters, dropout": lambda seed: wrong_with_dropout(seed, 64),
+    "chunks, dropout": lambda seed: wrong_with_dropout(seed, 256),
 }
 
 BUGS = (
@@ -206,6 +217,26 @@ BUGS = (
         "barrier_sync(WRITTEN, CONSUMERS * WARPGROUP) => pass",
         "clusters",
         "shared-race named-barrier uninitialised",
+    ),
+    *(
+        Bug(
+            f"what dropout decides for the consumer of keys is the first thread's, {case}",
+            wide._OfKeys,
+            "_weights",
+            "self._own_decisions.offset(place) => "
+            "self._own_decisions.offset(place - fly.thread_id.x % WARPGROUP * 4)",
+            case,
+            "wrong",
+        )
+        for case in ("clusters, dropout", "chunks, dropout")
+    ),
+    Bug(
+        "what dropout decides is written where P is",
+        wide._Half,
+        "_own_decisions",
+        "behind = 4 * BLOCK_M * self.options.block_n => behind = 0",
+        "clusters, dropout",
+        "wrong shared-race",
     ),
     Bug(
         "a chunk of dV is taken for done, and its part of dO for free, one product too early",
