@@ -221,9 +221,9 @@ class Sm90BackwardOptions:
     def later(self) -> bool:
         """Whether a tile's dQ is made while the next one's P or dS is (`sm90.later`)."""
         features = self.features
-        if self.apart or self.ordered or features.block_size or "bias" in features.operands:
+        if self.apart or features.block_size or "bias" in features.operands:
             return False
-        return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies else LATER)
+        return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies or self.ordered else LATER)
 
     @property
     def unmet(self) -> bool:

@@ -223,7 +223,7 @@ class Consumer:
                 here = working.remade(number)
                 loop.next(*here.head(here._head_of(number), *state))
             sums: tuple[fly.Value, ...] = loop.results[0]
-            working.end(loop.results[-1])
+            working.end(loop.results[-1], loop.results[1])
             return sums
 
         result: tuple[fly.Value, ...] = fly.cond(self.walk.exists, all_heads, lambda: zeros)
@@ -242,8 +242,8 @@ class Consumer:
         """`State.slot` of the first tile."""
         return fly.i32(0)
 
-    def end(self, slot: Any) -> None:
-        """What is left to do behind the last tile."""
+    def end(self, slot: Any, q_at: Position) -> None:
+        """What is left to do behind the last tile; `q_at`: one past its slot of Q."""
 
     def head(
         self, head: fly.Value, sums: tuple[fly.Value, ...], q_at: Position, dout_at: Position, slot: Any

@@ -34,6 +34,9 @@ from ..work.kept_pairs import KeptPairs
 from .consumer import Consumer, State, Step
 
 
+NONE = -1  # the number of no tile
+
+
 @dataclass(frozen=True)
 class Pending:
     """A tile whose dQ is still to be made: where its dS is, its query head and its number."""
@@ -51,12 +54,21 @@ class Later(Consumer):
         at = Position.start()
         zeros = fly.broadcast(fly.f32(0.0), self.layout.values).to(self.dtype)
         self._publish(tuple(zeros[i : i + 8] for i in range(0, len(zeros), 8)), at.index)
-        return Pending(at, fly.first_lane(self.work.heads[0]), fly.first_lane(fly.i32(0) + self.walk.tiles.first))
+        first = fly.i32(NONE) if self.options.ordered else fly.i32(0) + self.walk.tiles.first
+        return Pending(at, fly.first_lane(self.work.heads[0]), fly.first_lane(first))
 
-    def end(self, slot: Pending) -> None:
+    def end(self, slot: Pending, q_at: Position) -> None:
         self._wait_for(slot)
         (part,) = wgmma.wait(0, self._dq(slot.at.index))
-        self.add(part, slot.head, slot.tile, slot.at)
+        self._add_late(part, slot, q_at)
+
+    def _add_late(self, part: fly.Value, pending: Pending, q_at: Position) -> None:
+        """Add what was made of a tile, whose turn is that of the slot of Q before `q_at`; there is one tile less."""
+        if self.options.ordered:
+            with fly.when(pending.tile != NONE):
+                self.add(part, pending.head, pending.tile, q_at.before(self.options.stages))
+        else:
+            self.add(part, pending.head, pending.tile, q_at)
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
@@ -75,7 +87,7 @@ class Later(Consumer):
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._publish(ds, here.at.index)
         dk = self._onto_keys(ds, state.q_at, dk)
-        self.add(part, before.head, before.tile, state.q_at)
+        self._add_late(part, before, state.q_at)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
         scores = state.product if step.last else self.scores(*step.next_at(q_next))
         dk, dv = wgmma.wait(0 if step.last else 1, dk, dv)
@@ -135,7 +147,7 @@ class Behind(Later):
         scores = state.product if step.last else self.scores(*step.next_at(q_next))
         part, dv = wgmma.wait(1 + (not step.last), part, dv)
         dout.ring.release(state.dout_at)
-        self.add(part, before.head, before.tile, state.q_at)
+        self._add_late(part, before, state.q_at)
         (dk,) = wgmma.wait(int(not step.last), dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, here)

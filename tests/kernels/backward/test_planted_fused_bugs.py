@@ -16,7 +16,7 @@ from kernels import flash_attn_sm90_bwd as bwd
 from kernels import flash_attn_sm90_bwd_wide as wide
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
-from kernels.sm90 import exchange, key_block, turns
+from kernels.sm90 import exchange, key_block, later, turns
 from kernels.work import row_statistics as rows
 from tests.kernels.backward.fused_calls import wrong as wrong_gradients
 from tests.kernels.backward.planted import Cases, forget, shown
@@ -261,6 +261,22 @@ BUGS = (
         "told.wait(0, 0) => pass",
         "clusters in turn",
         "uninitialised shared-race",
+    ),
+    Bug(
+        "a late part is added in the turn of the tile behind",
+        later.Later,
+        "_add_late",
+        "q_at.before(self.options.stages) => q_at",
+        "in turn",
+        "deadlock wrong",
+    ),
+    Bug(
+        "zeros before the first tile take a turn",
+        later.Later,
+        "_add_late",
+        "pending.tile != NONE => pending.head >= 0",
+        "in turn",
+        "deadlock wrong out-of-bounds",
     ),
     Bug(
         "keys are masked as the next ones",
