@@ -33,7 +33,6 @@ from ..problem.gradients import Weights, transposed
 from ..work.kept_pairs import KeptPairs
 from .consumer import Consumer, State, Step
 
-
 NONE = -1  # the number of no tile
 
 
