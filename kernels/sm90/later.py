@@ -18,7 +18,8 @@ A tile's steps, and what is in flight meanwhile; dQ is that of the tile before:
 
 dP starts from -delta, unless weights are dropped. Consumers do not meet: each goes on when it has written its keys of
 a tile's dS, and waits for the others' a tile later. Who has written a tile's dS has read that of the last but one,
-and in `Behind` that of the last but two: so two slots of dS are enough, or three.
+and in `Behind` that of the last but two: so two slots of dS are enough, or three. Blocks in turn add in the turn of
+the tile before, which has the slot of turns before.
 """
 
 from __future__ import annotations
