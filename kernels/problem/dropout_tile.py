@@ -62,6 +62,11 @@ class Plan:
         shared = sum(1 << mate.shares[1] for mate in self.mates if mate.shares and mate.shares[0] == side)
         return [(i, number) for i, number in enumerate(numbers) if not i & shared]
 
+    @property
+    def calls(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """`made` of the row and of the column of each call that a lane makes, in the order of words."""
+        return itertools.product(self.made("rows"), self.made("columns"))
+
 
 def _number(queries: Side, side: Side, position: int) -> int:
     """Of a row's or column's call."""
@@ -155,7 +160,7 @@ class DecidedTile:
     def of_words(words: Sequence[fly.Value], layout: fly.AccumulatorLayout, queries: Side) -> DecidedTile:
         """Of one accumulator, whose `words` a lane with the same number decided on as `decided_tile` does."""
         made = plan(layout, 1, 1, queries, True)
-        indices = [(r, c) for (r, _), (c, _) in itertools.product(made.made("rows"), made.made("columns"))]
+        indices = [(r, c) for (r, _), (c, _) in made.calls]
         return DecidedTile(made, dict(zip(indices, words, strict=True)))
 
     def place(self, row: int, column: int) -> tuple[Index, int]:
@@ -199,7 +204,7 @@ def decided_tile(
         for side, first, table in (("rows", first_row, made.row_lane), ("columns", first_column, made.column_lane))
     )
     words = {}
-    for (r, row_step), (c, column_step) in itertools.product(made.made("rows"), made.made("columns")):
+    for (r, row_step), (c, column_step) in made.calls:
         query, key = _by_queries(queries, row + row_step, column + column_step)
         words[r, c] = head.decisions(query, key, dropped, rounds)
     for mate in made.mates:

@@ -210,12 +210,7 @@ APART: tuple[Row, ...] = (
     Row(240, 248, lambda b: b.biased, replace(_AGAIN, lengths=True)),
     Row(192, 256, lambda b: b.features.drops, _AGAIN_DECIDES),
     Row(192, 256, lambda b: b.packed or b.features != NO_FEATURES, _AGAIN),
-    Row(
-        128,
-        160,
-        lambda b: b.causal and b.dropped and not (b.packed or b.mixed),
-        replace(_AGAIN, piece=True),
-    ),
+    Row(128, 160, lambda b: b.causal and b.dropped and not (b.packed or b.mixed), replace(_AGAIN, piece=True)),
     Row(128, 192, lambda b: b.features.drops and (b.packed or b.by_head or b.biased), _AGAIN),
     Row(160, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
