@@ -51,7 +51,7 @@ from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
 from .work.gradient_steps import GradientSteps
 from .work.query_tiles import tiles_of_all
-from .work.row_statistics import THREADS, lanes_of_row, row_statistics
+from .work.row_statistics import THREADS, lanes_of_row, row_statistics, rows_of_thread
 from .work.sequences import tokens_of
 from .work.tile_list import BY_KEYS
 
@@ -251,7 +251,8 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     entries, tokens = q.shape[:2]
     memory = partial(torch.empty, dtype=torch.float32, device=q.device)
     numbers = memory((entries, heads, -(-tokens // ALONG) * ALONG))[:, :, :tokens]
-    lines = THREADS // lanes_of_row(request.value_dim)
+    deep = rows_of_thread(request.value_dim)
+    lines = THREADS // lanes_of_row(request.value_dim) * deep
     # blocks of `row_statistics` clear as many rows as they have
     tiles = tiles_of_all(tokens, sequences, options.packed, BLOCK_M)
     padded = -(-tiles * BLOCK_M // lines) * lines
@@ -269,7 +270,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     cleared: dict[str, Any] = {"dq_sums": None} if options.ordered else {}
     if plan.distance:
         cleared = {"dq_sums": sums.flatten(0, 1)[None, : plan.distance * group]}
-    statistics: dict[str, Any] = {"head_dim": request.value_dim}
+    statistics: dict[str, Any] = {"head_dim": request.value_dim, "deep": deep}
     # of the first heads last, whose rows are in the second-level cache then
     order: dict[str, Any] = {"negated": True, "first_heads": plan.distance > 0, "last_first": True}
     delta = {"delta": "deltas"}

@@ -139,7 +139,12 @@ _MIXED = Thrift(roles=True, heads=True, decides=True, late="masked")
 # in order: the first that a build has
 TOGETHER: tuple[Row, ...] = (
     # an address for each of a tile's elements of a bias, beside dP in registers
-    Row(120, 128, lambda b: b.biased and b.features.drops and b.causal, Thrift(late="all", lengths=True)),
+    Row(
+        120,
+        128,
+        lambda b: b.biased and b.features.drops and b.causal,
+        Thrift(decides=True, late="all", lengths=True),
+    ),
     Row(
         120,
         128,

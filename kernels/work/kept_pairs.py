@@ -47,27 +47,31 @@ SIGNS = {"nvvm": Signs(8, 8, 4, nvvm.permute_bytes), "rocdl": Signs(16, 8, 8, ro
 class KeptPairs:
     """Which weights of a tile dropout keeps: bits of words at `places`, those of the accumulators in their order.
 
-    `decided`: the words that these are shifted from, each once.
+    `decided`: the words that these are shifted from, each once; `bits`: which of them each weight's is in, and its
+    number there.
     """
 
     places: tuple[Place, ...]
     signs: Signs
     decided: tuple[fly.Value, ...]
+    bits: tuple[tuple[int, int], ...]
 
     @staticmethod
     def of(tile: DecidedTile, layout: fly.AccumulatorLayout, row: int = 0, column: int = 0) -> KeptPairs:
         """Those of one accumulator of a fragment, which begins at a row and column of the fragment."""
         signs = SIGNS[fly.target().backend]
         found: dict[Any, fly.Value] = {}
-        places = []
+        places, numbers = [], []
         for i, j in zip(layout.value_rows, layout.value_columns, strict=True):
             index, number = tile.place(row + i, column + j)
+            numbers.append((index, number))
             at, bit = divmod(number, signs.every)
             if (index, bit) not in found:
                 found[index, bit] = tile.words[index] << (signs.every - 1 - bit)
             places.append((found[index, bit], at))
-        indices = dict.fromkeys(index for index, _ in found)
-        return KeptPairs(tuple(places), signs, tuple(tile.words[index] for index in indices))
+        indices = list(dict.fromkeys(index for index, _ in numbers))
+        bits = tuple((indices.index(index), number) for index, number in numbers)
+        return KeptPairs(tuple(places), signs, tuple(tile.words[index] for index in indices), bits)
 
     def only(self, weights: Sequence[fly.Value]) -> tuple[fly.Value, ...]:
         """Weights of 16 bits, any number a piece, and 0 for those that are not kept."""
@@ -81,15 +85,14 @@ class KeptPairs:
     def only_f32(self, values: fly.Value) -> fly.Value:
         """f32 of the weights, in the accumulators' order, and 0 for those that are not kept.
 
-        Not by masks: ptxas makes those before it waits for the values, a register each.
+        Not by masks: ptxas makes those before it waits for the values, a register each. In the order of the bits:
+        it then moves seven of a byte to predicates at a time.
         """
-        every = self.signs.every
-        return fly.from_elements(
-            [
-                fly.select((word & as_word(1 << every * (at + 1) - 1)) != 0, value, 0.0)
-                for value, (word, at) in zip(values, self.places, strict=True)
-            ]
-        )
+        kept = {}
+        for i in sorted(range(len(self.bits)), key=self.bits.__getitem__):
+            word, number = self.bits[i]
+            kept[i] = fly.select((self.decided[word] & as_word(1 << number)) != 0, values[i], 0.0)
+        return fly.from_elements([kept[i] for i in range(len(kept))])
 
     def _masks(self) -> Iterator[fly.Value]:
         """Of each two neighbours."""

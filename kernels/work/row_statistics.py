@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import fly
+from fly.ir import memory
 
 from ..problem.scores import LOG2_E
 from .sequences import Sequence
@@ -13,6 +14,7 @@ from .tile_scheduler import head_of_block
 
 THREADS = 256
 LARGEST = float(2**128 - 2**104)  # of float32
+PAIRS = 4  # of vectors, which a thread has registers for
 
 
 @fly.kernel
@@ -28,6 +30,7 @@ def row_statistics(
     *,
     head_dim: int,
     vector: int = 8,
+    deep: int = 1,
     negated: bool = False,
     folded: bool = False,
     first_heads: bool = False,
@@ -39,14 +42,24 @@ def row_statistics(
     sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
     `counts`, (N,) i32. With `first_heads`, dq_sums is (1, N, rows, D), of the first N of all heads of all sequences.
     `negated`: it is -delta that is written, for kernels whose dP starts from it. Grid: (row blocks, H, B or 1), or
-    `folded`, `last_first`: see `head_of_block`; lanes next to each other share a row, `vector` elements at a time.
+    `folded`, `last_first`: see `head_of_block`; lanes next to each other share `deep` rows, at most as many as they
+    are, `vector` elements at a time. All of these are on their way before anything is stored.
     """
     lanes = lanes_of_row(head_dim, vector)
-    rows = fly.block_dim()[0] // lanes
+    rows = fly.block_dim()[0] // lanes * deep
     entries = out.shape[0] if out.rank == 4 else 1
     head, batch, exists = head_of_block(out.shape[-2], entries, folded=folded, last_first=last_first)
     first = fly.block_id.x * rows
-    row, lane = fly.thread_id.x // lanes, fly.thread_id.x % lanes
+    row, lane = fly.thread_id.x // lanes * deep, fly.thread_id.x % lanes
+    everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
+    sides = [everything.rows(x, head, head_dim) for x in (out, dout)]
+    columns = [fly.minimum(c + lane * vector, head_dim - vector) for c in range(0, head_dim, lanes * vector)]
+    # past the end the last row again: a load under a condition is waited for before the next one's
+    numbers = [fly.minimum(first + row + i, everything.length - 1) for i in range(deep)]
+    loaded = [[[_load(side, n, column, vector) for side in sides] for column in columns] for n in numbers]
+    logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
+    number = first + row + lane
+    log = logs.load(fly.minimum(number, everything.length - 1))
     if dq_sums is not None and first_heads:
         place = batch * out.shape[-2] + head
         with fly.when(place < dq_sums.shape[1]):
@@ -55,22 +68,12 @@ def row_statistics(
         _clear(dq_sums, batch, head, first, rows)
     if counts is not None:
         _clear_counts(counts)
-    everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
-    sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
-    logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
-    total = fly.f32(0.0)
-    for column in range(0, head_dim, lanes * vector):
-        at = column + lane * vector
-        inside = fly.minimum(at, head_dim - vector)
-        a, b = (side.load(row, inside, vector).to(fly.f32) for side in sides)
-        part = fly.reduce_sum(a * b)
-        total = total + (part if column + lanes * vector <= head_dim else fly.select(at < head_dim, part, 0.0))
-    bits = [1 << bit for bit in range((lanes - 1).bit_length())]
-    total = fly.reduce_lanes(total, lambda a, b: a + b, bits)
-    number = first + row
-    stores = (lane == 0) & (number < everything.length)
+    totals = [_total(of_row, head_dim, lane, lanes, vector) for of_row in loaded]
+    total = totals[0]
+    for i in range(1, deep):
+        total = fly.select(lane == i, totals[i], total)
+    stores = (lane < deep) & (number < everything.length)
     with fly.when(stores if exists is None else stores & exists):
-        log = logs.load(number)
         empty = log == -math.inf
         if dlse is not None:
             total = total - everything.vector(dlse, head).load(number)
@@ -79,6 +82,25 @@ def row_statistics(
         log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
         lse2_of.store(fly.select(empty, math.inf, log2), number)
         delta_of.store(fly.select(empty, 0.0, -total if negated else total), number)
+
+
+def _load(rows: fly.RowView, number: fly.Value, column: fly.Value, vector: int) -> fly.Value:
+    """Elements of a row that there is."""
+    size = rows.dtype.bytes
+    place = rows.row(number).offset(column * size)
+    return memory.load(place, rows.dtype, vector, align=min(rows.alignment, vector * size))
+
+
+def _total(loaded: list[list[fly.Value]], head_dim: int, lane: fly.Value, lanes: int, vector: int) -> fly.Value:
+    """The products of a row's two sides, added up over its lanes."""
+    total = fly.f32(0.0)
+    for column, (out, dout) in zip(range(0, head_dim, lanes * vector), loaded, strict=True):
+        part = fly.reduce_sum(out.to(fly.f32) * dout.to(fly.f32))
+        # the last columns are loaded again where there are none
+        whole = column + lanes * vector <= head_dim
+        total = total + (part if whole else fly.select(column + lane * vector < head_dim, part, 0.0))
+    bits = [1 << bit for bit in range((lanes - 1).bit_length())]
+    return fly.reduce_lanes(total, lambda a, b: a + b, bits)
 
 
 def _clear(sums: fly.Tensor, batch: Any, head: fly.Value, first: fly.Value, rows: int) -> None:
@@ -104,3 +126,9 @@ def _clear_counts(counts: fly.Tensor) -> None:
 def lanes_of_row(head_dim: int, vector: int = 8) -> int:
     """Lanes that share a row of the preprocessing kernel: a power of two, 16 at most."""
     return min(16, 1 << (-(-head_dim // vector) - 1).bit_length())
+
+
+def rows_of_thread(head_dim: int, vector: int = 8) -> int:
+    """Rows that a thread of the preprocessing kernel has on their way where memory decides: four pairs of vectors."""
+    lanes = lanes_of_row(head_dim, vector)
+    return min(lanes, PAIRS // -(-head_dim // (lanes * vector)))

@@ -139,6 +139,22 @@ BUGS = (
         "wrong",
     ),
     Bug(
+        "a row gets the statistics of the row before",
+        rows.row_statistics,
+        "function",
+        "lane == i => lane == i - 1",
+        "full",
+        "wrong",
+    ),
+    Bug(
+        "rows past the end are loaded",
+        rows.row_statistics,
+        "function",
+        "fly.minimum(first + row + i, everything.length - 1) => first + row + i",
+        "full",
+        "out-of-bounds",
+    ),
+    Bug(
         "dS is read before both have written it",
         bwd.Consumer,
         "_put",
