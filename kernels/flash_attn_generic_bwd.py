@@ -49,7 +49,7 @@ from .problem.mask import QueryRange, TileRange
 from .problem.scores import LOG2_E
 from .work.fragments import row_numbers, store_output
 from .work.gradient_steps import GradientSteps
-from .work.row_statistics import THREADS, lanes_of_row, row_statistics
+from .work.row_statistics import THREADS, row_statistics, rows_of_block
 from .work.score_stages import ScoreStages
 from .work.sequences import Sequence as Tokens
 from .work.sequences import sequences_of, tokens_of
@@ -449,7 +449,7 @@ def prepare(tensors: Tensors, request: Request) -> Launch:
     made = dict.fromkeys(parts, torch.empty(lse.shape, dtype=torch.float32, device=lse.device))
     batch, heads, wave = request.batch, request.num_heads, description.wave_size
     steps = GradientSteps(tensors, request, made, group=heads // request.num_kv_heads)
-    rows, tokens = THREADS // lanes_of_row(request.value_dim), tensors["out"].shape[-3]
+    rows, tokens = rows_of_block(request.value_dim), tensors["out"].shape[-3]
     entries = 1 if tensors["out"].dim() == 3 else batch
     steps.add(row_statistics, (-(-tokens // rows), heads, entries), THREADS, head_dim=request.value_dim)
     steps.add_sinks()

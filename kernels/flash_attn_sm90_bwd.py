@@ -51,7 +51,7 @@ from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
 from .work.gradient_steps import GradientSteps
 from .work.query_tiles import tiles_of_all
-from .work.row_statistics import THREADS, lanes_of_row, row_statistics, rows_of_thread
+from .work.row_statistics import THREADS, row_statistics, rows_of_block, rows_of_thread
 from .work.sequences import tokens_of
 from .work.tile_list import BY_KEYS
 
@@ -252,8 +252,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     memory = partial(torch.empty, dtype=torch.float32, device=q.device)
     numbers = memory((entries, heads, -(-tokens // ALONG) * ALONG))[:, :, :tokens]
     deep = rows_of_thread(request.value_dim)
-    lines = THREADS // lanes_of_row(request.value_dim) * deep
-    # blocks of `row_statistics` clear as many rows as they have
+    lines = rows_of_block(request.value_dim, deep)
     tiles = tiles_of_all(tokens, sequences, options.packed, BLOCK_M)
     padded = -(-tiles * BLOCK_M // lines) * lines
     sums = memory((entries, heads, padded, options.pieces * options.dq_columns))

@@ -13,7 +13,7 @@ from fly.runtime.device import device_of
 from ..problem.contract import Launch, Request, Tensors
 from ..work.gradient_steps import GradientSteps
 from ..work.query_tiles import tiles_of_all
-from ..work.row_statistics import THREADS, lanes_of_row, row_statistics
+from ..work.row_statistics import THREADS, row_statistics, rows_of_block
 from .backward import BLOCK_M, WAVES, Gfx950BackwardOptions
 from .dq_in_place import clear_dq, order_dq
 from .dq_sums import round_dq
@@ -49,7 +49,7 @@ def prepare_backward(
     sequences, heads = request.batch, request.num_heads
     tokens, lse = tensors["out"].shape[-3], tensors["lse"]
     entries = 1 if packed else sequences
-    lines = THREADS // lanes_of_row(request.value_dim)
+    lines = rows_of_block(request.value_dim)
     tiles = tiles_of_all(tokens, sequences, packed, BLOCK_M) + spare_tiles
     padded = -(-tiles * BLOCK_M // lines) * lines  # blocks of `row_statistics` clear as many rows as they have
     in_place = request.dq_accumulate == "16bit"

@@ -159,7 +159,8 @@ TOGETHER: tuple[Row, ...] = (
         Thrift(roles=True, late="masked", lengths=True),
     ),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
-    Row(48, 64, lambda b: b.biased and b.features.drops and b.causal, _ROLES),
+    # dropout's predicates beside addresses of sums, which ptxas loads what they start from for in every tile else
+    Row(48, 64, lambda b: b.features.drops and b.causal and (b.biased or not b.packed), _ROLES),
     # P in two forms and dropout's words beside dP
     Row(112, 128, lambda b: b.mixed, _MIXED),
     # loops for part and for whole blocks of the list

@@ -46,7 +46,7 @@ def row_statistics(
     are, `vector` elements at a time. All of these are on their way before anything is stored.
     """
     lanes = lanes_of_row(head_dim, vector)
-    rows = fly.block_dim()[0] // lanes * deep
+    rows = rows_of_block(head_dim, deep, vector)
     entries = out.shape[0] if out.rank == 4 else 1
     head, batch, exists = head_of_block(out.shape[-2], entries, folded=folded, last_first=last_first)
     first = fly.block_id.x * rows
@@ -126,6 +126,11 @@ def _clear_counts(counts: fly.Tensor) -> None:
 def lanes_of_row(head_dim: int, vector: int = 8) -> int:
     """Lanes that share a row of the preprocessing kernel: a power of two, 16 at most."""
     return min(16, 1 << (-(-head_dim // vector) - 1).bit_length())
+
+
+def rows_of_block(head_dim: int, deep: int = 1, vector: int = 8) -> int:
+    """Rows of a block of the preprocessing kernel, which clears as many of `dq_sums`."""
+    return THREADS // lanes_of_row(head_dim, vector) * deep
 
 
 def rows_of_thread(head_dim: int, vector: int = 8) -> int:
