@@ -252,8 +252,14 @@ def flash_attn_generic_dkdv(
         )
         count = fly.reread(group)
         first_head = kv_head * count
-        for head, carried in (heads := fly.range(first_head, first_head + count, carry=sums)):
-            place = HeadOfKeys(fly.remade(batch), head, seen)
+        again = options.remakes_tiles()
+        start = fly.i32(0) if again else first_head
+        for number, carried in (heads := fly.range(start, start + count, carry=sums)):
+            place = HeadOfKeys(fly.remade(batch), first_head + number if again else number, seen)
+            if again:
+                with fly.reread_ids():
+                    *_, first_key = keys_here()
+                    mine = replace(mine, tiles=inverse.tiles(first_key, options.block_m, options.block_n))
             if not in_registers:
                 with fly.reread_ids():
                     stay = [arrived(fly.wave_id() * options.wave_rows) for arrived in arriving]

@@ -79,6 +79,11 @@ class BackwardOptions:
         odd = padded(self.head_dim) % 64 != 0 and (self.head_dim > 64 or self.masks_in_parts)
         return (odd or self.scarce) and self.features.drops and fly.target().backend == "rocdl"
 
+    def remakes_tiles(self) -> bool:
+        """Whether every head finds out anew where its tiles are, for want of registers: with dropout on NVIDIA."""
+        of = self.features
+        return of.drops and not of.modifies and fly.target().backend == "nvvm"
+
     def block_bytes(self, kernel: str, wave_size: int) -> int:
         """Shared memory of a block, where no tile is stored transposed as well."""
         dim, dim_v = padded(self.head_dim, self.power_of_two), padded(self.head_dim_v, self.power_of_two)
