@@ -255,7 +255,8 @@ def flash_attn_generic_dkdv(
         again = options.remakes_tiles()
         start = fly.i32(0) if again else first_head
         for number, carried in (heads := fly.range(start, start + count, carry=sums)):
-            place = HeadOfKeys(fly.remade(batch), first_head + number if again else number, seen)
+            head = first_head + number if again else number
+            place = HeadOfKeys(fly.remade(batch), head, seen)
             if again:
                 with fly.reread_ids():
                     *_, first_key = keys_here()
