@@ -159,7 +159,7 @@ TOGETHER: tuple[Row, ...] = (
         Thrift(roles=True, late="masked", lengths=True),
     ),
     Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
-    # dropout's predicates beside addresses of sums, which ptxas loads what they start from for in every tile else
+    # beside dropout's predicates, where ptxas loads what addresses of sums start from in every tile else
     Row(48, 64, lambda b: b.features.drops and b.causal and (b.biased or not b.packed), _ROLES),
     # P in two forms and dropout's words beside dP
     Row(112, 128, lambda b: b.mixed, _MIXED),

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import fly
-from fly.ir import memory
 
 from ..problem.scores import LOG2_E
 from .sequences import Sequence
@@ -52,11 +51,11 @@ def row_statistics(
     first = fly.block_id.x * rows
     row, lane = fly.thread_id.x // lanes * deep, fly.thread_id.x % lanes
     everything = Sequence(batch if out.rank == 4 else None, None, out.shape[-3])
-    sides = [everything.rows(x, head, head_dim) for x in (out, dout)]
+    sides = [everything.rows(x, head, head_dim).window(first, rows) for x in (out, dout)]
     columns = [fly.minimum(c + lane * vector, head_dim - vector) for c in range(0, head_dim, lanes * vector)]
     # past the end the last row again: a load under a condition is waited for before the next one's
-    numbers = [fly.minimum(first + row + i, everything.length - 1) for i in range(deep)]
-    loaded = [[[_load(side, n, column, vector) for side in sides] for column in columns] for n in numbers]
+    inside = [fly.minimum(row + i, everything.length - 1 - first) for i in range(deep)]
+    loaded = [[[side.load_inside(i, column, vector) for side in sides] for column in columns] for i in inside]
     logs, lse2_of, delta_of = (everything.vector(x, head) for x in (lse, lse2, delta))
     number = first + row + lane
     log = logs.load(fly.minimum(number, everything.length - 1))
@@ -82,13 +81,6 @@ def row_statistics(
         log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
         lse2_of.store(fly.select(empty, math.inf, log2), number)
         delta_of.store(fly.select(empty, 0.0, -total if negated else total), number)
-
-
-def _load(rows: fly.RowView, number: fly.Value, column: fly.Value, vector: int) -> fly.Value:
-    """Elements of a row that there is."""
-    size = rows.dtype.bytes
-    place = rows.row(number).offset(column * size)
-    return memory.load(place, rows.dtype, vector, align=min(rows.alignment, vector * size))
 
 
 def _total(loaded: list[list[fly.Value]], head_dim: int, lane: fly.Value, lanes: int, vector: int) -> fly.Value:

@@ -150,7 +150,7 @@ BUGS = (
         "rows past the end are loaded",
         rows.row_statistics,
         "function",
-        "fly.minimum(first + row + i, everything.length - 1) => first + row + i",
+        "fly.minimum(row + i, everything.length - 1 - first) => row + i",
         "full",
         "out-of-bounds",
     ),
