@@ -221,14 +221,14 @@ def test_grids_fold_where_there_are_more_heads_or_sequences_than_places(emulate,
     emulate("sm_90a", "generic")
     monkeypatch.setattr(tile_scheduler, "MAX_GRID_YZ", 3)
     forget(monkeypatch)
-    inputs = Inputs([5] * 5, [20] * 5, heads=2, kv_heads=2, seed=seed)
+    inputs = Inputs([5] * 5, [20] * 5, heads=11, kv_heads=11, seed=seed)
     q, k, v = inputs.tensors()
-    dout, sink = inputs.floats(*q.shape, dtype=q.dtype), inputs.floats(2).requires_grad_()
+    dout, sink = inputs.floats(*q.shape, dtype=q.dtype), inputs.floats(11).requires_grad_()
     leaves = [*(x.requires_grad_() for x in (q, k, v)), sink]
     with bindings() as bound:
         found = torch.autograd.grad(flydsl_flash_attn_func(*leaves[:3], sink=sink), leaves, dout)
-    # 10 heads of sequences in 3 * 4 places, two of them spare
-    assert {binding.grid[1:] for binding in bound} == {(3, 4)} and len(bound) == 5
+    # 55 heads of sequences in 3 * 19 places, two of them spare; fewer heads may all have a sink of small error
+    assert {binding.grid[1:] for binding in bound} == {(3, 19)} and len(bound) == 5
     assert not gradients(q, k, v, True, dout, of=["sink"], sink=sink).wrong(found), f"seed {seed}"
 
 
