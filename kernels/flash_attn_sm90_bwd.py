@@ -86,11 +86,12 @@ def flash_attn_sm90_bwd(
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and -delta of (B, H, Sq) f32
-    (`work.row_statistics`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or packed (tokens, Hkv, D) with (B + 1,)
-    i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these are, dq is written where somebody has a
-    part in it; where sums are cleared `distance` key heads ahead, `counts` are those of `sm90.ahead`. `tokens` is Sq,
-    or all queries of packed sequences, `group` H / Hkv. With `options.parts`, `group` is a part's, and dk_sums and
-    dv_sums, see `group_parts.place_of`, get what is dk and dv else.
+    (`work.row_statistics`, `dropped` where `options.adds_kept`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or
+    packed (tokens, Hkv, D) with (B + 1,) i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these
+    are, dq is written where somebody has a part in it; where sums are cleared `distance` key heads ahead, `counts`
+    are those of `sm90.ahead`. `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv. With
+    `options.parts`, `group` is a part's, and dk_sums and dv_sums, see `group_parts.place_of`, get what is dk and dv
+    else.
     Grid: (key blocks, key heads, `sequences`), or `folded`; where `options.sectioned`, `sections.grid`. `consumer`:
     another one than `Consumer`.
     """
@@ -272,13 +273,13 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     statistics: dict[str, Any] = {"head_dim": request.value_dim, "deep": deep}
     # of the first heads last, whose rows are in the second-level cache then
     order: dict[str, Any] = {"negated": True, "first_heads": plan.distance > 0, "last_first": True}
-    delta = {"delta": "deltas"}
+    delta, dropped = {"delta": "deltas"}, ["dropped"] if options.adds_kept else []
     blocks = padded // lines, heads, entries
-    steps.add(row_statistics, blocks, THREADS, called=delta, instead=cleared, **statistics, **order)
+    steps.add(row_statistics, blocks, THREADS, dropped, called=delta, instead=cleared, **statistics, **order)
     if "delta" in tensors:
         blocks = -(-tokens // lines), heads, entries
         steps.add(row_statistics, blocks, THREADS, instead={"dq_sums": None, "counts": None}, **statistics)
-    steps.add_sinks(called=delta, negated=True)
+    steps.add_sinks(dropped, called=delta, negated=True)
 
     tiles_of = zip(options.tiles.items(), (q, k, v, dout), strict=True)
     given: dict[str, Any] = {

@@ -112,6 +112,14 @@ class Sm90BackwardOptions:
         return self.features.modifies or self.features.drops
 
     @property
+    def adds_kept(self) -> bool:
+        """Whether dS begins as P times -delta, which has dropout's share in it, and gets P times dP of kept weights.
+
+        Where nothing modifies scores, whose derivatives are in P then, and consumers are not apart.
+        """
+        return self.features.drops and not (self.features.modifies or self.apart)
+
+    @property
     def remakes_keys(self) -> bool:
         """Whether keys' numbers, for masks, are made again by every tile: not where a bias needs the same."""
         limited = self.causal or self.features.windowed or self.features.ends_early

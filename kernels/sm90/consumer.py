@@ -409,6 +409,9 @@ class Consumer:
         self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
+        if kept is not None and self.options.adds_kept:
+            less = self.less(at, j, step)
+            return self._narrow(made.weights.map(lambda x, r, c: kept.add_f32(x * less.tiles[r][c], x, excess)))
         if kept is not None:
             excess = kept.only_f32(excess)
         return self._narrow(self.pull(made, excess, at, j, step))
@@ -465,10 +468,15 @@ class Consumer:
         return made.score_gradients(products, less).raw
 
     def less(self, at: Position, j: fly.Value, step: Step) -> fly.Fragment:
-        """-delta of each of tile j's queries, laid out as transposed scores; statistics are in slot `at`."""
+        """-delta of each of tile j's queries, with dropout times the share that is kept; statistics are in slot `at`.
+
+        Laid out as transposed scores.
+        """
         like = fly.Fragment.zeros(transposed_layout(self.layout), 1, 1)
         queries, ends = row_numbers(like.layout, 1, j * BLOCK_M), step.masked or step.walk.listed is not None
-        less = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends).map(step.given.of_kept)
+        less = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends)
+        if not self.options.adds_kept:
+            less = less.map(step.given.of_kept)
         return like.map(lambda x, r, c: like.spread(less, r))
 
     def add(self, part: fly.Value, head: Any, j: fly.Value, at: Position) -> None:

@@ -49,13 +49,15 @@ class GradientSteps:
         statics = {**statics, **fold}
         self._kernels.append(bind_kernel(kernel, grid, threads, arguments, statics, called=called, operands=operands))
 
-    def add_sinks(self, called: Mapping[str, str] | None = None, **statics: Any) -> None:
+    def add_sinks(
+        self, operands: Sequence[str] = (), *, called: Mapping[str, str] | None = None, **statics: Any
+    ) -> None:
         """The kernel of sinks' gradients, where they are wanted; see `add`."""
         if (dsink := self._tensors.get("dsink")) is None:
             return
         wave = target(device_of(dsink.device).target).wave_size
         grid = dsink.shape[0], self._request.num_heads, self._request.batch
-        self.add(sink_gradients, grid, wave, called=called, **statics)
+        self.add(sink_gradients, grid, wave, operands, called=called, **statics)
 
     def launch(self) -> Launch:
         """All of them, one after the other."""

@@ -83,16 +83,27 @@ class KeptPairs:
         return tuple(found)
 
     def only_f32(self, values: fly.Value) -> fly.Value:
-        """f32 of the weights, in the accumulators' order, and 0 for those that are not kept.
+        """f32 of the weights, in the accumulators' order, and 0 for those that are not kept."""
+        return self._chosen(lambda i: values[i], lambda i: fly.f32(0.0))
+
+    def add_f32(self, sums: fly.Value, weights: fly.Value, values: fly.Value) -> fly.Value:
+        """f32 of the weights times `values` on top of `sums`, which are what is left where they are not kept.
+
+        All in the accumulators' order. An addition under a predicate is one instruction.
+        """
+        return self._chosen(lambda i: fly.fma(weights[i], values[i], sums[i]), lambda i: sums[i])
+
+    def _chosen(self, kept: Callable[[int], fly.Value], dropped: Callable[[int], fly.Value]) -> fly.Value:
+        """Of each weight one of two numbers.
 
         Not by masks: ptxas makes those before it waits for the values, a register each. In the order of the bits:
         it then moves seven of a byte to predicates at a time.
         """
-        kept = {}
+        found = {}
         for i in sorted(range(len(self.bits)), key=self.bits.__getitem__):
             word, number = self.bits[i]
-            kept[i] = fly.select((self.decided[word] & as_word(1 << number)) != 0, values[i], 0.0)
-        return fly.from_elements([kept[i] for i in range(len(kept))])
+            found[i] = fly.select((self.decided[word] & as_word(1 << number)) != 0, kept(i), dropped(i))
+        return fly.from_elements([found[i] for i in range(len(found))])
 
     def _masks(self) -> Iterator[fly.Value]:
         """Of each two neighbours."""

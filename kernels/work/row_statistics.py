@@ -7,6 +7,7 @@ from typing import Any
 
 import fly
 
+from ..problem.dropout_tile import kept_share
 from ..problem.scores import LOG2_E
 from .sequences import Sequence
 from .tile_scheduler import head_of_block
@@ -26,7 +27,7 @@ def row_statistics(
     delta: fly.Tensor,
     dq_sums: fly.Tensor | None,
     counts: fly.Tensor | None,
-    *,
+    *dropped: fly.Operand,
     head_dim: int,
     vector: int = 8,
     deep: int = 1,
@@ -40,9 +41,10 @@ def row_statistics(
     out, dout: (B, S, H, D); lse, dlse, lse2, delta: (B, H, S) f32; packed, (total, H, D) and (H, total), whatever the
     sequences are. `dq_sums`, (B, H, rows, D) f32 with a multiple of a block's rows, becomes zeros, and so do
     `counts`, (N,) i32. With `first_heads`, dq_sums is (1, N, rows, D), of the first N of all heads of all sequences.
-    `negated`: it is -delta that is written, for kernels whose dP starts from it. Grid: (row blocks, H, B or 1), or
-    `folded`, `last_first`: see `head_of_block`; lanes next to each other share `deep` rows, at most as many as they
-    are, `vector` elements at a time. All of these are on their way before anything is stored.
+    `negated`: it is -delta that is written, for kernels whose dP starts from it. `dropped`: with dropout's threshold,
+    i32, delta is times the share of the weights that is kept. Grid: (row blocks, H, B or 1), or `folded`,
+    `last_first`: see `head_of_block`; lanes next to each other share `deep` rows, at most as many as they are,
+    `vector` elements at a time. All of these are on their way before anything is stored.
     """
     lanes = lanes_of_row(head_dim, vector)
     rows = rows_of_block(head_dim, deep, vector)
@@ -80,6 +82,8 @@ def row_statistics(
         # a sink or a bias near -3e38: hidden scores less -inf would be NaN
         log2 = fly.select(log2 < -LARGEST, -LARGEST, log2)
         lse2_of.store(fly.select(empty, math.inf, log2), number)
+        for threshold in dropped:
+            total = total * kept_share(threshold)  # type: ignore[arg-type]  # a Value in here
         delta_of.store(fly.select(empty, 0.0, -total if negated else total), number)
 
 

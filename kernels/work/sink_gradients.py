@@ -5,6 +5,7 @@ from __future__ import annotations
 import fly
 from fly.ir.memory import load_bounded
 
+from ..problem.dropout_tile import kept_share
 from ..problem.scores import LOG2_E
 from .row_statistics import LARGEST
 from .sequences import Sequence, tokens_of
@@ -27,16 +28,16 @@ def sink_gradients(
     dsink: fly.Tensor,
     cu_seqlens_q: fly.Tensor | None,
     seqused_q: fly.Tensor | None,
-    *,
+    *dropped: fly.Operand,
     negated: bool = False,
     folded: bool = False,
 ) -> None:
     """dsink[part, b, h] = -sum of exp(sink[h] - lse[i]) * delta[i] over a part of sequence b's rows i.
 
     A sink's weight in a row is exp(sink - lse), and its value is zero, so that of dP - delta there is -delta. out as
-    of the forward pass, for its sizes; lse2 and delta as `row_statistics` leaves them, `negated` or not; sink: (H,)
-    floats; dsink: (parts, B, H) f32, every element of which is written. Rows that no sequence has do not count. Grid:
-    (parts, H, B) of one wave each, which has `rows_of_part` rows.
+    of the forward pass, for its sizes; lse2 and delta as `row_statistics` leaves them, `negated` or not, of the same
+    `dropped`; sink: (H,) floats; dsink: (parts, B, H) f32, every element of which is written. Rows that no sequence
+    has do not count. Grid: (parts, H, B) of one wave each, which has `rows_of_part` rows.
     """
     part = fly.block_id.x
     head, batch, exists = head_of_block(dsink.shape[2], dsink.shape[1], folded=folded)
@@ -54,6 +55,8 @@ def sink_gradients(
         weight = fly.exp2(fly.minimum(own - log, 0.0))
         total = total + fly.select(offset < bound, weight * (excess if negated else -excess), 0.0)
     total = fly.lane_sum(total)
+    for threshold in dropped:
+        total = total * fly.rcp(kept_share(threshold))  # type: ignore[arg-type]  # a Value in here
     first_lane = fly.thread_id.x == 0
     with fly.when(first_lane if exists is None else first_lane & exists):
         dsink.store(total, part, batch, head)

@@ -18,6 +18,8 @@ from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90 import exchange, key_block, later, turns
 from kernels.work import row_statistics as rows
+from kernels.work.kept_pairs import KeptPairs
+from kernels.work.sink_gradients import sink_gradients
 from tests.kernels.backward.fused_calls import wrong as wrong_gradients
 from tests.kernels.backward.planted import Cases, forget, shown
 from tests.kernels.backward.test_dropout_kernels import state_of
@@ -52,11 +54,22 @@ def wrong(
     return bool(gradients(q, k, v, causal, dout).wrong(found))
 
 
-def wrong_with_dropout(seed: int, head_dim: int) -> bool:
-    """Of a call whose consumers share keys."""
-    with config.BACKWARD_KERNEL.set_to("sm90_wide"):
+def wrong_with_dropout(seed: int, head_dim: int, kernel: str = "sm90_wide") -> bool:
+    """Of a call whose weights are dropped."""
+    with config.BACKWARD_KERNEL.set_to(kernel):
         inputs = Inputs([150], [100], 1, 1, head_dim, seed=seed)
         return bool(wrong_gradients(inputs, False, dropout_p=0.3, rng_state=state_of(seed)))
+
+
+def wrong_of_sinks(seed: int) -> bool:
+    """With dropout; by more than a fiftieth of the largest, as plain attention's own error may be small."""
+    inputs = Inputs([90], [70], 8, 8, 64, seed=seed)
+    q, k, v = inputs.tensors()
+    dout, options = inputs.floats(*q.shape, dtype=q.dtype), {"dropout_p": 0.4, "rng_state": state_of(seed)}
+    *leaves, sink = [x.requires_grad_() for x in (q, k, v, inputs.floats(8))]
+    (found,) = torch.autograd.grad(flydsl_flash_attn_func(*leaves, False, sink=sink, **options), sink, dout)
+    exact = gradients(q, k, v, False, dout, of=["sink"], sink=sink, **options).exact[-1]
+    return bool((found - exact).abs().max() > 0.02 * exact.abs().max())
 
 
 def wrong_with_lists(seed: int) -> bool:
@@ -87,6 +100,8 @@ CASES: Cases = {
     "clusters in turn": lambda seed: wrong(seed, 70, 140, deterministic=True, kernel="sm90_wide"),
     "clusters, dropout": lambda seed: wrong_with_dropout(seed, 64),
     "chunks, dropout": lambda seed: wrong_with_dropout(seed, 256),
+    "dropout": lambda seed: wrong_with_dropout(seed, 64, "sm90"),
+    "sinks, dropout": wrong_of_sinks,
 }
 
 BUGS = (
@@ -153,6 +168,38 @@ BUGS = (
         "fly.minimum(row + i, everything.length - 1 - first) => row + i",
         "full",
         "out-of-bounds",
+    ),
+    Bug(
+        "delta is not times the share that dropout keeps",
+        rows.row_statistics,
+        "function",
+        "total = total * kept_share(threshold) => pass",
+        "dropout",
+        "wrong",
+    ),
+    Bug(
+        "gradients of sinks are times that share",
+        sink_gradients,
+        "function",
+        "total = total * fly.rcp(kept_share(threshold)) => pass",
+        "sinks, dropout",
+        "wrong",
+    ),
+    Bug(
+        "dP of what is dropped is in dS",
+        KeptPairs,
+        "add_f32",
+        "lambda i: sums[i]) => lambda i: fly.fma(weights[i], values[i], sums[i]))",
+        "dropout",
+        "wrong",
+    ),
+    Bug(
+        "what is dropped has no -delta in dS",
+        KeptPairs,
+        "add_f32",
+        "lambda i: sums[i]) => lambda i: fly.f32(0.0))",
+        "dropout",
+        "wrong",
     ),
     Bug(
         "dS is read before both have written it",
