@@ -146,7 +146,7 @@ TOGETHER: tuple[Row, ...] = (
         Thrift(decides=True, late="all", lengths=True),
     ),
     Row(
-        120,
+        112,
         128,
         lambda b: b.biased and b.features.drops,
         Thrift(roles=True, late="all", lengths=True, masks=True),
@@ -158,7 +158,7 @@ TOGETHER: tuple[Row, ...] = (
         lambda b: b.biased and b.features.drops and not b.causal,
         Thrift(roles=True, late="masked", lengths=True),
     ),
-    Row(72, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
+    Row(64, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     # beside dropout's predicates, where ptxas loads what addresses of sums start from in every tile else
     Row(48, 64, lambda b: b.features.drops and b.causal and (b.biased or not b.packed), _ROLES),
     # P in two forms and dropout's words beside dP
@@ -166,27 +166,27 @@ TOGETHER: tuple[Row, ...] = (
     # loops for part and for whole blocks of the list
     Row(120, 128, lambda b: b.lists_and_drops, Thrift(roles=True, decides=True)),
     # a head's slope beside that
-    Row(120, 128, lambda b: b.with_slopes and b.features.block_size is not None, Thrift(roles=True, late="masked")),
+    Row(112, 128, lambda b: b.with_slopes and b.features.block_size is not None, Thrift(roles=True, late="masked")),
     Row(
         120,
         128,
         lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands,
         Thrift(roles=True, heads=True, late="all"),
     ),
-    Row(120, 128, lambda b: b.packed and b.features.drops, _ROLES),
-    Row(120, 128, lambda b: b.causal and b.with_slopes and b.features.drops, Thrift(places=True)),
+    Row(112, 128, lambda b: b.packed and b.features.drops, _ROLES),
+    Row(112, 128, lambda b: b.causal and b.with_slopes and b.features.drops, Thrift(places=True)),
     # loops over pairs of tiles
     Row(120, 128, lambda b: b.paired and b.causal and b.packed, Thrift(roles=True, late="masked")),
-    Row(120, 128, lambda b: b.paired and (b.causal or b.packed), _ROLES),
+    Row(112, 128, lambda b: b.paired and (b.causal or b.packed), _ROLES),
 )
 # here all blocks have the turn's numbers besides
 IN_TURN: tuple[Row, ...] = (
     Row(112, 128, lambda b: b.biased and not b.causal, replace(_BIASED, turned=True)),
     Row(112, 128, lambda b: b.biased, replace(_BIASED, masks=True, piece=True)),
     Row(104, 128, lambda b: b.biased, _BIASED),
-    Row(72, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
-    Row(56, 64, lambda b: b.biased and b.causal, _PLACES),
-    Row(56, 64, lambda b: b.biased, _AGAIN),
+    Row(64, 96, lambda b: b.biased, Thrift(roles=True, heads=True, late="all")),
+    Row(0, 64, lambda b: b.biased and b.causal, _PLACES),
+    Row(0, 64, lambda b: b.biased, _AGAIN),
     Row(104, 128, lambda b: b.mixed, Thrift(roles=True, heads=True, decides=True, late="all")),
     Row(88, 96, lambda b: b.mixed, _AGAIN),
     Row(104, 128, lambda b: b.capped, _AGAIN),
@@ -197,7 +197,7 @@ IN_TURN: tuple[Row, ...] = (
     Row(120, 128, lambda b: b.by_head, Thrift(roles=True)),
     Row(120, 128, lambda b: b.packed, _AGAIN),
     Row(104, 120, lambda b: b.packed and b.causal, _AGAIN),
-    Row(72, 96, lambda b: b.packed, Thrift(roles=True)),
+    Row(64, 96, lambda b: b.packed, Thrift(roles=True)),
 )
 
 
