@@ -12,6 +12,7 @@ the rounds' ratios. A checkout against itself shows how much of that is noise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -32,7 +33,7 @@ READY = "ready"
 class Cell:
     """One call of `flydsl_flash_attn_func`: sizes, and keyword arguments that JSON holds.
 
-    `packed`: sequences of `queries` and `keys` one after the other.
+    `packed`: sequences of `queries` and `keys` one after the other. `gradients`: only those of q, k and v are timed.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Cell:
     dtype: str = "bf16"
     head_dim_v: int | None = None
     packed: bool = False
+    gradients: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,6 +81,12 @@ def cells() -> Iterator[Cell]:
         yield Cell(
             f"generic D{head_dim} S2048 causal", 4, 2048, 2048, 16, 16, head_dim, True, options={"generic": True}
         )
+    forms = {"": {}, " dropout": {"dropout_p": 0.1, "rng_state": (1, 2)}, " in turn": {"deterministic": True}}
+    for head_dim, (form, options) in itertools.product((64, 96, 128, 192, 256), forms.items()):
+        for length, causal in itertools.product((1024, 4096, 16384), (True, False)):
+            name, heads = f"gradients{form} D{head_dim} S{length} {'causal' if causal else 'full'}", 2048 // head_dim
+            sizes = 16384 // length, length, length, heads, heads, head_dim
+            yield Cell(name, *sizes, causal, gradients=True, options=options)
 
 
 def call_of(cell: Cell) -> Any:
@@ -104,7 +112,14 @@ def call_of(cell: Cell) -> Any:
             options |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": length}
     if "window_size" in options:
         options["window_size"] = tuple(options["window_size"])
-    return lambda: flydsl_flash_attn_func(q, k, v, cell.causal, **options)
+    if "rng_state" in options:
+        options["rng_state"] = torch.tensor(options["rng_state"], device="cuda")
+    if not cell.gradients:
+        return lambda: flydsl_flash_attn_func(q, k, v, cell.causal, **options)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flydsl_flash_attn_func(*leaves, cell.causal, **options)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def work() -> None:
