@@ -221,14 +221,14 @@ APART: tuple[Row, ...] = (
     Row(160, 192, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.packed or b.added or (b.causal and b.features.masks_every_tile), _ROLES),
     Row(160, 192, lambda b: b.limited and (b.capped or b.features.score_mod is not None), _TILES),
-    Row(144, 192, lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands, _AGAIN),
+    Row(128, 192, lambda b: b.causal and b.with_slopes and "softcap" in b.features.operands, _AGAIN),
     Row(160, 192, lambda b: b.limited or (b.capped and b.causal), _ROLES),
     Row(128, 160, lambda b: b.dropped, _AGAIN),
-    Row(144, 160, lambda b: b.clears and not b.causal, _ROLES),
-    Row(144, 160, lambda b: b.features == NO_FEATURES and b.packed and not b.causal, _AGAIN),
-    Row(144, 160, lambda b: b.causal and b.changes_little, _ROLES),
-    Row(144, 152, lambda b: b.causal and not b.packed and (b.limited or b.loads), _ROLES),
-    Row(144, 160, lambda b: not (b.causal or b.packed) and b.limited, _ROLES),
+    Row(128, 160, lambda b: b.clears and not b.causal, _ROLES),
+    Row(128, 160, lambda b: b.features == NO_FEATURES and b.packed and not b.causal, _AGAIN),
+    Row(128, 160, lambda b: b.causal and b.changes_little, _ROLES),
+    Row(128, 152, lambda b: b.causal and not b.packed and (b.limited or b.loads), _ROLES),
+    Row(128, 160, lambda b: not (b.causal or b.packed) and b.limited, _ROLES),
     Row(152, 160, lambda b: not (b.causal or b.packed) and b.added and not b.biased, _ROLES),
 )
 APART_IN_TURN: tuple[Row, ...] = (
@@ -241,11 +241,11 @@ APART_IN_TURN: tuple[Row, ...] = (
     Row(160, 184, lambda b: b.mixed, _DECIDES),
     Row(128, 160, lambda b: b.dropped, _DECIDES),
     Row(160, 192, lambda b: b.sloped and b.causal, _ROLES),
-    Row(144, 160, lambda b: b.sloped, _ROLES),
+    Row(128, 160, lambda b: b.sloped, _ROLES),
     Row(184, 192, lambda b: b.packed or b.biased, _AGAIN),
     Row(160, 184, lambda b: b.packed or (b.biased and b.causal), _AGAIN),
-    Row(144, 160, lambda b: b.packed, _AGAIN),
-    Row(144, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),
+    Row(128, 160, lambda b: b.packed, _AGAIN),
+    Row(128, 160, lambda b: b.capped or (b.causal and b.features == NO_FEATURES), _ROLES),
 )
 
 
