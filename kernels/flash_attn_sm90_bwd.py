@@ -46,7 +46,7 @@ from .sm90.exchange import Exchange
 from .sm90.group_parts import parts_of, round_keys, sums_of
 from .sm90.key_block import Buffers, produce
 from .sm90.key_work import KeyBlocks, Place, with_sizes_anew
-from .sm90.later import Behind, Later
+from .sm90.later import Alternating, Behind, Later
 from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
 from .work.gradient_steps import GradientSteps
@@ -86,7 +86,7 @@ def flash_attn_sm90_bwd(
     """dv = P^T dout, dk = softmax_scale * dS^T q, dq_sums += dS k.
 
     q, dout: maps of (B, Sq, H, D) tensors, k, v of (B, Skv, Hkv, D), lse2 and -delta of (B, H, Sq) f32
-    (`work.row_statistics`, `dropped` where `options.adds_kept`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or
+    (`work.row_statistics`, `dropped` where `options.alternates`), packed ones with B = 1; dk, dv (B, Skv, Hkv, D) or
     packed (tokens, Hkv, D) with (B + 1,) i32 offsets; dq_sums: see `sm90.dq_sums`, with turns, whose `counts` these
     are, dq is written where somebody has a part in it; where sums are cleared `distance` key heads ahead, `counts`
     are those of `sm90.ahead`. `tokens` is Sq, or all queries of packed sequences, `group` H / Hkv. With
@@ -178,7 +178,7 @@ def _consumer_of(options: Sm90BackwardOptions) -> type[Consumer]:
         return Paired
     if not options.later:
         return Consumer
-    return Behind if options.behind else Later
+    return Alternating if options.alternates else Behind if options.behind else Later
 
 
 def _options_of(tensors: Tensors, request: Request, apart: bool) -> Sm90BackwardOptions:
@@ -273,7 +273,7 @@ def prepare(tensors: Tensors, request: Request, consumer: type[Consumer] | None 
     statistics: dict[str, Any] = {"head_dim": request.value_dim, "deep": deep}
     # of the first heads last, whose rows are in the second-level cache then
     order: dict[str, Any] = {"negated": True, "first_heads": plan.distance > 0, "last_first": True}
-    delta, dropped = {"delta": "deltas"}, ["dropped"] if options.adds_kept else []
+    delta, dropped = {"delta": "deltas"}, ["dropped"] if options.alternates else []
     blocks = padded // lines, heads, entries
     steps.add(row_statistics, blocks, THREADS, dropped, called=delta, instead=cleared, **statistics, **order)
     if "delta" in tensors:

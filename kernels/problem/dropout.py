@@ -22,6 +22,7 @@ Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), whose stati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +62,23 @@ def scale(dropped: int) -> float:
     return 256 / (256 - dropped)
 
 
-def philox(key: tuple[Any, Any], counter: Words, rounds: int = ROUNDS) -> Words:
-    """Philox4x32: four random words of a key of two and a counter of four, low word first; traced i32 or vectors."""
+def philox(key: Sequence[Any], counter: Words, rounds: int = ROUNDS) -> Words:
+    """Philox4x32: four random words of a key and a counter of four, low word first; traced i32 or vectors.
+
+    key: two words, or what all rounds make of them (`round_key`), one round's two after the other's.
+    """
     words: Words = counter
     for number in range(rounds):
-        step_0, step_1 = (number * step & WORD for step in KEY_STEPS)
         high_0, low_0 = fly.mul_wide(words[0], MULTIPLIERS[0])
         high_1, low_1 = fly.mul_wide(words[2], MULTIPLIERS[1])
-        words = (high_1 ^ words[1] ^ (key[0] + step_0), low_1, high_0 ^ words[3] ^ (key[1] + step_1), low_0)
+        new_0 = high_1 ^ words[1] ^ round_key(key, number, 0)
+        words = (new_0, low_1, high_0 ^ words[3] ^ round_key(key, number, 1), low_0)
     return words
+
+
+def round_key(key: Sequence[Any], number: Any, which: int) -> Any:
+    """The first or second word of a round's key, of a key as `philox` takes it; `number` may be traced for one of two."""
+    return key[which] + (number * KEY_STEPS[which] & WORD) if len(key) == 2 else key[2 * number + which]
 
 
 def query_number(query: Any) -> Any:
@@ -106,25 +115,31 @@ def byte_bits(words: Words) -> list[Any]:
 def decisions(words: Words, dropped: Any) -> Any:
     """A word whose bit j says whether the weight at position j of a call is kept; traced i32.
 
-    words: the call's; dropped: the threshold, the same in every lane.
+    words: the call's; dropped: the threshold, the same in every lane, or for each of its bits `one_will_do`.
     """
     kept: Any = -1
     for number, bits in enumerate(reversed(byte_bits(words))):
         # where the threshold's bit is set, the byte's has to be, and what is below decides; else either will do:
         # the majority of three, which ptxas knows in this form
-        one_will_do = ((dropped >> number) & 1) - 1
-        kept = (bits & kept) | (one_will_do & (bits | kept))
+        either = dropped[number] if isinstance(dropped, tuple) else one_will_do(dropped, number)
+        kept = (bits & kept) | (either & (bits | kept))
     return kept
+
+
+def one_will_do(dropped: Any, number: Any) -> Any:
+    """All bits where bit `number` of the threshold, static or traced, is clear; else none."""
+    return ((dropped >> number) & 1) - 1
 
 
 @dataclass(frozen=True)
 class RandomHead:
     """The random numbers of one head of one sequence: i32 words, the same in every lane of a wave.
 
-    `key`: the seed's low and high word; `head`: sequence * heads + head of the queries; `offset`: its low word.
+    `key`: the seed's low and high word, or `philox`'s other form; `head`: sequence * heads + head of the queries;
+    `offset`: its low word.
     """
 
-    key: tuple[fly.Value, fly.Value]
+    key: tuple[fly.Value, ...]
     head: fly.Value
     offset: fly.Value
 

@@ -112,14 +112,6 @@ class Sm90BackwardOptions:
         return self.features.modifies or self.features.drops
 
     @property
-    def adds_kept(self) -> bool:
-        """Whether dS begins as P times -delta, which has dropout's share in it, and gets P times dP of kept weights.
-
-        Where nothing modifies scores, whose derivatives are in P then, and consumers are not apart.
-        """
-        return self.features.drops and not (self.features.modifies or self.apart)
-
-    @property
     def remakes_keys(self) -> bool:
         """Whether keys' numbers, for masks, are made again by every tile: not where a bias needs the same."""
         limited = self.causal or self.features.windowed or self.features.ends_early
@@ -241,7 +233,16 @@ class Sm90BackwardOptions:
     @property
     def behind(self) -> bool:
         """With `later`, whether that dQ is started behind the next tile's dS, and not before its dV."""
-        return self.later and self.held and not self.causal and not self.features.windowed
+        return self._may_be_behind and (self.alternates or not self.causal)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether consumers make P in turn, with dropout, where they are `behind` (`later.Alternating`)."""
+        return self._may_be_behind and self.features.drops and not self.ordered
+
+    @property
+    def _may_be_behind(self) -> bool:
+        return self.later and self.held and not self.features.windowed
 
     @property
     def numbers(self) -> int:

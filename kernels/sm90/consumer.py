@@ -211,6 +211,8 @@ class Consumer:
         zeros = self.zeros
 
         def all_heads() -> tuple[fly.Value, ...]:
+            if self.buffers.random is not None:
+                self.buffers.random.put(*(self.given.operands[name] for name in ("rng_state", "dropped")))
             for i, (memory, tile, first_key) in enumerate(self.buffers.kept(self.options, self.block)):
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:
@@ -403,15 +405,14 @@ class Consumer:
         if dropout is None:
             return None
         # made again by every tile, as loops have no registers for what random numbers start from
-        return remade(dropout, j).decided(self.layout, anew(first_key, j), j * BLOCK_M, "columns")
+        stored = self.buffers.random
+        dropout = remade(dropout, j) if stored is None else stored.of(dropout, j)
+        return dropout.decided(self.layout, anew(first_key, j), j * BLOCK_M, "columns")
 
     def _pulled(
         self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step
     ) -> tuple[fly.Value, ...]:
         """`pull` of what dropout keeps, as the A operand of dK."""
-        if kept is not None and self.options.adds_kept:
-            less = self.less(at, j, step)
-            return self._narrow(made.weights.map(lambda x, r, c: kept.add_f32(x * less.tiles[r][c], x, excess)))
         if kept is not None:
             excess = kept.only_f32(excess)
         return self._narrow(self.pull(made, excess, at, j, step))
@@ -475,7 +476,7 @@ class Consumer:
         like = fly.Fragment.zeros(transposed_layout(self.layout), 1, 1)
         queries, ends = row_numbers(like.layout, 1, j * BLOCK_M), step.masked or step.walk.listed is not None
         less = self._numbers(self.buffers.delta.at(at), queries, 0.0, masked=ends)
-        if not self.options.adds_kept:
+        if not self.options.alternates:
             less = less.map(step.given.of_kept)
         return like.map(lambda x, r, c: like.spread(less, r))
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fly
-from fly.backends.nvvm.intrinsics import anew
+from fly.backends.nvvm.intrinsics import WARPGROUP, anew, sync_warp
 
+from ..problem.dropout import ROUNDS, RandomHead, one_will_do, round_key
 from ..problem.dropout_tile import DecidedTile, Dropout, Side, as_word
 from ..work.kept_pairs import KeptPairs
 
 _SIGNS = as_word(0x80808080)
+_KEYS, _BITS = 2 * ROUNDS, 8  # words
+_WARP, _AT_ONCE = 32, 4
 
 
 def kept_weights(
@@ -42,3 +45,42 @@ def remade(dropout: Dropout, step: fly.Value) -> Dropout:
 def made_again(decided: DecidedTile, step: fly.Value) -> DecidedTile:
     """The same decisions; what follows from them is not made before `step` is."""
     return replace(decided, words={index: anew(word, step) for index, word in decided.words.items()})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """In shared memory: what the rounds of Philox add for the seed, and `one_will_do` for each bit of the threshold.
+
+    For each consumer warp what its own lanes have put there, a word each. Every tile loads it anew, which is fewer
+    instructions than making it; and as loads stay behind the start of the products in front of them, so does what is
+    made of them, among the exponentials and not in front of those products.
+    """
+
+    words: fly.SharedMemory
+
+    @staticmethod
+    def allocate(consumers: int) -> Stored:
+        """For so many consumer warpgroups."""
+        return Stored(fly.SharedMemory("random", "i32", consumers * WARPGROUP))
+
+    @property
+    def _first(self) -> fly.Value:
+        """The warp's first word; not the same for all lanes to the compiler, which would move it for each load."""
+        return fly.thread_id.x // _WARP * _WARP - WARPGROUP
+
+    def put(self, rng_state: fly.Tensor, dropped: fly.Value) -> None:
+        """By all lanes of a consumer warp: those of a launch's state and threshold."""
+        lane, seed = fly.lane_of(_WARP), rng_state.load(0)
+        words = seed.to(fly.i32), (seed >> 32).to(fly.i32)
+        key = fly.select(lane % 2 == 0, *(round_key(words, lane // 2, which) for which in (0, 1)))
+        bit = one_will_do(dropped, (lane - _KEYS) & (_WARP - 1))
+        self.words.store(fly.select(lane < _KEYS, key, bit), self._first + lane)
+        sync_warp()
+
+    def of(self, dropout: Dropout, step: fly.Value) -> Dropout:
+        """The same, from here; see `remade`."""
+        places = range(0, _KEYS + _BITS, _AT_ONCE)
+        loaded = [self.words.load(self._first + place, _AT_ONCE, align=4 * _AT_ONCE) for place in places]
+        words = tuple(vector[i] for vector in loaded for i in range(_AT_ONCE))
+        random, bits = dropout.random, words[_KEYS : _KEYS + _BITS]
+        return Dropout(RandomHead(words[:_KEYS], anew(random.head, step), anew(random.offset, step)), bits)

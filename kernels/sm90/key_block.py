@@ -17,6 +17,7 @@ from ..problem.features import BoundFeatures
 from ..work.sequences import Sequence as Tokens
 from ..work.sequences import alone
 from .backward import ALONG, BLOCK_M, CONSUMERS, Sm90BackwardOptions
+from .dropout import Stored
 from .producer import Slots, copy_tile, entry_of
 from .statistics import Statistics
 from .walk import Walk
@@ -85,7 +86,8 @@ class Buffers:
     """Shared memory of one block; `delta`: -delta; `arrived`: barriers of K and V.
 
     `tiles`: with lists, which one a slot of Q has; `beside`: in a cluster, columns of the other block's K, which have
-    a barrier too; `written`: where consumers are `unmet`, whether a slot of dS has all of the block's keys.
+    a barrier too; `written`: where consumers are `unmet`, whether a slot of dS has all of the block's keys; `random`:
+    where they alternate.
     """
 
     k: fly.Pointer
@@ -99,6 +101,7 @@ class Buffers:
     tiles: fly.SharedMemory | None
     beside: fly.Pointer | None
     written: Mbarriers | None
+    random: Stored | None
 
     @property
     def barriers(self) -> list[Ring | Mbarriers]:
@@ -129,6 +132,7 @@ class Buffers:
             if options.features.block_size is not None
             else None,
             written=Mbarriers.allocate("written", options.ds_own, warps) if options.unmet else None,
+            random=Stored.allocate(CONSUMERS) if options.alternates else None,
         )
 
     def kept(self, options: Sm90BackwardOptions, block: Block) -> list[tuple[fly.Pointer, PanelTile, Any]]:

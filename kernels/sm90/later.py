@@ -16,6 +16,8 @@ A tile's steps, and what is in flight meanwhile; dQ is that of the tile before:
 | 3 | dV | dQ = dS K, dK += dS^T Q, the next tile's S; wait for dQ; add it up |
 | 4 | dK, S | wait for dK |
 
+`Alternating` is `Behind` with consumers half a tile apart.
+
 dP starts from -delta, unless weights are dropped. Consumers do not meet: each goes on when it has written its keys of
 a tile's dS, and waits for the others' a tile later. Who has written a tile's dS has read that of the last but one,
 and in `Behind` that of the last but two: so two slots of dS are enough, or three. Blocks in turn add in the turn of
@@ -28,13 +30,16 @@ from dataclasses import dataclass
 
 import fly
 from fly.backends.nvvm import wgmma
+from fly.backends.nvvm.intrinsics import WARPGROUP, barrier_arrive, barrier_sync
 from fly.backends.nvvm.mbarrier import Position
 
 from ..problem.gradients import Weights, transposed
 from ..work.kept_pairs import KeptPairs
-from .consumer import Consumer, State, Step
+from .backward import CONSUMERS
+from .consumer import CLEARED, Consumer, State, Step
 
 NONE = -1  # the number of no tile
+TURN = CLEARED + CONSUMERS  # first named barrier of those that consumers wait for their turn at
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,9 @@ class Behind(Later):
         started = self.excess(state.dout_at, j, less)
         made, p, kept = self._weighed(raw, state.q_at, j, step)
         dv = self._onto_values(p, state.dout_at, dv)
+        begun = self._begun(less, made, state, j, step)
         (excess,) = wgmma.wait(1, started)
-        ds = self._pulled_from(less, made, kept, excess, state, j, step)
+        ds = self._pulled_from(begun, made, kept, excess, state, j, step)
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._wait_for(before)
         self._publish(ds, here.at.index)
@@ -151,3 +157,61 @@ class Behind(Later):
         (dk,) = wgmma.wait(int(not step.last), dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, here)
+
+    def _begun(
+        self, less: fly.Fragment | None, made: Weights, state: State, j: fly.Value, step: Step
+    ) -> fly.Fragment | None:
+        """What `_pulled_from` takes first, made of `_start_of_excess` while dP is."""
+        return less
+
+
+class Alternating(Behind):
+    """With dropout: consumers make P in turn, from the wait for S to the start of dV.
+
+    Left alone they come to make it at the same time, and then leave the tensor cores idle at the same time. dS begins
+    as P times -delta while dP is made, and gets P times dP of what is kept.
+    """
+
+    def begin(self) -> Pending:
+        with fly.when(self.index == 1):
+            self._hand_on()
+        return super().begin()
+
+    def end(self, slot: Pending, q_at: Position) -> None:
+        super().end(slot, q_at)
+        with fly.when(self.index == 0):
+            self._await_turn()  # the last one, which nobody else takes
+
+    def _await_turn(self) -> None:
+        barrier_sync(TURN + self.index, CONSUMERS * WARPGROUP)
+
+    def _hand_on(self) -> None:
+        barrier_arrive(TURN + 1 - self.index, CONSUMERS * WARPGROUP)
+
+    def _start_of_excess(self, state: State, j: fly.Value, step: Step) -> fly.Fragment | None:
+        self._await_turn()
+        return super()._start_of_excess(state, j, step)
+
+    def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
+        started = super()._onto_values(p, at, dv)
+        self._hand_on()
+        return started
+
+    def _begun(
+        self, less: fly.Fragment | None, made: Weights, state: State, j: fly.Value, step: Step
+    ) -> fly.Fragment | None:
+        of_rows = self.less(state.dout_at, j, step)
+        return made.weights.map(lambda x, r, c: x * of_rows.tiles[r][c])
+
+    def _pulled_from(
+        self,
+        less: fly.Fragment | None,
+        made: Weights,
+        kept: KeptPairs | None,
+        excess: fly.Value,
+        state: State,
+        j: fly.Value,
+        step: Step,
+    ) -> tuple[fly.Value, ...]:
+        assert less is not None and kept is not None
+        return self._narrow(made.weights.map(lambda x, r, c: kept.add_f32(less.tiles[r][c], x, excess)))

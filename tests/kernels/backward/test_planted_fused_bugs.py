@@ -17,6 +17,7 @@ from kernels import flash_attn_sm90_bwd_wide as wide
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 from kernels.problem.block_mask import create_block_mask
 from kernels.sm90 import exchange, key_block, later, turns
+from kernels.sm90.dropout import Stored
 from kernels.work import row_statistics as rows
 from kernels.work.kept_pairs import KeptPairs
 from kernels.work.sink_gradients import sink_gradients
@@ -200,6 +201,38 @@ BUGS = (
         "lambda i: sums[i]) => lambda i: fly.f32(0.0))",
         "dropout",
         "wrong",
+    ),
+    Bug(
+        "a round of Philox adds its first word twice",
+        Stored,
+        "put",
+        "for which in (0, 1)) => for which in (0, 0))",
+        "dropout",
+        "wrong",
+    ),
+    Bug(
+        "the threshold's bits begin with the second",
+        Stored,
+        "put",
+        "(lane - _KEYS) & => (lane - _KEYS + 1) &",
+        "dropout",
+        "wrong",
+    ),
+    Bug(
+        "what random numbers start from is read before it is there",
+        Stored,
+        "put",
+        "sync_warp() => pass",
+        "dropout",
+        "shared-race uninitialised",
+    ),
+    Bug(
+        "consumers have their own turn next",
+        later.Alternating,
+        "_hand_on",
+        "TURN + 1 - self.index => TURN + self.index",
+        "dropout",
+        "deadlock",
     ),
     Bug(
         "dS is read before both have written it",

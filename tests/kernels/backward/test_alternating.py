@@ -1,0 +1,91 @@
+"""Consumers of the Hopper backward kernel that make P in turn, with dropout (`sm90.later.Alternating`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels import flash_attn_sm90_bwd as bwd
+from kernels.problem.features import NO_FEATURES
+from kernels.sm90.backward import Sm90BackwardOptions
+from tests.kernels.backward import builds
+from tests.kernels.backward.fused_calls import wrong
+from tests.kernels.backward.planted import forget
+from tests.kernels.backward.test_dropout_kernels import state_of
+from tests.kernels.feature_cases import Inputs
+
+# with dropout: sizes, causal, how likely
+CALLS: dict[str, tuple[dict[str, Any], bool, float]] = {
+    "several blocks": ({"queries": [200], "keys": [290], "heads": 1, "head_dim": 64}, False, 0.1),
+    "causal": ({"queries": [330], "keys": [330], "heads": 1, "head_dim": 64}, True, 0.1),
+    "causal, rows without keys": ({"queries": [210], "keys": [90], "head_dim": 40}, True, 0.5),
+    "heads share keys": ({"queries": [140], "keys": [150], "heads": 3, "kv_heads": 1, "head_dim": 64}, True, 0.3),
+    "one query": ({"queries": [1], "keys": [190], "head_dim": 64, "dtype": "f16"}, False, 0.3),
+    "V of fewer columns": ({"queries": [100], "keys": [140], "head_dim": 64, "head_dim_v": 24}, False, 255 / 256),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(emulate, monkeypatch):
+    """A simulated Hopper GPU without what was planned or traced before."""
+    emulate("sm_90a", "")
+    monkeypatch.setenv("FLY_BACKWARD_KERNEL", "sm90")
+    forget(monkeypatch)
+
+
+def features_of(**options: Any) -> Any:
+    """Those of a call."""
+    return builds.arguments_of(Inputs([64], [64], 1, 1, 64), False, **options)[1].static_features
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_the_references(name, monkeypatch, seed):
+    sizes, causal, probability = CALLS[name]
+    used = []
+    monkeypatch.setattr(bwd, "_consumer_of", lambda options: used.append(options.alternates) or bwd.Alternating)
+    assert not wrong(Inputs(**sizes, seed=seed), causal, dropout_p=probability, rng_state=state_of(seed))
+    assert used == [True]
+
+
+# what a build has besides dropout at 64 columns, and whether consumers alternate
+@pytest.mark.parametrize(
+    ("more", "alternates"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"causal": True, "packed": True}, False),
+        ({"ordered": True}, False),
+        ({"head_dim": 72, "head_dim_v": 72}, False),
+        ({"apart": True}, False),
+    ],
+)
+def test_who_alternates(more, alternates):
+    features = features_of(dropout_p=0.1, rng_state=state_of(1))
+    options = {"head_dim": 64, "head_dim_v": 64, "causal": False, "features": features, **more}
+    assert Sm90BackwardOptions(**options).alternates is alternates
+    assert not Sm90BackwardOptions(**{**options, "features": NO_FEATURES}).alternates
+
+
+@pytest.mark.parametrize("given", [{"window_size": (20, -1)}, {"softcap": 5.0}])
+def test_calls_with_more_than_dropout_do_not(given):
+    features = features_of(dropout_p=0.1, rng_state=state_of(1), **given)
+    assert not Sm90BackwardOptions(64, 64, False, features=features).alternates
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_turn_is_all_of_p(causal):
+    """In PTX, from barrier to barrier: S, the start of dP, exponentials, Philox's words from shared memory, dV."""
+    options = {"dropout_p": 0.1, "rng_state": state_of(1)}
+    found = builds.bindings_of("sm_90a", Inputs([256], [256], 1, 1, 64), causal, module=bwd, **options)
+    (kernel,) = (x for x in found if x.kernel.name == "flash_attn_sm90_bwd")
+    first, *turns = builds.compiled("sm_90a", kernel).isa.split("barrier.cta.sync.aligned")
+    assert len(turns) == 5  # three loops, the last tile, and the last turn, which is nobody's
+    assert first.count("barrier.cta.arrive") == 1
+    order = ["wgmma.wait_group", "wgmma.commit_group", "ex2.approx", "ld.shared.v4.b32", "wgmma.commit_group"]
+    for turn in turns[:-1]:
+        taken, *_ = turn.split("barrier.cta.arrive.aligned")
+        places = [taken.index(order[0])]
+        for name in order[1:]:
+            places.append(taken.index(name, places[-1] + 1))
+        assert taken.count("wgmma.commit_group") == 2
