@@ -77,7 +77,7 @@ def philox(key: Sequence[Any], counter: Words, rounds: int = ROUNDS) -> Words:
 
 
 def round_key(key: Sequence[Any], number: Any, which: int) -> Any:
-    """The first or second word that a round adds, of a key as `philox` takes it. `number`: static, or of two words."""
+    """A round's first or second word, of a key as `philox` takes it; `number`: static, or for a key of two words."""
     return key[which] + (number * KEY_STEPS[which] & WORD) if len(key) == 2 else key[2 * number + which]
 
 

@@ -209,13 +209,12 @@ def backward(device: str) -> None:
 
 # of the fused Hopper kernel: sizes, whether causal, options; each in turn too, where that is served
 FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ...] = (
-    ({"queries": [130], "keys": [290], "heads": 4, "kv_heads": 2, "head_dim": 64}, True, asked("sink")),
+    # consumers that make P in turn
+    ({"queries": [130], "keys": [290], "heads": 4, "kv_heads": 2, "head_dim": 64}, True, asked("sink", "dropout")),
     ({"queries": [33, 0, 130], "keys": [40, 20, 300], "head_dim": 128, "packed": True}, True, asked("dropout")),
     ({"queries": [130] * 2, "keys": [290] * 2, "head_dim": 128}, False, asked("seqused", "window both")),
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
-    # consumers that make P in turn
-    ({"queries": [200], "keys": [290], "heads": 2, "kv_heads": 1, "head_dim": 64}, True, asked("dropout")),
     # long enough for tiles in pairs
     ({"queries": [1600], "keys": [1700], "heads": 2, "kv_heads": 2, "head_dim": 128}, False, asked()),
     # enough heads for blocks that clear sums of later ones
