@@ -161,6 +161,7 @@ TOGETHER: tuple[Row, ...] = (
     Row(64, 96, lambda b: b.biased, Thrift(roles=True, late="masked")),
     # beside dropout's predicates, where ptxas loads what addresses of sums start from in every tile else
     Row(48, 64, lambda b: b.features.drops and b.causal and (b.biased or not b.packed), _ROLES),
+    Row(80, 88, lambda b: b.features.drops and b.causal and b.features.mask_mod is not None, _ROLES),
     # P in two forms and dropout's words beside dP
     Row(112, 128, lambda b: b.mixed, _MIXED),
     # loops for part and for whole blocks of the list
