@@ -208,11 +208,11 @@ class Consumer:
 
     def run(self) -> tuple[fly.Value, ...]:
         """The sums over all tiles of all query heads."""
+        if self.buffers.random is not None:
+            self.buffers.random.put(*(self.given.operands[name] for name in ("rng_state", "dropped")))
         zeros = self.zeros
 
         def all_heads() -> tuple[fly.Value, ...]:
-            if self.buffers.random is not None:
-                self.buffers.random.put(*(self.given.operands[name] for name in ("rng_state", "dropped")))
             for i, (memory, tile, first_key) in enumerate(self.buffers.kept(self.options, self.block)):
                 self.buffers.arrived.wait(i, 0)
                 if self.block.keys.bounded:

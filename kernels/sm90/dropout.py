@@ -66,7 +66,7 @@ class Stored:
     @property
     def _first(self) -> fly.Value:
         """The warp's first word; not the same for all lanes to the compiler, which would move it for each load."""
-        return fly.thread_id.x // _WARP * _WARP - WARPGROUP
+        return (fly.thread_id.x // _WARP - WARPGROUP // _WARP) * _WARP
 
     def put(self, rng_state: fly.Tensor, dropped: fly.Value) -> None:
         """By all lanes of a consumer warp: those of a launch's state and threshold."""

@@ -168,19 +168,14 @@ class Behind(Later):
 class Alternating(Behind):
     """With dropout: consumers make P in turn, from the wait for S to the start of dV.
 
-    Left alone they come to make it at the same time, and then leave the tensor cores idle at the same time. dS begins
-    as P times -delta while dP is made, and gets P times dP of what is kept.
+    Left alone they come to make it at the same time, and then leave the tensor cores idle at the same time. The last
+    turn of all is nobody's. dS begins as P times -delta while dP is made, and gets P times dP of what is kept.
     """
 
     def begin(self) -> Pending:
         with fly.when(self.index == 1):
             self._hand_on()
         return super().begin()
-
-    def end(self, slot: Pending, q_at: Position) -> None:
-        super().end(slot, q_at)
-        with fly.when(self.index == 0):
-            self._await_turn()  # the last one, which nobody else takes
 
     def _await_turn(self) -> None:
         barrier_sync(TURN + self.index, CONSUMERS * WARPGROUP)
