@@ -115,6 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool, bool, Options]] = {
     "packed, dropout": (PACKED, 128, False, False, dropped),
     "a bias and dropout": (TOKENS, 128, False, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, narrow": (TOKENS, 64, True, False, lambda i: {**biased(i), **dropped(i)}),
+    "a mask and dropout": (TOKENS, 88, True, False, lambda i: {**FEATURES["mask_mod"](i), **dropped(i)}),
     "a bias and dropout, narrower": (TOKENS, 96, False, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, causal": (TOKENS, 128, True, False, lambda i: {**biased(i), **dropped(i)}),
     "a bias and dropout, apart, causal": (TOKENS, 256, True, False, lambda i: {**biased(i), **dropped(i)}),
