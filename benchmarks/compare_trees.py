@@ -2,7 +2,7 @@
 
     python benchmarks/compare_trees.py OLD NEW                       # folders with `fly` and `kernels` in them
     python benchmarks/compare_trees.py OLD NEW OTHER                 # candidates next to each other
-    python benchmarks/compare_trees.py OLD NEW --rounds 15 --only fp8 decode
+    python benchmarks/compare_trees.py OLD NEW --rounds 15 --only fp8 decode --kernels_only
 
 Every checkout has a process of its own, and they take turns, call by call, in every round, so that clocks and heat
 are the same for all. What is printed is old / new, above 1 where the new checkout is faster, with the quartiles of
@@ -224,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW ...")
     parser.add_argument("--rounds", type=int, default=11, help="turns of each checkout and cell")
     parser.add_argument("--only", nargs="+", default=[""], help="cells whose name contains one of these")
+    parser.add_argument("--kernels_only", action="store_true", help="no host times, and no cold compiles")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -247,6 +248,8 @@ def main() -> None:
     medians = [report(cell.name, compare(trees, cell, "kernel", rounds)) for cell in chosen]
     means = (f"{statistics.geometric_mean(of_tree):8.4f}" for of_tree in zip(*medians, strict=True))
     print(f"{'geometric mean':34}", "                    ".join(means))
+    if arguments.kernels_only:
+        return
     short = Cell("short", 1, 64, 64, 4, 4, 128)
     report("host time of a warm call", compare(trees, short, "host", rounds))
     colds = [[tree.cold(short) for tree in trees] for _ in range(min(rounds, 7))]
