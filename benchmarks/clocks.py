@@ -122,8 +122,7 @@ def _median_offset(starts: Sequence[int], clocks: Sequence[int]) -> float:
     return statistics.median((clock - start + 2**31) % 2**32 - 2**31 for start, clock in zip(starts, clocks))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", choices=KERNELS, default=KERNELS[0])
     parser.add_argument("--head_dim", type=int, default=128)
@@ -131,7 +130,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--dropout_p", type=float, default=0.0)
     parser.add_argument("--block", type=int, nargs=3, default=(0, 3, 0), help="of the grid, x y z")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    options = _parser().parse_args(arguments)
     shape = max(1, TOKENS // options.seq_len), options.seq_len, max(1, COLUMNS // options.head_dim), options.head_dim
     q, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -142,7 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
         torch.autograd.grad(out, leaves, dout)
     passes = passes_of(memory)
     if len(passes) < 2:
-        parser.error(f"--block {' '.join(map(str, options.block))}: no such block, or {options.kernel} did not run")
+        _parser().error(
+            f"--block {' '.join(map(str, options.block))}: no such block, or {options.kernel} did not run"
+        )
     print("\n".join(table(passes, places)))
 
 

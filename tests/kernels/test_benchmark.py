@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     cascade,
+    clocks,
     cold_compiles,
     compare_trees,
     dropout,
@@ -473,7 +474,7 @@ def test_the_page_on_benchmarks_names_what_there_is():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     accepted = {"--exhaustive", "--help"}  # the first is pytest's
     timed = (harness, benchmark, flash_attn_decode, tune, compare_trees, fit_costs, registers, llama, cascade)
-    timed += (cold_compiles, gradient_host, training)
+    timed += (clocks, cold_compiles, gradient_host, training)
     for module in (*timed, foreign, published):
         accepted |= {flag for action in module._parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"--[a-z]\w*", page)) <= accepted
