@@ -136,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        _parser().error("a Hopper GPU is needed, of compute capability 9.0")
     shape = max(1, TOKENS // options.seq_len), options.seq_len, max(1, COLUMNS // options.head_dim), options.head_dim
     q, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]

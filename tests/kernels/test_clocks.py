@@ -60,6 +60,13 @@ def test_the_loop_with_the_most_passes_is_shown():
     assert [line.split() for line in lines] == [["wait0", "0", "40"], ["start", "30", "70"]]
 
 
+def test_other_machines_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        clocks.main([])
+    assert "a Hopper GPU is needed" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
