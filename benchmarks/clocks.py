@@ -30,12 +30,12 @@ if not __package__:  # run as a script
 
 import torch
 
+from benchmarks.dropout import COLUMNS, TOKENS
 from fly import config
 from fly.backends.artefact import Artefact
 from fly.runtime.cuda import CudaDevice, CudaKernel
 from kernels.flash_attn_interface import flydsl_flash_attn_func
 
-TOKENS, COLUMNS = 16384, 2048
 KERNELS = ("flash_attn_sm90_bwd", "flash_attn_sm90")
 WARPGROUPS, PASSES = 4, 1 << 16  # most of a block's, and of a warpgroup
 BEHIND = {"wgmma.wait_group": "wait", "wgmma.commit_group": "start", "done:": "mbarrier"}
@@ -135,9 +135,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        _parser().error("a Hopper GPU is needed, of compute capability 9.0")
+        parser.error("a Hopper GPU is needed, of compute capability 9.0")
     shape = max(1, TOKENS // options.seq_len), options.seq_len, max(1, COLUMNS // options.head_dim), options.head_dim
     q, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -148,9 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.autograd.grad(out, leaves, dout)
     passes = passes_of(memory)
     if len(passes) < 2:
-        _parser().error(
-            f"--block {' '.join(map(str, options.block))}: no such block, or {options.kernel} did not run"
-        )
+        parser.error(f"--block {' '.join(map(str, options.block))}: no such block, or {options.kernel} did not run")
     print("\n".join(table(passes, places)))
 
 

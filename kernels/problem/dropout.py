@@ -131,6 +131,11 @@ def one_will_do(dropped: Any, number: Any) -> Any:
     return ((dropped >> number) & 1) - 1
 
 
+def seed_words(seed: fly.Value) -> tuple[fly.Value, fly.Value]:
+    """The low and the high word of an i64."""
+    return seed.to(fly.i32), (seed >> 32).to(fly.i32)
+
+
 @dataclass(frozen=True)
 class RandomHead:
     """The random numbers of one head of one sequence: i32 words, the same in every lane of a wave.
@@ -147,7 +152,7 @@ class RandomHead:
     def load(rng_state: fly.Tensor, head: fly.Value) -> RandomHead:
         """From a tensor of two i64, (seed, offset)."""
         seed, offset = (rng_state.load(i) for i in (0, 1))
-        low, high, last = map(fly.first_lane, (seed.to(fly.i32), (seed >> 32).to(fly.i32), offset.to(fly.i32)))
+        low, high, last = map(fly.first_lane, (*seed_words(seed), offset.to(fly.i32)))
         return RandomHead((low, high), head, last)
 
     def words(self, query_number: Any, key_number: Any, rounds: int = ROUNDS) -> Words:

@@ -25,7 +25,6 @@ from .dropout import ROUNDS, WORD, RandomHead, key_number, key_place, query_numb
 
 Side = Literal["rows", "columns"]
 SIDES: tuple[Side, Side] = ("columns", "rows")  # in the order in which their calls are shared
-Threshold = fly.Value | tuple[fly.Value, ...]  # i32, or a word for each of its bits (`dropout.decisions`)
 
 
 @dataclass(frozen=True)
@@ -187,14 +186,14 @@ def decided_tile(
     first_row: Any,
     first_column: Any,
     head: RandomHead,
-    dropped: Threshold | int,
+    dropped: fly.Value | tuple[fly.Value, ...] | int,
     *,
     queries: Side = "rows",
     rounds: int = ROUNDS,
     shared: bool = True,
     scarce: bool = False,
 ) -> DecidedTile:
-    """The decisions on a fragment of so many tiles; see `kept_tile`."""
+    """The decisions on a fragment of so many tiles; see `kept_tile`, for `dropped` also `dropout.decisions`."""
     made = plan(layout, row_tiles, column_tiles, queries, shared)
     lane = fly.lane_of(layout.atom.lanes)
     if scarce:
@@ -326,7 +325,7 @@ def kept_tile(
     first_row: Any,
     first_column: Any,
     head: RandomHead,
-    dropped: Threshold | int,
+    dropped: fly.Value | int,
     *,
     queries: Side = "rows",
     rounds: int = ROUNDS,
@@ -357,16 +356,16 @@ def kept_share(dropped: fly.Value) -> fly.Value:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What dropout does to a head's weights: its random numbers, and `dropped`, the threshold (`decisions`), i32."""
+    """What dropout does to a head's weights: its random numbers, and `dropped`, the threshold, i32."""
 
     random: RandomHead
-    dropped: Threshold
+    dropped: fly.Value
 
     def made_by(self, make: Callable[[fly.Value], fly.Value]) -> Dropout:
         """The same with each of its i32, which are the same in every lane, as `make` gives it back."""
-        random, threshold = self.random, self.dropped
-        head = RandomHead(tuple(map(make, random.key)), make(random.head), make(random.offset))
-        return Dropout(head, tuple(map(make, threshold)) if isinstance(threshold, tuple) else make(threshold))
+        random = self.random
+        low, high, head, offset = map(make, (*random.key, random.head, random.offset))
+        return Dropout(RandomHead((low, high), head, offset), make(self.dropped))
 
     def kept(self, like: fly.Fragment, first_query: Any, first_key: Any, scarce: bool = False) -> KeptTile:
         """Which of a tile's weights are kept: rows are queries; see `kept_tile`."""

@@ -34,7 +34,7 @@ from fly.backends.nvvm.intrinsics import (
 from fly.backends.nvvm.mbarrier import Position
 from fly.backends.nvvm.wgmma import UNIT, Operand, PanelTile, WarpgroupAtom
 
-from ..problem.dropout_tile import DecidedTile
+from ..problem.dropout_tile import DecidedTile, decided_tile
 from ..problem.features import BoundFeatures
 from ..problem.gradients import HeadOfKeys, Weights, transposed, transposed_layout, weights
 from ..problem.scores import LOG2_E
@@ -209,7 +209,7 @@ class Consumer:
     def run(self) -> tuple[fly.Value, ...]:
         """The sums over all tiles of all query heads."""
         if self.buffers.random is not None:
-            self.buffers.random.put(*(self.given.operands[name] for name in ("rng_state", "dropped")))
+            self.buffers.random.put(self.given.operands["rng_state"], self.given.operands["dropped"])
         zeros = self.zeros
 
         def all_heads() -> tuple[fly.Value, ...]:
@@ -404,10 +404,11 @@ class Consumer:
         first_key, dropout = self.first_key, step.given.dropout(step.place)
         if dropout is None:
             return None
-        # made again by every tile, as loops have no registers for what random numbers start from
-        stored = self.buffers.random
-        dropout = remade(dropout, j) if stored is None else stored.of(dropout, j)
-        return dropout.decided(self.layout, anew(first_key, j), j * BLOCK_M, "columns")
+        # made or loaded again by every tile, as loops have no registers for what random numbers start from
+        if (stored := self.buffers.random) is None:
+            return remade(dropout, j).decided(self.layout, anew(first_key, j), j * BLOCK_M, "columns")
+        random, bits = stored.load(dropout.random, j)
+        return decided_tile(self.layout, 1, 1, anew(first_key, j), j * BLOCK_M, random, bits, queries="columns")
 
     def _pulled(
         self, made: Weights, kept: KeptPairs | None, excess: fly.Value, at: Position, j: fly.Value, step: Step

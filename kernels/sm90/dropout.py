@@ -13,7 +13,7 @@ from typing import Any
 import fly
 from fly.backends.nvvm.intrinsics import WARPGROUP, anew, sync_warp
 
-from ..problem.dropout import ROUNDS, RandomHead, one_will_do, round_key
+from ..problem.dropout import ROUNDS, RandomHead, one_will_do, round_key, seed_words
 from ..problem.dropout_tile import DecidedTile, Dropout, Side, as_word
 from ..work.kept_pairs import KeptPairs
 
@@ -70,17 +70,16 @@ class Stored:
 
     def put(self, rng_state: fly.Tensor, dropped: fly.Value) -> None:
         """By all lanes of a consumer warp: those of a launch's state and threshold."""
-        lane, seed = fly.lane_of(_WARP), rng_state.load(0)
-        words = seed.to(fly.i32), (seed >> 32).to(fly.i32)
+        lane, words = fly.lane_of(_WARP), seed_words(rng_state.load(0))
         key = fly.select(lane % 2 == 0, *(round_key(words, lane // 2, which) for which in (0, 1)))
         bit = one_will_do(dropped, (lane - _KEYS) & (_WARP - 1))
         self.words.store(fly.select(lane < _KEYS, key, bit), self._first + lane)
         sync_warp()
 
-    def of(self, dropout: Dropout, step: fly.Value) -> Dropout:
-        """The same, from here; see `remade`."""
+    def load(self, head: RandomHead, step: fly.Value) -> tuple[RandomHead, tuple[fly.Value, ...]]:
+        """A head's random numbers with the key that is here, made again where `step` is, and the threshold's bits."""
         places = range(0, _KEYS + _BITS, _AT_ONCE)
         loaded = [self.words.load(self._first + place, _AT_ONCE, align=4 * _AT_ONCE) for place in places]
         words = tuple(vector[i] for vector in loaded for i in range(_AT_ONCE))
-        random, bits = dropout.random, words[_KEYS : _KEYS + _BITS]
-        return Dropout(RandomHead(words[:_KEYS], anew(random.head, step), anew(random.offset, step)), bits)
+        head = RandomHead(words[:_KEYS], anew(head.head, step), anew(head.offset, step))
+        return head, words[_KEYS : _KEYS + _BITS]

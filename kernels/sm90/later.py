@@ -26,6 +26,7 @@ the tile before, which has the slot of turns before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import fly
@@ -38,6 +39,7 @@ from ..work.kept_pairs import KeptPairs
 from .backward import CONSUMERS
 from .consumer import CLEARED, Consumer, State, Step
 
+Pull = Callable[[fly.Value], tuple[fly.Value, ...]]  # of dP, dS as the A operand of dK
 NONE = -1  # the number of no tile
 TURN = CLEARED + CONSUMERS  # first named barrier of those that consumers wait for their turn at
 
@@ -86,8 +88,9 @@ class Later(Consumer):
         self._wait_for(before)
         part = self._dq(before.at.index)
         dv = self._onto_values(p, state.dout_at, dv)
+        pull = self._pulling(less, made, kept, state.dout_at, j, step)
         (excess,) = wgmma.wait(2, started)
-        ds = self._pulled_from(less, made, kept, excess, state, j, step)
+        ds = pull(excess)
         (part,) = wgmma.wait(1, part)
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._publish(ds, here.at.index)
@@ -107,21 +110,18 @@ class Later(Consumer):
         self._arrived(self.buffers.dout, state.dout_at, lambda: j)
         return self.less(state.dout_at, j, step)
 
-    def _pulled_from(
-        self,
-        less: fly.Fragment | None,
-        made: Weights,
-        kept: KeptPairs | None,
-        excess: fly.Value,
-        state: State,
-        j: fly.Value,
-        step: Step,
-    ) -> tuple[fly.Value, ...]:
-        """dS as the A operand of dK, from dP - delta, or from dP if that started from nothing."""
+    def _pulling(
+        self, less: fly.Fragment | None, made: Weights, kept: KeptPairs | None, at: Position, j: fly.Value, step: Step
+    ) -> Pull:
+        """What makes dS of dP - delta, or of dP if that began with nothing; asked for before dP is there."""
         if less is None:
-            return self._pulled(made, kept, excess, state.dout_at, j, step)
-        whole = transposed(fly.Fragment(self.layout, ((excess,),)))
-        return self._narrow(made.score_gradients(whole, less).raw)
+            return lambda excess: self._pulled(made, kept, excess, at, j, step)
+
+        def pull(excess: fly.Value) -> tuple[fly.Value, ...]:
+            whole = transposed(fly.Fragment(self.layout, ((excess,),)))
+            return self._narrow(made.score_gradients(whole, less).raw)
+
+        return pull
 
     def _wait_for(self, pending: Pending) -> None:
         """Until all keys' dS of a tile is in shared memory."""
@@ -141,9 +141,9 @@ class Behind(Later):
         started = self.excess(state.dout_at, j, less)
         made, p, kept = self._weighed(raw, state.q_at, j, step)
         dv = self._onto_values(p, state.dout_at, dv)
-        begun = self._begun(less, made, state, j, step)
+        pull = self._pulling(less, made, kept, state.dout_at, j, step)
         (excess,) = wgmma.wait(1, started)
-        ds = self._pulled_from(begun, made, kept, excess, state, j, step)
+        ds = pull(excess)
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._wait_for(before)
         self._publish(ds, here.at.index)
@@ -157,12 +157,6 @@ class Behind(Later):
         (dk,) = wgmma.wait(int(not step.last), dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, here)
-
-    def _begun(
-        self, less: fly.Fragment | None, made: Weights, state: State, j: fly.Value, step: Step
-    ) -> fly.Fragment | None:
-        """What `_pulled_from` takes first, made of `_start_of_excess` while dP is."""
-        return less
 
 
 class Alternating(Behind):
@@ -192,21 +186,12 @@ class Alternating(Behind):
         self._hand_on()
         return started
 
-    def _begun(
-        self, less: fly.Fragment | None, made: Weights, state: State, j: fly.Value, step: Step
-    ) -> fly.Fragment | None:
-        of_rows = self.less(state.dout_at, j, step)
-        return made.weights.map(lambda x, r, c: x * of_rows.tiles[r][c])
-
-    def _pulled_from(
-        self,
-        less: fly.Fragment | None,
-        made: Weights,
-        kept: KeptPairs | None,
-        excess: fly.Value,
-        state: State,
-        j: fly.Value,
-        step: Step,
-    ) -> tuple[fly.Value, ...]:
-        assert less is not None and kept is not None
-        return self._narrow(made.weights.map(lambda x, r, c: kept.add_f32(less.tiles[r][c], x, excess)))
+    def _pulling(
+        self, less: fly.Fragment | None, made: Weights, kept: KeptPairs | None, at: Position, j: fly.Value, step: Step
+    ) -> Pull:
+        assert kept is not None, "consumers alternate with dropout alone"
+        of_rows = self.less(at, j, step)
+        begun = made.weights.map(lambda x, r, c: x * of_rows.tiles[r][c])
+        return lambda excess: self._narrow(
+            made.weights.map(lambda x, r, c: kept.add_f32(begun.tiles[r][c], x, excess))
+        )
