@@ -46,7 +46,7 @@ from .sm90.exchange import Exchange
 from .sm90.group_parts import parts_of, round_keys, sums_of
 from .sm90.key_block import Buffers, produce
 from .sm90.key_work import KeyBlocks, Place, with_sizes_anew
-from .sm90.later import Alternating, Behind, Later
+from .sm90.later import Alternating, Batched, Behind, Later
 from .sm90.paired import Paired, pays
 from .sm90.turns import Turns
 from .work.gradient_steps import GradientSteps
@@ -178,6 +178,8 @@ def _consumer_of(options: Sm90BackwardOptions) -> type[Consumer]:
         return Paired
     if not options.later:
         return Consumer
+    if options.batched:
+        return Batched
     return Alternating if options.alternates else Behind if options.behind else Later
 
 

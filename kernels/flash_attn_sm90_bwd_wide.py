@@ -39,7 +39,6 @@ from .sm90.backward import BLOCK_M, CONSUMERS
 from .sm90.consumer import WRITTEN, Consumer, State, Step
 from .sm90.dq_sums import load, of_thread, put
 from .sm90.dropout import made_again, remade
-from .sm90.walk import Walk
 from .work.kept_pairs import KeptPairs
 
 WEIGHED = 4  # named barrier: P is in shared memory
@@ -90,7 +89,7 @@ class _Half(Consumer):
         end = self._through_last(last)
 
         def begun() -> State:
-            return State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
+            return State(sums, self.start(q_at, dout_at, first), q_at, dout_at, slot)
 
         def one() -> tuple[Any, ...]:
             state = self.step(replace(first, last=True), begun())
@@ -211,8 +210,8 @@ class _OfKeys(_Half):
         (values,) = self.run()
         self.write_keys(dk, values, count)
 
-    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
-        return self.excess(dout_at, walk.tile(number))
+    def start(self, q_at: Position, dout_at: Position, step: Step) -> fly.Value:
+        return self.excess(dout_at, step.walk.tile(step.number))
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose dP is in flight; then the next one's is, but behind the last."""

@@ -111,9 +111,10 @@ class Weights:
         """P, or -P where it is dropped."""
         return self.weights if self.kept is None else self.kept.signed(self.weights)
 
-    def score_gradients(self, excess: fly.Fragment, less: fly.Fragment) -> ScoreGradients:
+    def score_gradients(self, excess: fly.Fragment, less: fly.Fragment | None = None) -> ScoreGradients:
         """Of dP - delta, and of -delta, which it is where a weight is dropped."""
         if self.kept is not None:
+            assert less is not None
             excess = self.kept.either(excess, less)
         if (steep := self.steep) is not None:
             return ScoreGradients(excess.map(lambda x, r, c: steep.tiles[r][c] * x))

@@ -32,7 +32,7 @@ _MOST_SHARED = target("sm_90a").shared_bytes
 class Sm90BackwardOptions:
     """The static parameters of one build.
 
-    `stages`: slots of tiles of Q. `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add
+    `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add
     to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads
     of a key head, each of other blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of
     the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
@@ -46,7 +46,6 @@ class Sm90BackwardOptions:
     head_dim: int
     head_dim_v: int
     causal: bool
-    stages: int = 2
     packed: bool = False
     features: Features = NO_FEATURES
     ordered: bool = False
@@ -62,6 +61,11 @@ class Sm90BackwardOptions:
             raise ShapeError(
                 f"a block of {self.shared_bytes} bytes of shared memory; expected {_MOST_SHARED} at most"
             )
+
+    @property
+    def stages(self) -> int:
+        """Slots of tiles of Q."""
+        return 3 if self.batched else 2
 
     @property
     def block_n(self) -> int:
@@ -234,6 +238,11 @@ class Sm90BackwardOptions:
     def behind(self) -> bool:
         """With `later`, whether that dQ is started behind the next tile's dS, and not before its dV."""
         return self._may_be_behind and (self.alternates or not self.causal)
+
+    @property
+    def batched(self) -> bool:
+        """Whether products are started one behind the other, the next tile's S and dP too (`later.Batched`)."""
+        return self.behind and not (self.features.drops or self.ordered)
 
     @property
     def alternates(self) -> bool:

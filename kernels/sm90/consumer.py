@@ -58,13 +58,13 @@ WRITTEN = 1  # named barrier: dS of all keys is in shared memory
 
 @dataclass(frozen=True)
 class State:
-    """What one tile hands to the next: the sums, the product in flight, and where the rings are.
+    """What one tile hands to the next: the sums, what `Consumer.start` has in flight, and where the rings are.
 
     `slot`: of dS, or what else `Consumer.begin` says.
     """
 
     sums: tuple[fly.Value, ...]
-    product: fly.Value
+    product: Any
     q_at: Position
     dout_at: Position
     slot: Any
@@ -84,6 +84,11 @@ class Step:
     masked: bool = True
     first: bool = False
     last: bool = False
+
+    @property
+    def following(self) -> Step:
+        """The step behind, which may be `masked`."""
+        return replace(self, number=self.number + 1, masked=True)
 
     def next_at(self, at: Position) -> tuple[Position, Walk, Any]:
         """What `Consumer.scores` takes of the step behind, whose tile is in slot `at`."""
@@ -252,7 +257,7 @@ class Consumer:
     ) -> tuple[Any, ...]:
         """All tiles of one query head."""
         first, last = self._ends_of(head)
-        state = State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
+        state = State(sums, self.start(q_at, dout_at, first), q_at, dout_at, slot)
         state = self.step(self._through_last(last), self._through(first.number, last, state))
         return state.sums, state.q_at, state.dout_at, state.slot
 
@@ -327,9 +332,9 @@ class Consumer:
             left = self.block.queries.length - tile() * BLOCK_M
             clear_tail(slots.tile, slots.at(at), left, CLEARED, self.index)
 
-    def start(self, q_at: Position, dout_at: Position, walk: Walk, number: Any) -> fly.Value:
-        """Start the product of a step's tile that is in flight when the step begins."""
-        return self.scores(q_at, walk, number)
+    def start(self, q_at: Position, dout_at: Position, step: Step) -> Any:
+        """Start what of a step's products is in flight when the step begins."""
+        return self.scores(q_at, step.walk, step.number)
 
     def scores(self, at: Position, walk: Walk, number: Any) -> fly.Value:
         """Start K Q^T of a step's tile."""

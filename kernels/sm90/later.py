@@ -18,9 +18,15 @@ A tile's steps, and what is in flight meanwhile; dQ is that of the tile before:
 
 `Alternating` is `Behind` with consumers half a tile apart.
 
+| `Batched` | started before | then |
+|---|---|---|
+| 1 | S, dP | wait for both; P; dS, to shared memory |
+| 2 | | dV += P^T dO, dQ = dS K, dK += dS^T Q, the next tile's S and dP; wait for dQ; add it up |
+| 3 | dK, S, dP | wait for dK |
+
 dP starts from -delta, unless weights are dropped. Consumers do not meet: each goes on when it has written its keys of
 a tile's dS, and waits for the others' a tile later. Who has written a tile's dS has read that of the last but one,
-and in `Behind` that of the last but two: so two slots of dS are enough, or three. Blocks in turn add in the turn of
+and but for `Later` that of the last but two: two slots of dS are enough, or three. Blocks in turn add in the turn of
 the tile before, which has the slot of turns before.
 """
 
@@ -81,7 +87,7 @@ class Later(Consumer):
         """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
         q, dout, before = self.buffers.q, self.buffers.dout, state.slot
         j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
-        less = self._start_of_excess(state, j, step)
+        less = self._start_of_excess(state.dout_at, j, step)
         (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j, less)
         made, p, kept = self._weighed(raw, state.q_at, j, step)
@@ -103,12 +109,12 @@ class Later(Consumer):
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, here)
 
-    def _start_of_excess(self, state: State, j: fly.Value, step: Step) -> fly.Fragment | None:
+    def _start_of_excess(self, at: Position, j: fly.Value, step: Step) -> fly.Fragment | None:
         """-delta as dP is laid out, of a tile that is there then; None where dP has to be whole before."""
         if self.options.features.drops:
             return None
-        self._arrived(self.buffers.dout, state.dout_at, lambda: j)
-        return self.less(state.dout_at, j, step)
+        self._arrived(self.buffers.dout, at, lambda: j)
+        return self.less(at, j, step)
 
     def _pulling(
         self, less: fly.Fragment | None, made: Weights, kept: KeptPairs | None, at: Position, j: fly.Value, step: Step
@@ -117,11 +123,11 @@ class Later(Consumer):
         if less is None:
             return lambda excess: self._pulled(made, kept, excess, at, j, step)
 
-        def pull(excess: fly.Value) -> tuple[fly.Value, ...]:
-            whole = transposed(fly.Fragment(self.layout, ((excess,),)))
-            return self._narrow(made.score_gradients(whole, less).raw)
+        return lambda excess: self._of_excess(made, excess)
 
-        return pull
+    def _of_excess(self, made: Weights, excess: fly.Value) -> tuple[fly.Value, ...]:
+        """dS of dP - delta."""
+        return self._narrow(made.score_gradients(transposed(fly.Fragment(self.layout, ((excess,),)))).raw)
 
     def _wait_for(self, pending: Pending) -> None:
         """Until all keys' dS of a tile is in shared memory."""
@@ -136,7 +142,7 @@ class Behind(Later):
         """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
         q, dout, before = self.buffers.q, self.buffers.dout, state.slot
         j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
-        less = self._start_of_excess(state, j, step)
+        less = self._start_of_excess(state.dout_at, j, step)
         (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j, less)
         made, p, kept = self._weighed(raw, state.q_at, j, step)
@@ -159,6 +165,45 @@ class Behind(Later):
         return State((dk, dv), scores, q_next, dout_next, here)
 
 
+class Batched(Behind):
+    """All products of a tile but S and dP behind its dS, and those of the next tile right behind them.
+
+    A warp that starts products goes on when they are nearly done: between them there is little time for anything
+    else. So consumers make P and dS with none of their own in work, and come to do so while the other's are.
+    """
+
+    def start(self, q_at: Position, dout_at: Position, step: Step) -> tuple[fly.Value, fly.Value]:
+        """S and dP."""
+        scores = self.scores(q_at, step.walk, step.number)
+        j = self._tile(step.walk, step.number, q_at)
+        less = self._start_of_excess(dout_at, j, step)
+        return scores, self.excess(dout_at, j, less)
+
+    def step(self, step: Step, state: State) -> State:
+        """One tile of queries, whose S and dP are in flight, and dQ of the one before; then the next one's are."""
+        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
+        j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
+        raw, excess = wgmma.wait(0, *state.product)
+        made, p, _ = self._weighed(raw, state.q_at, j, step)
+        ds = self._of_excess(made, excess)
+        here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
+        self._wait_for(before)
+        self._publish(ds, here.at.index)
+        dv = self._onto_values(p, state.dout_at, dv)
+        part = self._dq(before.at.index)
+        dk = self._onto_keys(ds, state.q_at, dk)
+        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
+        # the next tile may be one of those that are masked
+        started = state.product if step.last else self.start(q_next, dout_next, step.following)
+        behind = 0 if step.last else len(started)
+        part, dv = wgmma.wait(1 + behind, part, dv)
+        dout.ring.release(state.dout_at)
+        self._add_late(part, before, state.q_at)
+        (dk,) = wgmma.wait(behind, dk)
+        q.ring.release(state.q_at)
+        return State((dk, dv), started, q_next, dout_next, here)
+
+
 class Alternating(Behind):
     """With dropout: consumers make P in turn, from the wait for S to the start of dV.
 
@@ -177,9 +222,9 @@ class Alternating(Behind):
     def _hand_on(self) -> None:
         barrier_arrive(TURN + 1 - self.index, CONSUMERS * WARPGROUP)
 
-    def _start_of_excess(self, state: State, j: fly.Value, step: Step) -> fly.Fragment | None:
+    def _start_of_excess(self, at: Position, j: fly.Value, step: Step) -> fly.Fragment | None:
         self._await_turn()
-        return super()._start_of_excess(state, j, step)
+        return super()._start_of_excess(at, j, step)
 
     def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
         started = super()._onto_values(p, at, dv)

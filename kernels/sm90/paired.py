@@ -52,7 +52,7 @@ class Paired(Consumer):
     ) -> tuple[Any, ...]:
         """All tiles of one query head, in pairs."""
         first, last = self._ends_of(head)
-        state = State(sums, self.start(q_at, dout_at, first.walk, first.number), q_at, dout_at, slot)
+        state = State(sums, self.start(q_at, dout_at, first), q_at, dout_at, slot)
         state = self._pair(last, self._through(first.number, last, state))
         return state.sums, state.q_at, state.dout_at, state.slot
 
