@@ -60,6 +60,7 @@ def test_the_set_covers_kernels_features_and_forms_in_few_builds(monkeypatch):
     }
     assert any(build.head_dim_v != build.head_dim for build in fused)
     assert {build.clears for build in fused} == {True, False} == {build.alternates for build in fused}
+    assert {build.batched for build in fused} == {True, False}
     assert any(build.features.block_size for build in fused) and any(build.packed for build in fused)
     assert len(stub.loaded) <= MOST_BUILDS
 

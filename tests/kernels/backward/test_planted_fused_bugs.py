@@ -282,13 +282,41 @@ BUGS = (
         "causal",
         "wrong",
     ),
+    *(
+        Bug(
+            f"dS of the tile before is read behind its slot's next writing, {case}",
+            kind,
+            "step",
+            "here = Pending(before.at.next(self.options.ds_own), => here = Pending(before.at.next(2),",
+            case,
+            "shared-race wrong",
+        )
+        for case, kind in (("full", bwd.Batched), ("dropout", bwd.Behind))
+    ),
     Bug(
-        "dS of the tile before is read behind its slot's next writing",
-        bwd.Behind,
+        "dP of the tile is not waited for",
+        bwd.Batched,
         "step",
-        "here = Pending(before.at.next(self.options.ds_own), => here = Pending(before.at.next(2),",
+        "wgmma.wait(0, *state.product) => wgmma.wait(1, *state.product)",
         "full",
-        "shared-race wrong",
+        "in-flight",
+    ),
+    Bug(
+        "dQ is taken for done, and dO for free, one product too early",
+        bwd.Batched,
+        "step",
+        "wgmma.wait(1 + behind, => wgmma.wait(2 + behind,",
+        "full",
+        "in-flight",
+    ),
+    Bug(
+        "Q is given back before dK is done",
+        bwd.Batched,
+        "step",
+        "(dk,) = wgmma.wait(behind, dk)\n    q.ring.release(state.q_at) => "
+        "q.ring.release(state.q_at)\n    (dk,) = wgmma.wait(behind, dk)",
+        "full",
+        "in-flight shared-race",
     ),
     Bug(
         "dS is written over while it is on its way to the other block",
