@@ -1,4 +1,4 @@
-"""Consumers of the Hopper backward kernel that start a tile's products one behind the other (`sm90.later.Batched`)."""
+"""Consumers of the Hopper backward kernel that start products one behind the other (`sm90.later.Batched`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_calls_with_features_do_not(given):
 
 
 def test_nothing_is_between_the_starts_of_products():
-    """In PTX, of each tile: a wait for S and dP, P, dS to shared memory; then starts, and no arithmetic of weights."""
+    """In PTX, of each tile: a wait for S and dP, P, dS to shared memory; then starts, and no exponentials."""
     found = builds.bindings_of("sm_90a", Inputs([256], [256], 1, 1, 64), False, module=bwd)
     (kernel,) = (x for x in found if x.kernel.name == "flash_attn_sm90_bwd")
     isa = builds.compiled("sm_90a", kernel).isa
