@@ -215,6 +215,8 @@ FUSED: tuple[tuple[dict[str, Any], bool, Callable[[Inputs], dict[str, Any]]], ..
     ({"queries": [130] * 2, "keys": [290] * 2, "head_dim": 128}, False, asked("seqused", "window both")),
     ({"queries": [130], "keys": [290], "head_dim": 64}, False, asked("bias", "score_mod aux")),
     ({"queries": [200], "keys": [300], "head_dim": 64}, False, asked("block mask")),
+    # products one behind the other
+    ({"queries": [330], "keys": [290], "heads": 2, "kv_heads": 2, "head_dim": 64}, False, asked()),
     # long enough for tiles in pairs
     ({"queries": [1600], "keys": [1700], "heads": 2, "kv_heads": 2, "head_dim": 128}, False, asked()),
     # enough heads for blocks that clear sums of later ones
