@@ -18,7 +18,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,8 @@ def shown(binding: Binding) -> str:
     """A kernel and its tiles."""
     options = binding.statics.get("options")
     names = ("block_m", "block_n", "waves", "consumers", "stages", "results")
-    values = {f.name: getattr(options, f.name) for f in fields(options)} if options is not None else {}
-    text = ", ".join(f"{name} {values[name]}" for name in names if values.get(name) is not None)
+    values = {name: getattr(options, name, None) for name in names}
+    text = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
     return f"{binding.kernel.name} {text}".rstrip()
 
 

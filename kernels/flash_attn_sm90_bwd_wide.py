@@ -164,7 +164,7 @@ class _OfValues(_Half):
         q_next, scores, dv = q.ring.next(state.q_at), state.product, []
         ahead = not (self.options.chunked or step.last)
         if ahead:
-            scores = self.scores(*step.next_at(q_next))
+            scores = self.scores(q_next, step.following)
         behind = len(started) + (0 if part is None else OF_BOTH) + ahead
         for place, product in zip(dout.places(state.dout_at), started, strict=True):
             behind -= 1
@@ -174,7 +174,7 @@ class _OfValues(_Half):
             (part,) = wgmma.wait(int(ahead), part)
             self.take(part, step.place, step.walk.tile(step.number - 1), before)
         if not (ahead or step.last):
-            scores = self.scores(*step.next_at(q_next))
+            scores = self.scores(q_next, step.following)
         return State(tuple(dv), scores, q_next, dout.after(state.dout_at), state.slot)
 
     def _hand_on(self, made: Weights, decided: DecidedTile | None) -> None:

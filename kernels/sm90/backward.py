@@ -32,10 +32,10 @@ _MOST_SHARED = target("sm_90a").shared_bytes
 class Sm90BackwardOptions:
     """The static parameters of one build.
 
-    `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add
-    to dQ in turn (`sm90.turns`). `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads
-    of a key head, each of other blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of
-    the same keys (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
+    `packed`: sequences are. `features`: what the operands are. `ordered`: blocks add to dQ in turn (`sm90.turns`).
+    `clears`: they clear sums of later heads (`sm90.ahead`). `parts`: of the query heads of a key head, each of other
+    blocks (`sm90.group_parts`). `apart`: one consumer sums up dV and the other dK, of the same keys
+    (`flash_attn_sm90_bwd_wide`). `bias_by_query`: there is a bias of every score, not of keys alone.
     `loads`: functions on scores have tensors. `paired`: each block of a cluster makes dQ of every other tile
     (`sm90.paired`).
 

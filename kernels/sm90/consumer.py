@@ -88,11 +88,7 @@ class Step:
     @property
     def following(self) -> Step:
         """The step behind, which may be `masked`."""
-        return replace(self, number=self.number + 1, masked=True)
-
-    def next_at(self, at: Position) -> tuple[Position, Walk, Any]:
-        """What `Consumer.scores` takes of the step behind, whose tile is in slot `at`."""
-        return at, self.walk, self.number + 1
+        return replace(self, number=self.number + 1, masked=True, first=False)
 
 
 @dataclass(frozen=True)
@@ -334,12 +330,12 @@ class Consumer:
 
     def start(self, q_at: Position, dout_at: Position, step: Step) -> Any:
         """Start what of a step's products is in flight when the step begins."""
-        return self.scores(q_at, step.walk, step.number)
+        return self.scores(q_at, step)
 
-    def scores(self, at: Position, walk: Walk, number: Any) -> fly.Value:
+    def scores(self, at: Position, step: Step) -> fly.Value:
         """Start K Q^T of a step's tile."""
         options, q = self.options, self.buffers.q
-        self._arrived(q, at, lambda: self._tile(walk, number, at))
+        self._arrived(q, at, lambda: self._tile(step.walk, step.number, at))
         rows = self._own_rows("k", self.buffers.k)
         atom = WarpgroupAtom(BLOCK_M, self.dtype.name)
         return wgmma.issue(atom, rows, q.operand(at), -(-options.head_dim // atom.k))
@@ -372,7 +368,7 @@ class Consumer:
         # a list's last block may have tiles behind the last one
         with nullcontext() if listed is None else fly.when(j < listed.tiles):
             self.add(part, step.place.head, j, state.q_at)
-        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        scores = state.product if step.last else self.scores(q_next, step.following)
         (dk,) = wgmma.wait(0 if step.last else 1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout_next, state.slot ^ 1)

@@ -103,7 +103,7 @@ class Later(Consumer):
         dk = self._onto_keys(ds, state.q_at, dk)
         self._add_late(part, before, state.q_at)
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        scores = state.product if step.last else self.scores(q_next, step.following)
         dk, dv = wgmma.wait(0 if step.last else 1, dk, dv)
         dout.ring.release(state.dout_at)
         q.ring.release(state.q_at)
@@ -122,7 +122,6 @@ class Later(Consumer):
         """What makes dS of dP - delta, or of dP if that began with nothing; asked for before dP is there."""
         if less is None:
             return lambda excess: self._pulled(made, kept, excess, at, j, step)
-
         return lambda excess: self._of_excess(made, excess)
 
     def _of_excess(self, made: Weights, excess: fly.Value) -> tuple[fly.Value, ...]:
@@ -136,12 +135,16 @@ class Later(Consumer):
 
 
 class Behind(Later):
-    """dQ of the tile before is started behind a tile's dS, and waited for behind the start of the next one's S."""
+    """dQ of the tile before is started behind a tile's dS, and waited for behind the start of the next one's S.
+
+    `AHEAD`: products that `start` starts.
+    """
+
+    AHEAD = 1
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
-        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
-        j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
+        j, (_, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
         less = self._start_of_excess(state.dout_at, j, step)
         (raw,) = wgmma.wait(0, state.product)
         started = self.excess(state.dout_at, j, less)
@@ -150,19 +153,30 @@ class Behind(Later):
         pull = self._pulling(less, made, kept, state.dout_at, j, step)
         (excess,) = wgmma.wait(1, started)
         ds = pull(excess)
+        here = self._published(ds, state.slot, j, step)
+        return self._rest(ds, dv, here, step, state)
+
+    def _published(self, ds: tuple[fly.Value, ...], before: Pending, j: fly.Value, step: Step) -> Pending:
+        """dS of tile j to shared memory, when that of the tile before is whole."""
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._wait_for(before)
         self._publish(ds, here.at.index)
+        return here
+
+    def _rest(self, ds: tuple[fly.Value, ...], dv: fly.Value, here: Pending, step: Step, state: State) -> State:
+        """What is behind a tile's dS and the start of its dV: dQ of the tile before, dK, what starts the next one."""
+        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
         part = self._dq(before.at.index)
-        dk = self._onto_keys(ds, state.q_at, dk)
+        dk = self._onto_keys(ds, state.q_at, state.sums[0])
         q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        scores = state.product if step.last else self.scores(*step.next_at(q_next))
-        part, dv = wgmma.wait(1 + (not step.last), part, dv)
+        started = state.product if step.last else self.start(q_next, dout_next, step.following)
+        ahead = 0 if step.last else self.AHEAD
+        part, dv = wgmma.wait(1 + ahead, part, dv)
         dout.ring.release(state.dout_at)
         self._add_late(part, before, state.q_at)
-        (dk,) = wgmma.wait(int(not step.last), dk)
+        (dk,) = wgmma.wait(ahead, dk)
         q.ring.release(state.q_at)
-        return State((dk, dv), scores, q_next, dout_next, here)
+        return State((dk, dv), started, q_next, dout_next, here)
 
 
 class Batched(Behind):
@@ -172,36 +186,24 @@ class Batched(Behind):
     else. So consumers make P and dS with none of their own in work, and come to do so while the other's are.
     """
 
+    AHEAD = 2
+
     def start(self, q_at: Position, dout_at: Position, step: Step) -> tuple[fly.Value, fly.Value]:
         """S and dP."""
-        scores = self.scores(q_at, step.walk, step.number)
+        scores = self.scores(q_at, step)
         j = self._tile(step.walk, step.number, q_at)
         less = self._start_of_excess(dout_at, j, step)
         return scores, self.excess(dout_at, j, less)
 
     def step(self, step: Step, state: State) -> State:
         """One tile of queries, whose S and dP are in flight, and dQ of the one before; then the next one's are."""
-        q, dout, before = self.buffers.q, self.buffers.dout, state.slot
-        j, (dk, dv) = self._tile(step.walk, step.number, state.q_at), state.sums
+        j = self._tile(step.walk, step.number, state.q_at)
         raw, excess = wgmma.wait(0, *state.product)
         made, p, _ = self._weighed(raw, state.q_at, j, step)
         ds = self._of_excess(made, excess)
-        here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
-        self._wait_for(before)
-        self._publish(ds, here.at.index)
-        dv = self._onto_values(p, state.dout_at, dv)
-        part = self._dq(before.at.index)
-        dk = self._onto_keys(ds, state.q_at, dk)
-        q_next, dout_next = q.ring.next(state.q_at), dout.ring.next(state.dout_at)
-        # the next tile may be one of those that are masked
-        started = state.product if step.last else self.start(q_next, dout_next, step.following)
-        behind = 0 if step.last else len(started)
-        part, dv = wgmma.wait(1 + behind, part, dv)
-        dout.ring.release(state.dout_at)
-        self._add_late(part, before, state.q_at)
-        (dk,) = wgmma.wait(behind, dk)
-        q.ring.release(state.q_at)
-        return State((dk, dv), started, q_next, dout_next, here)
+        here = self._published(ds, state.slot, j, step)
+        dv = self._onto_values(p, state.dout_at, state.sums[1])
+        return self._rest(ds, dv, here, step, state)
 
 
 class Alternating(Behind):

@@ -101,7 +101,7 @@ class Paired(Consumer):
         (dv,) = wgmma.wait(1, dv)
         dout.ring.release(state.dout_at)
         q_next = q.ring.next(state.q_at)
-        scores = self.scores(*step.next_at(q_next))
+        scores = self.scores(q_next, step.following)
         (dk,) = wgmma.wait(1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout.ring.next(state.dout_at), state.slot)
@@ -124,7 +124,7 @@ class Paired(Consumer):
         with fly.when(j < self.work.tiles.end):
             self.add(part, step.place.head, j, state.q_at)
         q_next = q.ring.next(state.q_at)
-        scores = state.product if step.last else self.scores(*step.next_at(q_next))
+        scores = state.product if step.last else self.scores(q_next, step.following)
         (dk,) = wgmma.wait(0 if step.last else 1, dk)
         q.ring.release(state.q_at)
         return State((dk, dv), scores, q_next, dout.ring.next(state.dout_at), state.slot)

@@ -285,13 +285,13 @@ BUGS = (
     *(
         Bug(
             f"dS of the tile before is read behind its slot's next writing, {case}",
-            kind,
-            "step",
+            bwd.Behind,
+            "_published",
             "here = Pending(before.at.next(self.options.ds_own), => here = Pending(before.at.next(2),",
             case,
             "shared-race wrong",
         )
-        for case, kind in (("full", bwd.Batched), ("dropout", bwd.Behind))
+        for case in ("full", "dropout")
     ),
     Bug(
         "dP of the tile is not waited for",
@@ -303,18 +303,18 @@ BUGS = (
     ),
     Bug(
         "dQ is taken for done, and dO for free, one product too early",
-        bwd.Batched,
-        "step",
-        "wgmma.wait(1 + behind, => wgmma.wait(2 + behind,",
+        bwd.Behind,
+        "_rest",
+        "wgmma.wait(1 + ahead, => wgmma.wait(2 + ahead,",
         "full",
         "in-flight",
     ),
     Bug(
         "Q is given back before dK is done",
-        bwd.Batched,
-        "step",
-        "(dk,) = wgmma.wait(behind, dk)\n    q.ring.release(state.q_at) => "
-        "q.ring.release(state.q_at)\n    (dk,) = wgmma.wait(behind, dk)",
+        bwd.Behind,
+        "_rest",
+        "(dk,) = wgmma.wait(ahead, dk)\n    q.ring.release(state.q_at) => "
+        "q.ring.release(state.q_at)\n    (dk,) = wgmma.wait(ahead, dk)",
         "full",
         "in-flight shared-race",
     ),
