@@ -250,6 +250,14 @@ class Sm90BackwardOptions:
         return self._may_be_behind and self.features.drops and not self.ordered
 
     @property
+    def reads_early(self) -> bool:
+        """With `alternates`, whether statistics are loaded before the waits and starts in front of their use.
+
+        Full attention is slower with it.
+        """
+        return self.alternates and self.causal
+
+    @property
     def _may_be_behind(self) -> bool:
         return self.later and self.held and not self.features.windowed
 

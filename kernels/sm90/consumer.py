@@ -54,6 +54,7 @@ from .walk import Walk
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
+Loaded = fly.RowVector | None  # numbers of a tile's queries, if they were loaded before
 
 
 @dataclass(frozen=True)
@@ -387,10 +388,16 @@ class Consumer:
         return j, self._pulled(made, kept, excess, state.dout_at, j, step), dv
 
     def _weighed(
-        self, raw: fly.Value, at: Position, j: fly.Value, step: Step, decided: DecidedTile | None = None
+        self,
+        raw: fly.Value,
+        at: Position,
+        j: Any,
+        step: Step,
+        decided: DecidedTile | None = None,
+        lse2: Loaded = None,
     ) -> tuple[Weights, tuple[fly.Value, ...], KeptPairs | None]:
         """`weigh`; also the A operand of dV, and what dropout keeps; `decided`: `_decided`, if it was before."""
-        made = self.weigh(raw, at, j, step)
+        made = self.weigh(raw, at, j, step, lse2=lse2)
         if decided is not None:
             kept = KeptPairs.of(made_again(decided, j), self.layout)
             return made, kept.only(self._narrow(made.weights)), kept
@@ -429,7 +436,9 @@ class Consumer:
         atom = WarpgroupAtom(self.options.head_dim, self.dtype.name)
         return wgmma.issue(atom, ds, self.buffers.q.operand(at, along_rows=True), BLOCK_M // atom.k, dk)
 
-    def weigh(self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = False) -> Weights:
+    def weigh(
+        self, raw: fly.Value, at: Position, j: fly.Value, step: Step, *, drops: bool = False, lse2: Loaded = None
+    ) -> Weights:
         """P of tile j from its scores; statistics are in slot `at`, `drops` as in `weights`."""
         place, given, masked, listed = step.place, step.given, step.masked, step.walk.listed
         first_query, first_key = j * BLOCK_M, self.first_key
@@ -439,11 +448,8 @@ class Consumer:
             lengths = [anew(length, first_query) for length in (place.keys.queries, place.keys.keys)]
             place = replace(place, keys=replace(place.keys, queries=lengths[0], keys=lengths[1]))
         fragment = transposed(fly.Fragment(self.layout, ((raw,),)))
-        queries = row_numbers(fragment.layout, 1, first_query)
-        if self.options.crowded and self.block.queries.bounded:
-            queries = row_numbers(fragment.layout, 1, 0).map(lambda row: anew(row, first_query) + first_query)
-        ends = masked or listed is not None
-        lse2 = self._numbers(self.buffers.lse2.at(at), queries, math.inf, masked=ends)
+        queries = self._queries(first_query)
+        lse2 = self.lse2(at, j, step) if lse2 is None else lse2
 
         def hide(scores: fly.Fragment) -> fly.Fragment:
             if listed is None:
@@ -463,6 +469,18 @@ class Consumer:
 
         rows = queries, first_key, self.scale_log2, lse2
         return weights(fragment, given, place, *rows, hide, first_query, early=True, drops=drops)
+
+    def lse2(self, at: Position, j: fly.Value, step: Step) -> fly.RowVector:
+        """lse of tile j's queries, in log2 units, as rows of transposed scores; statistics are in slot `at`."""
+        ends = step.masked or step.walk.listed is not None
+        return self._numbers(self.buffers.lse2.at(at), self._queries(j * BLOCK_M), math.inf, masked=ends)
+
+    def _queries(self, first_query: fly.Value) -> fly.RowVector:
+        """A tile's queries, as rows of transposed scores."""
+        layout = transposed_layout(self.layout)
+        if self.options.crowded and self.block.queries.bounded:
+            return row_numbers(layout, 1, 0).map(lambda row: anew(row, first_query) + first_query)
+        return row_numbers(layout, 1, first_query)
 
     def pull(self, made: Weights, excess: fly.Value, at: Position, j: fly.Value, step: Step) -> fly.Fragment:
         """dS of tile j from dP, whose statistics are in slot `at`."""

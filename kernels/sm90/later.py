@@ -16,7 +16,8 @@ A tile's steps, and what is in flight meanwhile; dQ is that of the tile before:
 | 3 | dV | dQ = dS K, dK += dS^T Q, the next tile's S; wait for dQ; add it up |
 | 4 | dK, S | wait for dK |
 
-`Alternating` is `Behind` with consumers half a tile apart.
+`Alternating` is `Behind` with consumers half a tile apart, whose statistics may be loaded before the wait for S and
+the start of dV.
 
 | `Batched` | started before | then |
 |---|---|---|
@@ -218,27 +219,25 @@ class Alternating(Behind):
             self._hand_on()
         return super().begin()
 
-    def _await_turn(self) -> None:
+    def step(self, step: Step, state: State) -> State:
+        """One tile of queries, whose S is in flight, and dQ of the one before; then the next one's S is."""
+        early = self.options.reads_early
+        j = self._tile(step.walk, step.number, state.q_at)
         barrier_sync(TURN + self.index, CONSUMERS * WARPGROUP)
+        lse2 = self.lse2(state.q_at, j, step) if early else None
+        (raw,) = wgmma.wait(0, state.product)
+        started = self.excess(state.dout_at, j)
+        made, p, kept = self._weighed(raw, state.q_at, j, step, lse2=lse2)
+        assert kept is not None, "consumers alternate with dropout alone"
+        less = self.less(state.dout_at, j, step) if early else None
+        dv = self._onto_values(p, state.dout_at, state.sums[1])
+        self._hand_on()
+        of_rows = self.less(state.dout_at, j, step) if less is None else less
+        begun = made.weights.map(lambda x, r, c: x * of_rows.tiles[r][c])
+        (excess,) = wgmma.wait(1, started)
+        ds = self._narrow(made.weights.map(lambda x, r, c: kept.add_f32(begun.tiles[r][c], x, excess)))
+        here = self._published(ds, state.slot, j, step)
+        return self._rest(ds, dv, here, step, state)
 
     def _hand_on(self) -> None:
         barrier_arrive(TURN + 1 - self.index, CONSUMERS * WARPGROUP)
-
-    def _start_of_excess(self, at: Position, j: fly.Value, step: Step) -> fly.Fragment | None:
-        self._await_turn()
-        return super()._start_of_excess(at, j, step)
-
-    def _onto_values(self, p: tuple[fly.Value, ...], at: Position, dv: fly.Value) -> fly.Value:
-        started = super()._onto_values(p, at, dv)
-        self._hand_on()
-        return started
-
-    def _pulling(
-        self, less: fly.Fragment | None, made: Weights, kept: KeptPairs | None, at: Position, j: fly.Value, step: Step
-    ) -> Pull:
-        assert kept is not None, "consumers alternate with dropout alone"
-        of_rows = self.less(at, j, step)
-        begun = made.weights.map(lambda x, r, c: x * of_rows.tiles[r][c])
-        return lambda excess: self._narrow(
-            made.weights.map(lambda x, r, c: kept.add_f32(begun.tiles[r][c], x, excess))
-        )

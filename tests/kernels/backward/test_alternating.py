@@ -73,19 +73,39 @@ def test_calls_with_more_than_dropout_do_not(given):
     assert not Sm90BackwardOptions(64, 64, False, features=features).alternates
 
 
+@pytest.mark.parametrize("more", [{}, {"ordered": True}, {"head_dim": 72, "head_dim_v": 72}])
+def test_statistics_are_read_early_where_consumers_alternate_under_a_causal_mask(more):
+    features = features_of(dropout_p=0.1, rng_state=state_of(1))
+    options = {"head_dim": 64, "head_dim_v": 64, "features": features, **more}
+    assert not Sm90BackwardOptions(**options, causal=False).reads_early
+    assert Sm90BackwardOptions(**options, causal=True).reads_early is not bool(more)
+
+
+WAIT, START = "wgmma.wait_group", "wgmma.commit_group"
+STATISTICS, WORDS = "ld.shared.v2.b32", "ld.shared.v4.b32"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_turn_is_all_of_p(causal):
-    """In PTX, from barrier to barrier: S, the start of dP, exponentials, Philox's words from shared memory, dV."""
+    """In PTX, from barrier to barrier: S, the start of dP, exponentials, Philox's words from shared memory, dV.
+
+    Under a causal mask lse2 is loaded before the wait for S, and delta in the turn, not behind it.
+    """
     options = {"dropout_p": 0.1, "rng_state": state_of(1)}
     found = builds.bindings_of("sm_90a", Inputs([256], [256], 1, 1, 64), causal, module=bwd, **options)
     (kernel,) = (x for x in found if x.kernel.name == "flash_attn_sm90_bwd")
     first, *turns = builds.compiled("sm_90a", kernel).isa.split("barrier.cta.sync.aligned")
     assert len(turns) == 4  # three loops, and the last tile
     assert first.count("barrier.cta.arrive") == 1
-    order = ["wgmma.wait_group", "wgmma.commit_group", "ex2.approx", "ld.shared.v4.b32", "wgmma.commit_group"]
+    order = [WAIT, START, STATISTICS, "ex2.approx", WORDS, START]
+    if causal:
+        order = [STATISTICS, WAIT, START, "ex2.approx", WORDS, STATISTICS, START]
     for turn in turns:
-        taken, *_ = turn.split("barrier.cta.arrive.aligned")
+        taken, rest = turn.split("barrier.cta.arrive.aligned")
         places = [taken.index(order[0])]
         for name in order[1:]:
             places.append(taken.index(name, places[-1] + 1))
-        assert taken.count("wgmma.commit_group") == 2
+        assert taken.count(START) == 2
+        before_dp, after = taken.split(START, 1)
+        loads = [part.count(STATISTICS) for part in (before_dp, after, rest.split(WAIT)[0])]
+        assert loads == ([8, 8, 0] if causal else [0, 8, 8])
