@@ -24,6 +24,7 @@ WHOLE = 192  # the widest heads that there is memory for two tiles of dO of
 CHUNK, CHUNKS = 64, 4  # columns of dO, of wider ones, that have a slot of their own, and slots of these
 HELD = 64  # the widest heads that there are registers for K and V of, or for scores' derivatives beside a later dQ
 LATER = 96  # those that there are registers for a later dQ of
+FEW = 16  # the widest heads whose products are over too soon to start them one behind the other
 SLOT_ALIGNMENT = 128  # of what bulk copies fill
 _MOST_SHARED = target("sm_90a").shared_bytes
 
@@ -242,7 +243,8 @@ class Sm90BackwardOptions:
     @property
     def batched(self) -> bool:
         """Whether products are started one behind the other, the next tile's S and dP too (`later.Batched`)."""
-        return self.behind and not (self.features.drops or self.ordered)
+        enough = max(self.head_dim, self.head_dim_v) > FEW
+        return self.behind and enough and not (self.features.drops or self.ordered)
 
     @property
     def alternates(self) -> bool:

@@ -48,7 +48,9 @@ def test_gradients_are_the_references(name, monkeypatch, seed):
     [
         ({}, True),
         ({"packed": True}, True),
-        ({"head_dim": 32, "head_dim_v": 8}, True),
+        ({"head_dim": 24, "head_dim_v": 8}, True),
+        ({"head_dim": 16, "head_dim_v": 24}, True),
+        ({"head_dim": 16, "head_dim_v": 16}, False),
         ({"causal": True}, False),
         ({"ordered": True}, False),
         ({"head_dim": 72}, False),
