@@ -15,6 +15,10 @@ from tests.kernels.backward.planted import forget
 from tests.kernels.backward.test_dropout_kernels import state_of
 from tests.kernels.feature_cases import Inputs
 
+# in PTX
+WAIT, START = "wgmma.wait_group", "wgmma.commit_group"
+STATISTICS, WORDS = "ld.shared.v2.b32", "ld.shared.v4.b32"
+
 # with dropout: sizes, causal, how likely
 CALLS: dict[str, tuple[dict[str, Any], bool, float]] = {
     "several blocks": ({"queries": [200], "keys": [290], "heads": 1, "head_dim": 64}, False, 0.1),
@@ -79,10 +83,6 @@ def test_statistics_are_read_early_where_consumers_alternate_under_a_causal_mask
     options = {"head_dim": 64, "head_dim_v": 64, "features": features, **more}
     assert not Sm90BackwardOptions(**options, causal=False).reads_early
     assert Sm90BackwardOptions(**options, causal=True).reads_early is not bool(more)
-
-
-WAIT, START = "wgmma.wait_group", "wgmma.commit_group"
-STATISTICS, WORDS = "ld.shared.v2.b32", "ld.shared.v4.b32"
 
 
 @pytest.mark.parametrize("causal", [False, True])
