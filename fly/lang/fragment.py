@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, TypeVar
 
 from fly.errors import AtomError, ShapeError
 from fly.ir.context import context, current, emit
@@ -41,6 +41,14 @@ class Accumulates(Protocol):
     @property
     def c(self) -> Layout: ...
     def values(self, operand: str) -> int: ...
+
+
+_Found = TypeVar("_Found")
+
+
+def _once(make: Callable[[AccumulatorLayout], _Found]) -> functools.cached_property[_Found]:
+    """A property that is worked out once for all layouts that are equal: kernels name theirs again and again."""
+    return functools.cached_property(functools.cache(make))
 
 
 @dataclass(frozen=True)
@@ -76,54 +84,54 @@ class AccumulatorLayout:
         n, m = divmod(self.atom.c((lane, value)), self.atom.m)
         return (m, n) if self.rows_on == "m" else (n, m)
 
-    @functools.cached_property
+    @_once
     def row_lane(self) -> Layout:
         """lane -> row of its first register."""
         return linear_layout([self.coordinate(lane, 0)[0] for lane in range(self.atom.lanes)])
 
-    @functools.cached_property
+    @_once
     def column_lane(self) -> Layout:
         """lane -> column of its first register."""
         return linear_layout([self.coordinate(lane, 0)[1] for lane in range(self.atom.lanes)])
 
-    @functools.cached_property
+    @_once
     def value_rows(self) -> tuple[int, ...]:
         """Row of each register relative to the lane's first; the same in every lane."""
         return tuple(self.coordinate(0, v)[0] for v in range(self.values))
 
-    @functools.cached_property
+    @_once
     def value_columns(self) -> tuple[int, ...]:
         """Column of each register relative to the lane's first; the same in every lane."""
         return tuple(self.coordinate(0, v)[1] for v in range(self.values))
 
-    @functools.cached_property
+    @_once
     def slots(self) -> tuple[int, ...]:
         """The distinct rows a lane holds, relative to its first."""
         return tuple(sorted(set(self.value_rows)))
 
-    @functools.cached_property
+    @_once
     def slot_values(self) -> tuple[tuple[int, ...], ...]:
         """For each slot, the registers of that row."""
         return tuple(tuple(v for v, row in enumerate(self.value_rows) if row == slot) for slot in self.slots)
 
-    @functools.cached_property
+    @_once
     def column_slots(self) -> tuple[int, ...]:
         """The distinct columns a lane holds, relative to its first."""
         return tuple(sorted(set(self.value_columns)))
 
-    @functools.cached_property
+    @_once
     def column_slot_values(self) -> tuple[tuple[int, ...], ...]:
         """For each column slot, the registers of that column."""
         columns = self.value_columns
         return tuple(tuple(v for v, column in enumerate(columns) if column == slot) for slot in self.column_slots)
 
-    @functools.cached_property
+    @_once
     def run_starts(self) -> tuple[int, ...]:
         """The first register of every run of contiguous columns of a row; runs are equally long."""
         places = list(zip(self.value_rows, self.value_columns))
         return tuple(v for v, (row, column) in enumerate(places) if v == 0 or places[v - 1] != (row, column - 1))
 
-    @functools.cached_property
+    @_once
     def run(self) -> int:
         """The longest power of two of contiguous columns, from a multiple of it on, in which every lane has a row."""
         columns = (*map(self.column_lane, range(self.atom.lanes)), *(self.value_columns[v] for v in self.run_starts))
@@ -134,12 +142,12 @@ class AccumulatorLayout:
         """The column of this lane's first register."""
         return evaluate(self.column_lane, lane_of(self.atom.lanes))
 
-    @functools.cached_property
+    @_once
     def row_mates(self) -> tuple[int, ...]:
         """Lane-index bits under which lanes hold the same rows: the xor masks of a row reduction."""
         return tuple(bit for bit in self._lane_bits if self.coordinate(bit, 0)[0] == self.coordinate(0, 0)[0])
 
-    @functools.cached_property
+    @_once
     def column_mates(self) -> tuple[int, ...]:
         """Lane-index bits under which lanes hold the same columns; of a warpgroup, also the bits of its warps."""
         return tuple(bit for bit in self._lane_bits if self.coordinate(bit, 0)[1] == self.coordinate(0, 0)[1])

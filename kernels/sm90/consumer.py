@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import fly
 from fly.backends.nvvm import wgmma
@@ -54,7 +54,7 @@ from .walk import Walk
 
 CLEARED = 2  # first named barrier of the consumers' own: rows past the end are zeros
 WRITTEN = 1  # named barrier: dS of all keys is in shared memory
-Loaded = fly.RowVector | None  # numbers of a tile's queries, if they were loaded before
+Loaded: TypeAlias = "fly.RowVector | None"  # numbers of a tile's queries, if they were loaded before
 
 
 @dataclass(frozen=True)
