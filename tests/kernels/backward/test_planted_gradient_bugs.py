@@ -169,7 +169,6 @@ def test_without_a_bug_there_is_none(case, seed):
     assert not CASES[case](seed), f"seed {seed}"
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, monkeypatch, seed):
     found = shown(CASES, bug, monkeypatch, seed)

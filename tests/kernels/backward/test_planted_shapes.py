@@ -329,7 +329,6 @@ BUGS = (
 )
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, monkeypatch, seed):
     found = shown(CASES, bug, monkeypatch, seed)
