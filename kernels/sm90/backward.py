@@ -64,6 +64,11 @@ class Sm90BackwardOptions:
             )
 
     @property
+    def _widest(self) -> int:
+        """Columns of q and k, or of v where these are more."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
     def stages(self) -> int:
         """Slots of tiles of Q."""
         return 3 if self.batched else 2
@@ -86,7 +91,7 @@ class Sm90BackwardOptions:
     @property
     def thrift(self) -> Thrift:
         """What is done again or later for want of registers."""
-        dim, given = max(self.head_dim, self.head_dim_v), (self.features, self.bias_by_query, self.loads)
+        dim, given = self._widest, (self.features, self.bias_by_query, self.loads)
         form = self.ordered, self.apart, self.clears, self.paired
         found = thrift_of(Build(dim, self.causal, self.packed, *given, *form))
         if self.parts == 1 or self.ordered:  # in turn the producer would spill more
@@ -147,7 +152,7 @@ class Sm90BackwardOptions:
         So there is memory for about one tile, and nearly no wait for it: the next tile's first chunks arrive while dV
         is made of the last ones.
         """
-        return self.apart and max(self.head_dim, self.head_dim_v) > WHOLE
+        return self.apart and self._widest > WHOLE
 
     @property
     def chunks(self) -> int:
@@ -220,7 +225,7 @@ class Sm90BackwardOptions:
         """Whether a consumer has its keys of K and V in registers: S and dP read half as much shared memory then."""
         spare = not self.features.drops or (self.later and not self.packed)
         plain = not self.features.modifies and spare
-        return plain and not self.apart and max(self.head_dim, self.head_dim_v) <= HELD
+        return plain and not self.apart and self._widest <= HELD
 
     @property
     def later(self) -> bool:
@@ -228,7 +233,7 @@ class Sm90BackwardOptions:
         features = self.features
         if self.apart or features.block_size or "bias" in features.operands:
             return False
-        return max(self.head_dim, self.head_dim_v) <= (HELD if features.modifies or self.ordered else LATER)
+        return self._widest <= (HELD if features.modifies or self.ordered else LATER)
 
     @property
     def unmet(self) -> bool:
@@ -243,8 +248,7 @@ class Sm90BackwardOptions:
     @property
     def batched(self) -> bool:
         """Whether products are started one behind the other, the next tile's S and dP too (`later.Batched`)."""
-        enough = max(self.head_dim, self.head_dim_v) > FEW
-        return self.behind and enough and not (self.features.drops or self.ordered)
+        return self.behind and self._widest > FEW and not (self.features.drops or self.ordered)
 
     @property
     def alternates(self) -> bool:

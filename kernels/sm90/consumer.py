@@ -391,7 +391,7 @@ class Consumer:
         self,
         raw: fly.Value,
         at: Position,
-        j: Any,
+        j: fly.Value,
         step: Step,
         decided: DecidedTile | None = None,
         lse2: Loaded = None,

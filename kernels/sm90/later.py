@@ -33,7 +33,6 @@ the tile before, which has the slot of turns before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import fly
@@ -46,7 +45,6 @@ from ..work.kept_pairs import KeptPairs
 from .backward import CONSUMERS
 from .consumer import CLEARED, Consumer, State, Step
 
-Pull = Callable[[fly.Value], tuple[fly.Value, ...]]  # of dP, dS as the A operand of dK
 NONE = -1  # the number of no tile
 TURN = CLEARED + CONSUMERS  # first named barrier of those that consumers wait for their turn at
 
@@ -95,9 +93,8 @@ class Later(Consumer):
         self._wait_for(before)
         part = self._dq(before.at.index)
         dv = self._onto_values(p, state.dout_at, dv)
-        pull = self._pulling(less, made, kept, state.dout_at, j, step)
         (excess,) = wgmma.wait(2, started)
-        ds = pull(excess)
+        ds = self._ds(less, made, kept, excess, state.dout_at, j, step)
         (part,) = wgmma.wait(1, part)
         here = Pending(before.at.next(self.options.ds_own), step.place.head, j)
         self._publish(ds, here.at.index)
@@ -117,13 +114,20 @@ class Later(Consumer):
         self._arrived(self.buffers.dout, at, lambda: j)
         return self.less(at, j, step)
 
-    def _pulling(
-        self, less: fly.Fragment | None, made: Weights, kept: KeptPairs | None, at: Position, j: fly.Value, step: Step
-    ) -> Pull:
-        """What makes dS of dP - delta, or of dP if that began with nothing; asked for before dP is there."""
+    def _ds(
+        self,
+        less: fly.Fragment | None,
+        made: Weights,
+        kept: KeptPairs | None,
+        excess: fly.Value,
+        at: Position,
+        j: fly.Value,
+        step: Step,
+    ) -> tuple[fly.Value, ...]:
+        """dS as the A operand of dK, of dP - delta, or of dP if that began with nothing."""
         if less is None:
-            return lambda excess: self._pulled(made, kept, excess, at, j, step)
-        return lambda excess: self._of_excess(made, excess)
+            return self._pulled(made, kept, excess, at, j, step)
+        return self._of_excess(made, excess)
 
     def _of_excess(self, made: Weights, excess: fly.Value) -> tuple[fly.Value, ...]:
         """dS of dP - delta."""
@@ -151,9 +155,8 @@ class Behind(Later):
         started = self.excess(state.dout_at, j, less)
         made, p, kept = self._weighed(raw, state.q_at, j, step)
         dv = self._onto_values(p, state.dout_at, dv)
-        pull = self._pulling(less, made, kept, state.dout_at, j, step)
         (excess,) = wgmma.wait(1, started)
-        ds = pull(excess)
+        ds = self._ds(less, made, kept, excess, state.dout_at, j, step)
         here = self._published(ds, state.slot, j, step)
         return self._rest(ds, dv, here, step, state)
 
